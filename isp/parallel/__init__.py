@@ -1,0 +1,26 @@
+"""Sizes, groups and the configuration of a parallel run."""
+
+from isp.parallel.config import (
+    LaunchPoint,
+    Mode,
+    OverlapUnit,
+    ParallelConfig,
+    PipelineConfig,
+    TensorConfig,
+    WeightConfig,
+    Zero1Config,
+)
+from isp.parallel.topology import Axis, Topology
+
+__all__ = [
+    "Axis",
+    "LaunchPoint",
+    "Mode",
+    "OverlapUnit",
+    "ParallelConfig",
+    "PipelineConfig",
+    "TensorConfig",
+    "Topology",
+    "WeightConfig",
+    "Zero1Config",
+]

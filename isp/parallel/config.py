@@ -1,0 +1,114 @@
+"""The `parallel` section of the configuration: how one run is split over its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+
+class Mode(StrEnum):
+    """How the linears of a transformer are split (see `isp.layers.modes` for the table)."""
+
+    MTP = "mtp"
+    """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
+    MSP = "msp"
+    """Megatron sequence parallel: as mtp, activations between the linears split along S."""
+    FSP = "fsp"
+    """Flash sequence parallel: as msp, saves only its shard of each gathered input."""
+    ISP = "isp"
+    """Intern sequence parallel: weights over the weight group, activations over the tensor group."""
+
+
+class LaunchPoint(StrEnum):
+    """Where in a block the next block's weights are requested (`forward_overlap_per: layer`)."""
+
+    WQKV = "wqkv"
+    ATTN = "attn"
+    WO = "wo"
+    W1 = "w1"
+
+
+class OverlapUnit(StrEnum):
+    """What is prefetched as one unit while going forward."""
+
+    LAYER = "layer"
+    MODULE = "module"
+
+
+def _at_least(value: int, least: int, key: str) -> None:
+    if value < least:
+        raise ValueError(f"{key}={value} must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """`parallel.tensor`: the ranks that share one sequence."""
+
+    size: int = 1
+    """Ranks in a tensor group (in isp mode: the sequence group)."""
+    mode: Mode = Mode.ISP
+    """mtp, msp, fsp or isp."""
+
+    def __post_init__(self) -> None:
+        _at_least(self.size, 1, "parallel.tensor.size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightConfig:
+    """`parallel.weight`: the ranks that share one copy of the weights; used in isp mode only."""
+
+    size: int = 1
+    """Ranks in a weight group; smaller than, equal to or larger than the tensor size."""
+    overlap: bool = True
+    """Gather weights ahead of their use and reduce gradients behind the backward pass."""
+    memory_pool: bool = True
+    """Reuse gather and reduce buffers instead of allocating each."""
+    launch_allgather_before: LaunchPoint = LaunchPoint.WO
+    """Where in a block the next block's weights are requested: wqkv, attn, wo or w1."""
+    forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
+    """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
+
+    def __post_init__(self) -> None:
+        _at_least(self.size, 1, "parallel.weight.size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """`parallel.pipeline`: the stages that a model is cut into."""
+
+    size: int = 1
+    """Number of stages."""
+    schedule: Literal["1F1B"] = "1F1B"
+    """Order of the micro-batches on each stage."""
+    num_chunks: int = 1
+    """Model chunks on each rank (virtual pipeline stages)."""
+
+    def __post_init__(self) -> None:
+        _at_least(self.size, 1, "parallel.pipeline.size")
+        _at_least(self.num_chunks, 1, "parallel.pipeline.num_chunks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1Config:
+    """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
+
+    size: int = -1
+    """Ranks in a zero1 group, a divisor of weight_data (isp) or data (others); 0 or -1: all."""
+
+    def __post_init__(self) -> None:
+        _at_least(self.size, -1, "parallel.zero1.size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """`parallel`: sizes and mode; what is left of the world is data parallel."""
+
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The ranks that share one sequence, and the mode."""
+    weight: WeightConfig = field(default_factory=WeightConfig)
+    """The ranks that share one copy of the weights (isp)."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """The stages."""
+    zero1: Zero1Config = field(default_factory=Zero1Config)
+    """The optimizer's shards."""

@@ -1,0 +1,186 @@
+"""Which rank does what: every size, coordinate and group of a run, as plain arithmetic.
+
+    activations   (pipeline, data,        tensor)    tensor = ranks that share one sequence
+    weights       (pipeline, weight_data, weight)    weight = ranks that share one copy of the weights
+
+Both are meshes over the same ranks, in Megatron-LM's order: the last axis varies fastest. In isp
+mode the two are sized independently; in the other modes the weights are split over the tensor
+group, so that weight *is* tensor and weight_data *is* data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from isp.parallel.config import Mode, ParallelConfig
+
+__all__ = ["Axis", "Topology"]
+
+
+class Axis(StrEnum):
+    """A way of cutting the world into groups; every rank is in exactly one group of each."""
+
+    TENSOR = "tensor"
+    """Ranks that share one sequence (the TP group; in isp mode the SP group)."""
+    DATA = "data"
+    """Ranks with the same place in their sequence, on different data."""
+    WEIGHT = "weight"
+    """Ranks that together hold one copy of a stage's weights."""
+    WEIGHT_DATA = "weight_data"
+    """Ranks that hold the same weight shard."""
+    ZERO1 = "zero1"
+    """Ranks over which the optimizer states of one weight shard are split."""
+    PIPELINE = "pipeline"
+    """Ranks at the same place of each stage."""
+    STAGE = "stage"
+    """All ranks of one pipeline stage: data x tensor = weight_data x weight."""
+    MODEL = "model"
+    """Ranks that together hold one copy of the whole model: pipeline x weight."""
+    WORLD = "world"
+    """All ranks."""
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _or_list(values: list[int]) -> str:
+    words = [str(v) for v in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The sizes of a run and the groups that follow from them; knows no process group.
+
+    Raises ValueError, naming the key, its value and what would do, where the sizes do not fit.
+    """
+
+    world_size: int
+    mode: Mode
+    tensor: int
+    weight: int
+    pipeline: int
+    zero1: int
+
+    @classmethod
+    def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
+        """The topology that `parallel` asks for on `world_size` ranks."""
+        mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
+        weight = parallel.weight.size if mode is Mode.ISP else tensor
+        _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
+        stage = world_size // pipeline
+        ranks = "the world size" if pipeline == 1 else "the ranks of one pipeline stage"
+        _require_divides("parallel.tensor.size", tensor, ranks, stage)
+        if mode is Mode.ISP:
+            _require_divides("parallel.weight.size", weight, ranks, stage)
+        replicas = stage // weight
+        zero1 = parallel.zero1.size if parallel.zero1.size > 0 else replicas
+        axis = Axis.WEIGHT_DATA if mode is Mode.ISP else Axis.DATA
+        _require_divides("parallel.zero1.size", zero1, f"the {axis} size", replicas)
+        return cls(
+            world_size=world_size,
+            mode=mode,
+            tensor=tensor,
+            weight=weight,
+            pipeline=pipeline,
+            zero1=zero1,
+        )
+
+    @property
+    def stage(self) -> int:
+        """Ranks in one pipeline stage."""
+        return self.world_size // self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Sequences (sequence groups) that a stage works on at once."""
+        return self.stage // self.tensor
+
+    @property
+    def weight_data(self) -> int:
+        """Copies of the weights in a stage."""
+        return self.stage // self.weight
+
+    def size(self, axis: Axis) -> int:
+        """Ranks in each group of `axis`."""
+        return len(self.groups(axis)[0])
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """Every group of `axis`, each a list of ranks in the group's own order."""
+        stages = [
+            range(p * self.stage, (p + 1) * self.stage) for p in range(self.pipeline)
+        ]  # ranks of a stage are consecutive
+        match axis:
+            case Axis.WORLD:
+                return [list(range(self.world_size))]
+            case Axis.STAGE:
+                return [list(s) for s in stages]
+            case Axis.PIPELINE:
+                return [list(range(i, self.world_size, self.stage)) for i in range(self.stage)]
+            case Axis.TENSOR:
+                return [list(g) for s in stages for g in _consecutive(s, self.tensor)]
+            case Axis.DATA:
+                return [list(g) for s in stages for g in _strided(s, self.tensor)]
+            case Axis.WEIGHT:
+                return [list(g) for s in stages for g in _consecutive(s, self.weight)]
+            case Axis.WEIGHT_DATA:
+                return [list(g) for s in stages for g in _strided(s, self.weight)]
+            case Axis.ZERO1:
+                return [
+                    list(g)
+                    for replicas in self.groups(Axis.WEIGHT_DATA)
+                    for g in _consecutive(replicas, self.zero1)
+                ]
+            case Axis.MODEL:
+                first_copies = list(_consecutive(stages[0], self.weight))
+                return [
+                    [p * self.stage + r for p in range(self.pipeline) for r in copy]
+                    for copy in first_copies
+                ]
+
+    def group_of(self, axis: Axis, rank: int) -> list[int]:
+        """The group of `axis` that `rank` is in."""
+        return next(group for group in self.groups(axis) if rank in group)
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """The place of `rank` in its group of `axis`."""
+        return self.group_of(axis, rank).index(rank)
+
+    def describe(self) -> str:
+        """Sizes and groups as text, for people; printed before anything runs."""
+        sizes = [
+            f"world {self.world_size} = pipeline {self.pipeline} x data {self.data}"
+            f" x tensor {self.tensor}"
+        ]
+        shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
+        if self.mode is Mode.ISP:
+            sizes.append(
+                f"world {self.world_size} = pipeline {self.pipeline} x weight_data"
+                f" {self.weight_data} x weight {self.weight}"
+            )
+            shown[2:2] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
+        shown.append(Axis.ZERO1)
+        lines = [f"mode {self.mode}", *sizes]
+        width = max(len(axis) for axis in shown)
+        for axis in shown:
+            groups = "  ".join(str(group) for group in self.groups(axis))
+            lines.append(f"{axis:<{width}}  {groups}")
+        return "\n".join(lines)
+
+
+def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
+    if whole % value:
+        raise ValueError(
+            f"{key}={value} must divide {whole_name} {whole}: use {_or_list(_divisors(whole))}"
+        )
+
+
+def _consecutive(ranks: range | list[int], size: int) -> Iterator[range | list[int]]:
+    return (ranks[i : i + size] for i in range(0, len(ranks), size))
+
+
+def _strided(ranks: range | list[int], stride: int) -> Iterator[range | list[int]]:
+    return (ranks[i::stride] for i in range(stride))
