@@ -1,0 +1,294 @@
+"""`Channel`, the one door to `torch.distributed` collectives.
+
+[Note: Names that torch changed]
+torch 2.13 renamed `all_gather_into_tensor` / `reduce_scatter_tensor` to `all_gather_single` /
+`reduce_scatter_single`; 2.11 has only the old names. They are chosen here, once.
+
+[Note: Reduce-scatter by all-to-all]
+gloo's reduce-scatter is an all-reduce inside and moves twice the bytes. An all-to-all followed by a
+local sum in rank order moves the right amount, adds in float32 (float64 stays float64), and gives
+the same bits whatever the timing. It is what `reduce_scatter` does on gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isp.comm.link import Link
+from isp.comm.log import CommLog, Transfer
+from isp.comm.pending import Pending
+
+__all__ = ["Channel"]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Channel:
+    """A process group, and the log of what crossed it.
+
+    Collectives return a `Pending`. A channel of one rank needs no process group: its collectives
+    hand the tensor straight back, log nothing and cost nothing.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        name: str = "",
+        log: CommLog | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.group = group
+        self.name = name
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.log = CommLog() if log is None else log
+        self.link = link
+        # Summing locally is only worth it where the backend's own reduce-scatter is poor.
+        self._sum_locally = group is not None and dist.get_backend(group) != "nccl"
+
+    @classmethod
+    def solo(cls, name: str = "") -> Channel:
+        """A channel of one rank."""
+        return cls(None, name=name)
+
+    # -- collectives along a dimension -------------------------------------------------------
+
+    def all_gather(self, x: Tensor, dim: int = 0, *, label: str = "") -> Pending:
+        """Join the ranks' slices: x [.., N/p, ..] -> [.., N, ..], split along `dim`."""
+        if self.size == 1:
+            return Pending.ready(x)
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        pending = self.all_gather_into(out, x, label=label)
+        return pending.then(lambda out: _join(out, dim))
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0, *, label: str = "") -> Pending:
+        """Sum over the ranks and keep this rank's slice: x [.., N, ..] -> [.., N/p, ..].
+
+        Raises ValueError if N is not a multiple of the channel's size.
+        """
+        if self.size == 1:
+            return Pending.ready(x)
+        chunks = self._split(x, dim)  # [p, .., N/p, ..]
+        out = torch.empty_like(chunks[0])
+        return self.reduce_scatter_into(out, chunks, label=label)
+
+    def all_to_all(self, x: Tensor, *, scatter: int, gather: int, label: str = "") -> Pending:
+        """Split dim `scatter` over the ranks and join dim `gather`, which was split before.
+
+        x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; its dual swaps the two dims.
+        Raises ValueError if N is not a multiple of the channel's size.
+        """
+        if self.size == 1:
+            return Pending.ready(x)
+        chunks = self._split(x, scatter)  # [p, .., N/p, .., M/p, ..]
+        out = torch.empty_like(chunks)
+        pending = self.all_to_all_into(out, chunks, label=label)
+        return pending.then(lambda out: _join(out, gather))
+
+    def all_reduce(self, x: Tensor, *, op: str = "sum", label: str = "") -> Pending:
+        """The sum (or `op="max"`) over the ranks, in a new tensor of the shape of x."""
+        if self.size == 1:
+            return Pending.ready(x)
+        return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, label=label)
+
+    # -- collectives into given buffers ------------------------------------------------------
+
+    def all_gather_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+        """Write the ranks' x [n, ..], joined in rank order, into `out` of p times its elements."""
+        if self.size == 1:
+            return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
+        sent = _num_bytes(x) * (self.size - 1)
+        return self._launch(
+            "all_gather",
+            label,
+            sent,
+            lambda: _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True),
+            lambda: out,
+            keep=(x,),
+        )
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+        """Write the sum of the ranks' x [p, *out.shape], this rank's slice of it, into `out`.
+
+        `out` may have a wider dtype than x, and then sums in it. Sums on gloo as the note
+        [Reduce-scatter by all-to-all] says.
+        """
+        if self.size == 1:
+            return Pending.ready(out.copy_(x.view_as(out)))
+        sent = _num_bytes(x) // self.size * (self.size - 1)
+        if self._sum_locally:
+            received = torch.empty_like(x)
+            return self._launch(
+                "reduce_scatter",
+                label,
+                sent,
+                lambda: dist.all_to_all_single(received, x, group=self.group, async_op=True),
+                lambda: _sum_in_rank_order(received.view(self.size, *out.shape), out),
+                keep=(x,),
+            )
+        wide = x if x.dtype == out.dtype else x.to(out.dtype)
+        return self._launch(
+            "reduce_scatter",
+            label,
+            sent,
+            lambda: _reduce_scatter(out.view(-1), wide.view(-1), group=self.group, async_op=True),
+            lambda: out,
+            keep=(wide,),
+        )
+
+    def all_to_all_into(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_rows: Sequence[int] | None = None,
+        in_rows: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Pending:
+        """Send slice i of dim 0 of x to rank i, and write what rank i sends into slice i of `out`.
+
+        Slices are equal, or `in_rows[i]` and `out_rows[i]` rows long.
+        """
+        if self.size == 1:
+            return Pending.ready(out.copy_(x))
+        own = _num_bytes(x) // self.size
+        if in_rows is not None:
+            own = _num_bytes(x) // max(1, x.shape[0]) * in_rows[self.rank]
+        return self._launch(
+            "all_to_all",
+            label,
+            _num_bytes(x) - own,
+            lambda: dist.all_to_all_single(
+                out,
+                x,
+                None if out_rows is None else list(out_rows),
+                None if in_rows is None else list(in_rows),
+                group=self.group,
+                async_op=True,
+            ),
+            lambda: out,
+            keep=(x,),
+        )
+
+    def all_reduce_(self, x: Tensor, *, op: str = "sum", label: str = "") -> Pending:
+        """Replace x by the sum (or `op="max"`) over the ranks."""
+        if self.size == 1:
+            return Pending.ready(x)
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        sent = _num_bytes(x) * 2 * (self.size - 1) // self.size
+        return self._launch(
+            "all_reduce",
+            label,
+            sent,
+            lambda: dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True),
+            lambda: x,
+        )
+
+    def broadcast_(self, x: Tensor, *, source: int = 0, label: str = "") -> Pending:
+        """Replace x by that of the channel's rank `source`."""
+        if self.size == 1:
+            return Pending.ready(x)
+        assert self.group is not None
+        global_source = dist.get_global_rank(self.group, source)
+        sent = _num_bytes(x) if self.rank == source else 0
+        return self._launch(
+            "broadcast",
+            label,
+            sent,
+            lambda: dist.broadcast(x, src=global_source, group=self.group, async_op=True),
+            lambda: x,
+        )
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _split(self, x: Tensor, dim: int) -> Tensor:
+        """x [.., N, ..] -> contiguous [p, .., N/p, ..]; copies only if it has to."""
+        if x.shape[dim] % self.size:
+            raise ValueError(
+                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {self.size} ranks"
+                f" of the {self.name or 'channel'} group"
+            )
+        return x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0).contiguous()
+
+    def _launch(
+        self,
+        kind: str,
+        label: str,
+        sent_bytes: int,
+        start: Callable[[], dist.Work],
+        result: Callable[[], Tensor],
+        keep: tuple[Tensor, ...] = (),
+    ) -> Pending:
+        transfer = self.log.start(kind, self.name, label, sent_bytes)
+        arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
+        if torch.cuda.is_available() and dist.get_backend(self.group) == "nccl":
+            return Pending(self._wait_on_device(transfer, start, result), keep=keep)
+        return Pending(_wait_on_host(transfer, start(), result, arrival), keep=keep)
+
+    def _wait_on_device(
+        self, transfer: Transfer, start: Callable[[], dist.Work], result: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Launch on the current stream's order and time the wait by events, without a host sync."""
+        launch, end, begin, finish = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        launch.record()
+        work = start()
+        with torch.cuda.stream(self.log.observer()):
+            work.wait()
+            end.record()
+
+        def wait() -> Tensor:
+            begin.record()
+            work.wait()
+            finish.record()
+            self.log.defer(transfer, (launch, end, begin, finish))
+            return result()
+
+        return wait
+
+
+def _wait_on_host(
+    transfer: Transfer, work: dist.Work, result: Callable[[], Tensor], arrival: float
+) -> Callable[[], Tensor]:
+    def note_end(_: object) -> None:
+        transfer.ended = max(time.perf_counter(), arrival)
+
+    work.get_future().add_done_callback(note_end)
+
+    def wait() -> Tensor:
+        begin = time.perf_counter()
+        work.wait()
+        if (left := arrival - time.perf_counter()) > 0:
+            time.sleep(left)
+        transfer.exposed = time.perf_counter() - begin
+        transfer.ended = transfer.ended or begin + transfer.exposed
+        return result()
+
+    return wait
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _join(out: Tensor, dim: int) -> Tensor:
+    """[p, .., N/p, ..] -> [.., N, ..]; a view if all dims before `dim` are 1."""
+    dim = dim % (out.dim() - 1)
+    return out.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
+    """Sum received [p, ..] over p into `out`, in float32 at least."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
+    total.copy_(received[0])
+    for part in received[1:]:
+        total += part
+    return out if total is out else out.copy_(total)

@@ -1,0 +1,89 @@
+"""Process groups for a topology, made in one place, and the start and end of a run's world."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from isp.comm.channel import Channel
+from isp.comm.link import Link
+from isp.comm.log import CommLog
+from isp.parallel.topology import Axis, Topology
+
+__all__ = ["Mesh", "World"]
+
+
+@dataclass
+class World:
+    """This process among all processes of the run; a context in which collectives work.
+
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK). A world of one process that was
+    not launched by torchrun starts nothing.
+    """
+
+    device: torch.device
+    timeout_seconds: float = 600.0
+    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
+    size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+
+    def __enter__(self) -> World:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=self.timeout_seconds),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error the others may be gone: leaving politely could hang, exiting does not.
+        if kind is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Mesh:
+    """This rank's channels, one for each axis of a topology.
+
+    Needs the default process group, unless the world is one rank. Every rank must make the same
+    meshes and `open` the same channels in the same order.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        log: CommLog | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.topology = topology
+        self.rank = rank
+        self.log = CommLog() if log is None else log
+        self.link = link
+        self._channels = {axis: self.open(axis) for axis in Axis}
+
+    def __getitem__(self, axis: Axis) -> Channel:
+        """The channel of this rank's group along `axis`."""
+        return self._channels[axis]
+
+    def open(self, axis: Axis, name: str = "") -> Channel:
+        """A further channel along `axis`, whose transfers do not queue behind the first one's."""
+        group = None
+        for ranks in self.topology.groups(axis):
+            # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over
+            # 500 groups along some axes, and each rank is in one of them.
+            if len(ranks) > 1 and self.rank in ranks:
+                group = dist.new_group(ranks, use_local_synchronization=True)
+        return Channel(group, name=name or axis.value, log=self.log, link=self.link)

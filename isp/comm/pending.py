@@ -1,0 +1,59 @@
+"""`Pending`, a tensor on its way: the only asynchronous currency of the project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """A tensor on its way; `wait()` gives it.
+
+    `wait` may be called again and gives the same tensor at no cost. Until then the inputs and
+    buffers of the transfer are kept alive here, and whoever holds the `Pending` owns the transfer.
+    """
+
+    __slots__ = ("_finish", "_keep", "_result")
+
+    def __init__(
+        self,
+        finish: Callable[[], Tensor] | None = None,
+        *,
+        result: Tensor | None = None,
+        keep: tuple[Tensor, ...] = (),
+    ) -> None:
+        self._finish = finish
+        self._result = result
+        self._keep = keep
+
+    @classmethod
+    def ready(cls, tensor: Tensor) -> Pending:
+        """A tensor that has already arrived."""
+        return cls(result=tensor)
+
+    @property
+    def waited(self) -> bool:
+        """Whether the tensor has been handed out already."""
+        return self._finish is None
+
+    def wait(self) -> Tensor:
+        """The tensor; on CPU blocks until it is there, on CUDA makes the current stream wait.
+
+        Raises what the transfer raised; the transfer is over then, and waiting again raises too.
+        """
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+            self._keep = ()
+        if self._result is None:
+            raise RuntimeError("this transfer failed when it was first waited for")
+        return self._result
+
+    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
+        """What `fn` makes of the tensor once it is there; `fn` runs in `wait`."""
+        if self._finish is None:
+            return Pending(result=fn(self.wait()))
+        return Pending(lambda: fn(self.wait()))

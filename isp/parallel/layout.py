@@ -1,0 +1,77 @@
+"""How one parameter is cut over the ranks of an axis: intervals of its global tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isp.parallel.topology import Axis
+
+__all__ = ["Interval", "ParameterLayout"]
+
+Interval = tuple[int, int]
+"""(start, stop) along the split dim of the global tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """Where a rank's shard of a parameter lies in the global parameter.
+
+    The parameter is cut along `dim` into `parts` shards, of which this is number `index`. A fused
+    parameter (q, k and v in one) is a row of `segments`, each of which is cut by itself, so that
+    every rank gets its share of each. A segment of n is cut as `torch.chunk` cuts: ceil(n / parts)
+    each, the last ones shorter or empty.
+    """
+
+    global_shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    reduce_over: Axis
+    """The ranks whose gradients of this shard are partial sums, to be added up."""
+    dim: int = 0
+    """The dimension that is split."""
+    parts: int = 1
+    """Number of shards; 1 if every rank holds the whole parameter."""
+    index: int = 0
+    """Which of them this rank holds."""
+    segments: tuple[int, ...] = ()
+    """Sizes along `dim` of what is fused; nothing is if empty."""
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            object.__setattr__(self, "segments", (self.global_shape[self.dim],))
+        assert sum(self.segments) == self.global_shape[self.dim], self
+        assert 0 <= self.index < self.parts, self
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds less than the whole."""
+        return self.parts > 1
+
+    def intervals(self, index: int | None = None) -> tuple[Interval, ...]:
+        """The parts of the global tensor along `dim` in shard `index` (this rank's), in order."""
+        index = self.index if index is None else index
+        intervals, begin = [], 0
+        for size in self.segments:
+            chunk = math.ceil(size / self.parts)
+            start, stop = min(size, index * chunk), min(size, (index + 1) * chunk)
+            intervals.append((begin + start, begin + stop))
+            begin += size
+        return tuple(intervals)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        length = sum(stop - start for start, stop in self.intervals())
+        return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
+
+    def shard(self, full: Tensor) -> Tensor:
+        """This rank's part of the global tensor; a view if it is in one piece."""
+        if tuple(full.shape) != self.global_shape:
+            raise ValueError(
+                f"a full tensor of shape {self.global_shape} is needed, got {tuple(full.shape)}"
+            )
+        pieces = [full.narrow(self.dim, a, b - a) for a, b in self.intervals()]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
