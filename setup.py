@@ -1,0 +1,50 @@
+"""Packaging of isp; the versions that a run is tested with are in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+HF = ["tokenizers", "safetensors"]
+
+
+def read_version() -> str:
+    """`__version__` of isp/__init__.py, read without importing the package."""
+    for line in (ROOT / "isp" / "__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("isp/__init__.py has no line that starts with __version__")
+
+
+setup(
+    name="isp",
+    version=read_version(),
+    description="A runtime and trainer for long-context language models on PyTorch",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "einops",
+        "pydantic>=2.8",
+        "pyyaml",
+        "tqdm",
+    ],
+    extras_require={
+        "flash": ["flash-attn"],
+        "hf": HF,
+        "report": [],
+        "dev": [
+            *HF,
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "mypy",
+            "import-linter",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["isp = isp.cli:main"]},
+)

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv with every version pinned by constraints.txt.
+#
+#   bash tools/setup_env.sh          what a run needs
+#   bash tools/setup_env.sh dev      and what tests, lints and types need
+#
+# PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,
+# written last, tells, so that an interrupted set-up is simply done again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra="${1:-}"
+case "$extra" in
+    "" | dev) ;;
+    *) echo "error: unknown set of packages '$extra': use dev, or nothing" >&2; exit 2 ;;
+esac
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        is_new_enough "$PYTHON" && { echo "$PYTHON"; return; }
+        echo "error: PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 || true), not Python 3.11 or newer" >&2
+        return 1
+    fi
+    for candidate in python3 python3.11 python3.12 python3.13 python; do
+        is_new_enough "$candidate" && { echo "$candidate"; return; }
+    done
+    echo "error: no Python 3.11 or newer found; name one: PYTHON=/path/to/python3.11 bash $0" >&2
+    return 1
+}
+
+install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"
+}
+
+# One set-up at a time: a second one waits, then finds the work done.
+if command -v flock >/dev/null; then
+    exec 9<tools
+    flock 9
+fi
+
+python="$(find_python)"
+wanted="$(
+    { "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; pwd; cat constraints.txt setup.py; } | cksum
+)"
+is_stamped() { [ "$(cat ".venv/$1.stamp" 2>/dev/null)" = "$wanted" ]; }
+stamp() { echo "$wanted" >".venv/$1.stamp.new" && mv ".venv/$1.stamp.new" ".venv/$1.stamp"; }
+
+if ! is_stamped run; then
+    echo "setup: making .venv with $("$python" --version) (once; takes a minute or two)"
+    "$python" -m venv --clear .venv
+    # torch first and alone: any other request for it could bring in another build.
+    install "$(grep '^torch==' constraints.txt)"
+    # The build runs on the pinned setuptools in .venv, so it fetches nothing of its own.
+    install "$(grep '^setuptools==' constraints.txt)"
+    install --no-build-isolation -e .
+    stamp run
+fi
+if [ -n "$extra" ] && ! is_stamped "$extra"; then
+    echo "setup: adding the packages of [$extra] to .venv"
+    install --no-build-isolation -e ".[$extra]"
+    stamp "$extra"
+fi
