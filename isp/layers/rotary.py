@@ -1,0 +1,232 @@
+"""Rotary position embeddings, and the ways of stretching them to longer contexts.
+
+B batch, S sequence, H heads, d head size
+
+Source: Su et al. 2021 (RoFormer); the scalings follow transformers' `modeling_rope_utils.py`, so
+that published checkpoints mean the same here: Peng et al. 2023 (YaRN), Llama 3.1's wavelength rule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "RopeScaling",
+    "RopeScalingType",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "inverse_frequencies",
+]
+
+
+class RopeScalingType(StrEnum):
+    """How positions beyond the original context are brought back into it."""
+
+    NONE = "none"
+    """Not at all."""
+    LINEAR = "linear"
+    """All frequencies divided by `factor`."""
+    NTK = "ntk"
+    """A larger base: transformers' `dynamic` rule at one fixed length, `target_length`."""
+    YARN = "yarn"
+    """High frequencies kept, low ones divided by `factor`, a ramp between; logits scaled."""
+    LLAMA3 = "llama3"
+    """As yarn in spirit, with the ramp over wavelengths and no scaling of the logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """`model.rope_scaling`; `type` says which of the fields below it are read."""
+
+    type: RopeScalingType = RopeScalingType.NONE
+    """none, linear, ntk, yarn or llama3."""
+    factor: float = 1.0
+    """How many times longer the context gets; at least 1."""
+    original_max_position_embeddings: int = 0
+    """Context, in tokens, that the frequencies were trained for (ntk, yarn, llama3)."""
+    target_length: int | None = None
+    """Context, in tokens, that the ntk base is fixed for; None: factor * original."""
+    attention_factor: float | None = None
+    """What yarn multiplies cos and sin by; None: 0.1 ln(factor) + 1, or as the mscales say."""
+    mscale: float | None = None
+    """Numerator of yarn's attention factor; used together with `mscale_all_dim` only."""
+    mscale_all_dim: float | None = None
+    """Denominator of yarn's attention factor."""
+    beta_fast: float = 32.0
+    """Rotations over the original context from which yarn keeps a frequency."""
+    beta_slow: float = 1.0
+    """Rotations over the original context up to which yarn divides a frequency by `factor`."""
+    truncate: bool = True
+    """Whether yarn rounds the ends of its ramp outwards to whole dims."""
+    low_freq_factor: float = 1.0
+    """original / this = wavelength, in tokens, from which llama3 divides a frequency."""
+    high_freq_factor: float = 4.0
+    """original / this = wavelength, in tokens, up to which llama3 keeps a frequency."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "type", RopeScalingType(self.type))
+        if not self.factor >= 1:
+            raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
+        needs_original = (RopeScalingType.NTK, RopeScalingType.YARN, RopeScalingType.LLAMA3)
+        if self.type in needs_original and self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling.type={self.type} needs original_max_position_embeddings, the context"
+                f" that the model was trained for; got {self.original_max_position_embeddings}"
+            )
+        if self.target_length is not None and self.target_length < 1:
+            raise ValueError(f"rope_scaling.target_length={self.target_length} must be at least 1")
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(f"rope_scaling.attention_factor={self.attention_factor} must be > 0")
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"rope_scaling needs beta_fast > beta_slow > 0, got {self.beta_fast} and"
+                f" {self.beta_slow}"
+            )
+        if not self.high_freq_factor > self.low_freq_factor > 0:
+            raise ValueError(
+                f"rope_scaling needs high_freq_factor > low_freq_factor > 0, got"
+                f" {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+
+    @property
+    def logit_scale(self) -> float:
+        """What cos and sin are multiplied by, so that logits are multiplied by its square."""
+        if self.type is not RopeScalingType.YARN:
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+
+def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """Radians per token of each rotated pair, [d/2] in float64."""
+    if scaling.type is RopeScalingType.NTK:
+        base *= _ntk_base_factor(head_dim, scaling)
+    inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # [d/2]
+    match scaling.type:
+        case RopeScalingType.NONE | RopeScalingType.NTK:
+            return inverse
+        case RopeScalingType.LINEAR:
+            return inverse / scaling.factor
+        case RopeScalingType.YARN:
+            kept = _yarn_kept(head_dim, base, scaling)
+        case RopeScalingType.LLAMA3:
+            kept = _llama3_kept(inverse, scaling)
+    return inverse * kept + inverse / scaling.factor * (1 - kept)
+
+
+def _ntk_base_factor(head_dim: int, scaling: RopeScaling) -> float:
+    original = scaling.original_max_position_embeddings
+    length = max(scaling.target_length or scaling.factor * original, original)
+    stretch = scaling.factor * length / original - (scaling.factor - 1)
+    return float(stretch ** (head_dim / (head_dim - 2)))
+
+
+def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency yarn keeps, 1 to 0 over a ramp of dims; [d/2]."""
+
+    def dim_of(rotations: float) -> float:
+        wavelengths = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelengths) / (2 * math.log(base))
+
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001  # a ramp of no width would divide by zero
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / width
+    return 1 - ramp.clamp(0, 1)
+
+
+def _llama3_kept(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency llama3 keeps, 1 for short and 0 for long wavelengths; [d/2]."""
+    rotations = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((rotations - low) / (high - low)).clamp(0, 1)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every position's angles; computed once a forward, for all blocks.
+
+    Angles are taken in float64: in float32 a position of 1e6 is off by up to 0.06 radians.
+    Has no parameters and nothing to save. Raises ValueError if `head_dim` is odd or below 4.
+    """
+
+    def __init__(
+        self, head_dim: int, *, base: float = 10_000.0, scaling: RopeScaling | None = None
+    ) -> None:
+        super().__init__()
+        if head_dim % 2 or head_dim < 4:
+            raise ValueError(f"rotary embeddings need an even head size of 4 or more: {head_dim}")
+        self.head_dim = head_dim
+        self.base = base
+        self.scaling = RopeScaling() if scaling is None else scaling
+        # [Note: Frequencies on demand] Not a buffer: `module.to(bfloat16)` would round it, and a
+        # model built on the meta device would lose it.
+        self._inverse = tuple(inverse_frequencies(head_dim, base, self.scaling).tolist())
+
+    @torch.no_grad()
+    def forward(
+        self, position_ids: Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [B, S, d/2] in float32, or in float64 for a `dtype` of float64.
+
+        position_ids [B, S], int64: positions of the tokens that this rank holds.
+        """
+        device = position_ids.device
+        angle_dtype = torch.float32 if device.type == "mps" else torch.float64
+        inverse = torch.tensor(self._inverse, dtype=angle_dtype, device=device)
+        angles = position_ids.unsqueeze(-1).to(angle_dtype) * inverse  # [B, S, d/2]
+        dtype = torch.promote_types(dtype, torch.float32)
+        scale = self.scaling.logit_scale
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + d/2}) by its position's angle: transformers' `rotate_half`.
+
+    x [B, S, H, d], cos and sin [B, S, d/2] -> [B, S, H, d], computed in the dtype of cos and sin,
+    returned in that of x.  Backward: the same turn the other way; keeps only cos and sin, which
+    all blocks share.
+    """
+    if 2 * cos.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"cos has {cos.shape[-1]} angles a token, which turn a head size of"
+            f" {2 * cos.shape[-1]}; x has head size {x.shape[-1]}"
+        )
+    out: Tensor = _Turn.apply(x, cos, sin)
+    return out
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
+    wide = x.to(cos.dtype)
+    a, b = wide.chunk(2, dim=-1)
+    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=right).addcmul_(a, sin, value=direction)
+    return out.to(x.dtype)
