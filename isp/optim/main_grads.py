@@ -1,0 +1,189 @@
+"""`MainGradients`, the one place where gradients end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from isp.layers.module import NamedParameter
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Channels
+
+__all__ = ["MainGradients"]
+
+
+class MainGradients:
+    """Gradients of this rank's parameters, float32 at least, summed over micro-batches and ranks.
+
+    Two routes lead in. What autograd accumulates is taken from `p.grad` as soon as it is there,
+    and `p.grad` is None again. What a communicator still has to reduce is announced by `promise`
+    inside the custom backward, which returns None for the leaf, and delivered by `add`.
+
+        gradients.zero()
+        for i, batch in enumerate(batches):
+            if i == len(batches) - 1:
+                gradients.expect_last()     # buckets may travel while this backward still runs
+            loss(batch).backward()
+        gradients.reduce()
+        gradients.grad(parameter)           # the sum, on every rank of the layout's `reduce_over`
+
+    Overlap changes no bits: the same buckets are summed by the same collectives with and without
+    `expect_last`. All reductions are sums; a mean is the loss's business.
+
+    [Note: When a gradient is final] In the last backward pass the hook of a leaf fires once, after
+    all uses of the parameter have been added up. The gradient is final then, unless promises are
+    outstanding; in that case with the last `add`. What comes later raises, because its bucket may
+    be travelling already. A parameter whose hook never fires contributes what it has (nothing:
+    zeros) when `reduce` launches the rest.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[NamedParameter],
+        channels: Channels,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self.parameters = list(parameters)
+        _check(self.parameters)
+        self._names = {item.parameter: item.name for item in self.parameters}
+        self._buckets = BucketManager(self.parameters, channels, bucket_bytes=bucket_bytes)
+        self._untouched = set(self._names)
+        """Parameters whose buffer holds the last step's values: the first gradient overwrites."""
+        self._owed: Counter[nn.Parameter] = Counter()
+        self._passed: set[nn.Parameter] = set()
+        """Parameters with which the last backward pass is through."""
+        self._last = False
+        self._reduced = False
+        self._hooks = [
+            item.parameter.register_post_accumulate_grad_hook(self._collect_leaf)
+            for item in self.parameters
+        ]
+
+    @property
+    def reduced(self) -> bool:
+        """Whether `reduce` has been called since `zero`."""
+        return self._reduced
+
+    def zero(self) -> None:
+        """Begin a step: every gradient is zero, and no backward pass is the last one yet."""
+        if owed := self._owed_names():
+            raise RuntimeError(f"gradients were promised and not delivered: {owed}")
+        self._buckets.reset()
+        for parameter in self._names:
+            parameter.grad = None
+        self._untouched = set(self._names)
+        self._passed.clear()
+        self._last = self._reduced = False
+
+    def expect_last(self) -> None:
+        """The next backward pass is the step's last: reduce each bucket once it is complete."""
+        self._last = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context are not the step's last, whatever was said before."""
+        before, self._last = self._last, False
+        try:
+            yield
+        finally:
+            self._last = before
+
+    def promise(self, parameter: nn.Parameter) -> None:
+        """Announce one `add` of this parameter; called before the backward of its use returns."""
+        self._owed[parameter] += 1
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that did not come through autograd; keeps the promise if there is one.
+
+        Raises RuntimeError if the parameter's gradient was final already.
+        """
+        self._accumulate(parameter, gradient)
+        if self._owed[parameter]:
+            self._owed[parameter] -= 1
+        self._settle(parameter)
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Take `parameter.grad`, if there is one, and note that this backward pass is through.
+
+        The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
+        """
+        if parameter.grad is not None:
+            self._accumulate(parameter, parameter.grad)
+            parameter.grad = None
+        if self._last:
+            self._passed.add(parameter)
+        self._settle(parameter)
+
+    def reduce(self) -> None:
+        """Sum over the ranks: launch the buckets that are not on their way yet, wait for all."""
+        if owed := self._owed_names():
+            raise RuntimeError(f"gradients were promised and not delivered: {owed}")
+        if self._reduced:
+            raise RuntimeError("these gradients are reduced already: zero() begins a new step")
+        for parameter in self._untouched:
+            self._buckets.view(parameter).zero_()
+        self._untouched.clear()
+        self._buckets.finish()
+        self._reduced = True
+
+    def grad(self, parameter: nn.Parameter) -> Tensor:
+        """The main gradient, of the shape of the local shard; a view that later steps reuse."""
+        view = self._buckets.view(parameter)
+        if parameter in self._untouched:
+            self._untouched.remove(parameter)
+            view.zero_()
+        return view
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _collect_leaf(self, leaf: Tensor) -> None:
+        assert isinstance(leaf, nn.Parameter)
+        self.collect(leaf)
+
+    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self._reduced or self._buckets.is_ready(parameter):
+            raise RuntimeError(
+                f"a gradient of {self._names[parameter]} came after its last one: zero() begins a"
+                f" new step, expect_last() belongs before the last backward pass of a step, and"
+                f" what is delivered after a backward pass has to be promised"
+            )
+        view = self._buckets.view(parameter)
+        if parameter in self._untouched:
+            self._untouched.remove(parameter)
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def _settle(self, parameter: nn.Parameter) -> None:
+        """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
+        if parameter not in self._passed or self._owed[parameter]:
+            return
+        if parameter in self._untouched:
+            self._untouched.remove(parameter)
+            self._buckets.view(parameter).zero_()
+        self._buckets.mark_ready(parameter)
+
+    def _owed_names(self) -> list[str]:
+        return [name for parameter, name in self._names.items() if self._owed[parameter]]
+
+
+def _check(parameters: list[NamedParameter]) -> None:
+    """Raise ValueError for what can have no main gradient."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter, layout in parameters:
+        if not parameter.requires_grad:
+            raise ValueError(f"{name} requires no gradient: leave it out")
+        if parameter in names:
+            raise ValueError(f"{name} is {names[parameter]}: name a shared parameter once")
+        if tuple(parameter.shape) != layout.local_shape:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, its layout says {layout.local_shape}"
+            )
+        names[parameter] = name

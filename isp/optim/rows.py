@@ -1,0 +1,145 @@
+"""Which rows of a local shard belong to which rank of a zero1 group, and how they are spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, Pending
+from isp.layers.module import NamedParameter
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES
+from isp.parallel.layout import Interval
+
+__all__ = ["Publisher", "owned_rows"]
+
+
+def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
+    """(start, stop) of the rows of part `index`, cut as `torch.chunk` cuts.
+
+    ceil(num_rows / parts) rows each; the last parts have fewer or none.
+    """
+    chunk = math.ceil(num_rows / parts)
+    return min(num_rows, index * chunk), min(num_rows, (index + 1) * chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """A parameter's place in a publishing bucket: `width` elements of every rank."""
+
+    flat: Tensor  # the whole local shard, [n * row]
+    start: int
+    width: int
+
+    def own(self, rank: int) -> Tensor:
+        """The elements of `rank`; `width` of them, or fewer at the end of the parameter."""
+        return self.flat[rank * self.width : (rank + 1) * self.width]
+
+    def pack(self, sent: Tensor, rank: int) -> None:
+        """Copy the elements of `rank` into its bucket [L]; what pads the slot is never read."""
+        own = self.own(rank)
+        sent[self.start : self.start + own.numel()].copy_(own)
+
+    def unpack(self, gathered: Tensor) -> None:
+        """Take the elements of all ranks from gathered [p, L]."""
+        if not self.width:
+            return
+        part = gathered[:, self.start : self.start + self.width]  # [p, width]
+        num_full, rest = divmod(self.flat.numel(), self.width)
+        whole = self.flat[: num_full * self.width]
+        whole.view(num_full, self.width).copy_(part[:num_full])
+        if rest:
+            self.flat[num_full * self.width :].copy_(part[num_full, :rest])
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters that are published together, at most once at a time."""
+
+    slots: list[_Slot]
+    length: int
+    label: str
+    pending: Pending | None = None
+
+    def launch(self, channel: Channel) -> Pending:
+        sent = self.slots[0].flat.new_empty(self.length)  # [L]
+        for slot in self.slots:
+            slot.pack(sent, channel.rank)
+        gathered = sent.new_empty(channel.size, self.length)  # [p, L]
+        self.pending = channel.all_gather_into(gathered, sent, label=self.label).then(self._unpack)
+        return self.pending
+
+    def _unpack(self, gathered: Tensor) -> Tensor:
+        for slot in self.slots:
+            slot.unpack(gathered)
+        return gathered
+
+
+class Publisher:
+    """Brings the rows that each rank owns into the parameters of all ranks of `channel`.
+
+    Buckets of about `bucket_bytes` of parameters, in order of declaration: what the next forward
+    pass needs first travels first. Rows are padded to equal slots within a bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[NamedParameter],
+        channel: Channel,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self._channel = channel
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        if channel.size > 1:
+            for members in _group(parameters, bucket_bytes):
+                self._open(members)
+
+    def launch(self) -> list[Pending]:
+        """Start all transfers; a parameter must not be used before its own has been waited for."""
+        assert all(b.pending is None or b.pending.waited for b in self._buckets)
+        return [bucket.launch(self._channel) for bucket in self._buckets]
+
+    def wait_for(self, parameter: nn.Parameter) -> None:
+        """Wait until `parameter` is up to date; free if it is."""
+        bucket = self._bucket_of.get(parameter)  # none in a channel of one rank
+        if bucket is not None and bucket.pending is not None:
+            bucket.pending.wait()
+            bucket.pending = None
+
+    def wait(self) -> None:
+        """Wait until all parameters are up to date."""
+        for parameter in self._bucket_of:
+            self.wait_for(parameter)
+
+    def _open(self, members: list[NamedParameter]) -> None:
+        slots, length = [], 0
+        for name, parameter, _ in members:
+            if not parameter.is_contiguous():
+                raise ValueError(f"{name} must be contiguous to be published by rows")
+            chunk = math.ceil(parameter.shape[0] / self._channel.size)
+            width = chunk * math.prod(parameter.shape[1:])
+            slots.append(_Slot(parameter.detach().view(-1), length, width))
+            length += width
+        bucket = _Bucket(slots, length, f"weights {members[0].name} .. {members[-1].name}")
+        self._buckets.append(bucket)
+        self._bucket_of.update({member.parameter: bucket for member in members})
+
+
+def _group(parameters: Iterable[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+    """Runs of parameters of one dtype and device, closed when they reach `bucket_bytes`."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
+    buckets = []
+    for item in parameters:
+        key = (item.parameter.dtype, item.parameter.device)
+        members = open_buckets.setdefault(key, [])
+        if not members:
+            buckets.append(members)
+        members.append(item)
+        if sum(m.parameter.nbytes for m in members) >= bucket_bytes:
+            del open_buckets[key]
+    return buckets

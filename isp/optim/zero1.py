@@ -1,0 +1,269 @@
+"""`Zero1Optimizer`: AdamW with its states split over the replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Pending
+from isp.layers.module import NamedParameter
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels, master_dtype
+from isp.optim.grad_norm import global_grad_norm
+from isp.optim.main_grads import MainGradients
+from isp.optim.rows import Publisher, owned_rows
+from isp.parallel import Axis
+from isp.parallel.layout import Interval, ParameterLayout
+from isp.settings import OptimizerConfig
+
+__all__ = ["OptimizerState", "ShardState", "StepResult", "Zero1Optimizer"]
+
+
+class StepResult(NamedTuple):
+    """What a step did."""
+
+    grad_norm: float
+    """The global gradient norm before clipping."""
+    skipped: bool
+    """True if the norm was not finite: nothing has changed then."""
+
+
+class ShardState(TypedDict):
+    """The state of a parameter on this rank: `rows` of dim 0 of the local shard."""
+
+    rows: list[int]
+    """(start, stop)."""
+    layout: dict[str, Any]
+    """The fields of the local shard's `ParameterLayout`."""
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class OptimizerState(TypedDict):
+    """Plain numbers, lists and tensors; the tensors are the optimizer's own, not copies."""
+
+    step: int
+    """Updates made so far; skipped steps do not count."""
+    parameters: dict[str, ShardState]
+    """By the parameter's name, also where this rank has none of its rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """The rows of a parameter that this rank updates."""
+
+    item: NamedParameter
+    rows: Interval
+    weights: Tensor
+    """The rows in the parameter: a view."""
+    master: Tensor
+    """The rows in the master dtype; `weights` itself where that is the parameter's own dtype."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @classmethod
+    def create(cls, item: NamedParameter, parts: int, index: int) -> _Shard:
+        """Part `index` of `parts` of a parameter, with zero moments."""
+        whole = item.parameter.detach()
+        start, stop = owned_rows(whole.shape[0], parts, index)
+        weights = whole[start:stop]
+        dtype = master_dtype(weights.dtype)
+        master = weights if weights.dtype == dtype else weights.to(dtype)
+        moments = torch.zeros_like(master), torch.zeros_like(master)
+        return cls(item, (start, stop), weights, master, *moments)
+
+    def state(self) -> ShardState:
+        """What a checkpoint keeps."""
+        return {
+            "rows": list(self.rows),
+            "layout": _as_plain(self.item.layout),
+            "master": self.master,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+
+    @property
+    def decays(self) -> bool:
+        """Norm weights and biases, which have one dimension, are not decayed."""
+        return len(self.item.layout.global_shape) > 1
+
+
+class Zero1Optimizer:
+    """AdamW on float32 master weights (float64 for float64), split by rows over the zero1 group.
+
+    Of each parameter's local shard a rank of the zero1 group owns the rows of dim 0 that
+    `owned_rows` gives it: it alone keeps their master weights and moments and updates them, and
+    `publish` brings them to the others. Parameters must not be moved or replaced afterwards.
+
+    Collectives, in this order on all ranks: the norm over MODEL, the rows over ZERO1.
+    Source: Rajbhandari et al. 2020, ZeRO stage 1; the update is `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        gradients: MainGradients,
+        channels: Channels,
+        config: OptimizerConfig,
+        *,
+        max_norm: float = 0.0,
+        counted_elsewhere: Collection[str] = (),
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if not 0 <= max_norm < math.inf:
+            raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
+        self.num_skipped = 0
+        self._gradients = gradients
+        self._channels = channels
+        self._max_norm = max_norm
+        self._counted_elsewhere = frozenset(counted_elsewhere)
+        zero1 = channels[Axis.ZERO1]
+        self._shards = [_Shard.create(p, zero1.size, zero1.rank) for p in gradients.parameters]
+        self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
+        self._adamw = _adamw([s for s in self._shards if s.master.numel()], config)
+        self._num_updates = 0
+        for shard in self._shards:
+            start, stop = shard.rows
+            shard.master.grad = gradients.grad(shard.item.parameter)[start:stop]
+
+    def step(self, lr: float, *, wait: bool = True) -> StepResult:
+        """Norm, clip, update the rows of this rank at learning rate `lr`, publish.
+
+        Needs reduced gradients and uses them up. With `wait=False` the new weights are still on
+        their way: `published` has to be called for each parameter before it is used. A gradient
+        norm that is not finite, the same on all ranks, skips the step and counts it.
+        """
+        assert self._gradients.reduced, "the gradients have to be reduced before the step"
+        self._publisher.wait()
+        norm = self.grad_norm()
+        if not math.isfinite(norm):
+            self.num_skipped += 1
+            return StepResult(norm, skipped=True)
+        self._clip(norm)
+        self._update(lr)
+        self.publish()
+        if wait:
+            self._publisher.wait()
+        return StepResult(norm, skipped=False)
+
+    def grad_norm(self) -> float:
+        """The global norm of the reduced gradients; synchronises with the device."""
+        norm = global_grad_norm(
+            self._gradients, self._channels, counted_elsewhere=self._counted_elsewhere
+        )
+        return norm.item()
+
+    @torch.no_grad()
+    def publish(self) -> list[Pending]:
+        """Launch the updated rows towards the other ranks of the zero1 group, a `Pending` a bucket.
+
+        The buckets are in order of declaration, that in which a forward pass needs them.
+        """
+        for shard in self._shards:
+            if shard.master is not shard.weights:
+                shard.weights.copy_(shard.master)
+        return self._publisher.launch()
+
+    def published(self, parameter: nn.Parameter) -> None:
+        """Wait until the new value of `parameter` is there; free if it is."""
+        self._publisher.wait_for(parameter)
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Take the master weights from the parameters, after these have been loaded anew."""
+        for shard in self._shards:
+            if shard.master is not shard.weights:
+                shard.master.copy_(shard.weights)
+
+    def state_dict(self) -> OptimizerState:
+        """Master weights, moments and step count of this rank's rows; see `OptimizerState`."""
+        return {
+            "step": self._num_updates,
+            "parameters": {shard.item.name: shard.state() for shard in self._shards},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: OptimizerState) -> None:
+        """Take up a state of the same layout, and publish its weights: a collective over ZERO1.
+
+        Raises ValueError, before anything is changed, if names, rows or layouts are not this
+        optimizer's own; bringing them into another layout is the checkpoint's work.
+        """
+        saved, own = state["parameters"], self.state_dict()["parameters"]
+        if odd := saved.keys() ^ own.keys():
+            raise ValueError(f"the state is not of these parameters: {', '.join(sorted(odd))}")
+        for name in own:
+            _require_same_place(name, saved[name], own[name])
+        for name, mine in own.items():
+            mine["master"].copy_(saved[name]["master"])
+            mine["exp_avg"].copy_(saved[name]["exp_avg"])
+            mine["exp_avg_sq"].copy_(saved[name]["exp_avg_sq"])
+        for moments in self._adamw.state.values():
+            moments["step"].fill_(state["step"])
+        self._num_updates = state["step"]
+        self.publish()
+        self._publisher.wait()
+
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients of this rank's rows so that the global norm is at most max_norm.
+
+        The factor is that of `torch.nn.utils.clip_grad_norm_`, its 1e-6 included.
+        """
+        if not self._max_norm or (scale := self._max_norm / (norm + 1e-6)) >= 1:
+            return
+        for shard in self._shards:
+            assert shard.master.grad is not None
+            shard.master.grad.mul_(scale)
+
+    def _update(self, lr: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._num_updates += 1
+
+
+def _adamw(shards: list[_Shard], config: OptimizerConfig) -> torch.optim.AdamW:
+    """torch's AdamW, fused, over the shards' master weights and moments.
+
+    Its state is filled in here and not at its first step: a checkpoint needs it from the start.
+    """
+    groups = [
+        {"params": [s.master for s in shards if s.decays], "weight_decay": config.weight_decay},
+        {"params": [s.master for s in shards if not s.decays], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    for shard in shards:
+        adamw.state[shard.master] = {
+            "step": torch.zeros((), dtype=torch.float32, device=shard.master.device),
+            "exp_avg": shard.exp_avg,
+            "exp_avg_sq": shard.exp_avg_sq,
+        }
+    return adamw
+
+
+def _as_plain(layout: ParameterLayout) -> dict[str, Any]:
+    """The layout's fields as numbers, lists and strings."""
+    fields = dataclasses.asdict(layout)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()} | {
+        "reduce_over": layout.reduce_over.value
+    }
+
+
+def _require_same_place(name: str, saved: ShardState, own: ShardState) -> None:
+    if saved["rows"] != own["rows"] or saved["layout"] != own["layout"]:
+        raise ValueError(
+            f"the state of {name} is for rows {saved['rows']} of {saved['layout']}, this rank"
+            f" needs rows {own['rows']} of {own['layout']}: load it through the checkpoint"
+        )
+    for key in ("master", "exp_avg", "exp_avg_sq"):
+        if saved[key].shape != own[key].shape:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(saved[key].shape)},"
+                f" {tuple(own[key].shape)} is needed"
+            )

@@ -1,0 +1,69 @@
+"""Parameters for tests: cut as a topology says, with gradients that every layout agrees on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Mesh
+from isp.layers.module import NamedParameter
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+
+
+class Spec(NamedTuple):
+    """A parameter of the test model, as a whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    """The dim that is cut over the weight group; None: replicated."""
+    segments: tuple[int, ...] = ()
+    stage: int = 0
+    """The pipeline stage that holds it."""
+
+    def full(self, seed: int) -> Tensor:
+        """A float64 tensor that depends on name and seed alone."""
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)) * 1000 + seed)
+        return torch.randn(self.shape, generator=generator, dtype=torch.float64)
+
+    def layout(self, weight: int, index: int) -> ParameterLayout:
+        """The layout on rank `index` of a weight group of `weight` ranks."""
+        cut = self.dim is not None
+        return ParameterLayout(
+            global_shape=self.shape,
+            reduce_over=Axis.WEIGHT_DATA if cut else Axis.STAGE,
+            dim=self.dim or 0,
+            parts=weight if cut else 1,
+            index=index if cut else 0,
+            segments=self.segments,
+        )
+
+
+def place(spec: Spec, mesh: Mesh, dtype: torch.dtype) -> NamedParameter:
+    """This rank's shard of a parameter and its layout."""
+    layout = spec.layout(mesh[Axis.WEIGHT].size, mesh[Axis.WEIGHT].rank)
+    shard = layout.shard(spec.full(0)).to(dtype).contiguous()
+    return NamedParameter(spec.name, nn.Parameter(shard), layout)
+
+
+def loss(items: list[NamedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
+    """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
+    by_name = {spec.name: spec for spec in specs}
+    total = torch.zeros((), dtype=torch.float64)
+    for name, parameter, layout in items:
+        members = mesh.topology.group_of(Axis.WEIGHT, mesh.rank)
+        ranks = members if layout.reduce_over is Axis.WEIGHT_DATA else [mesh.rank]
+        slope = sum(by_name[name].full(seed * 100 + rank % mesh.topology.stage) for rank in ranks)
+        pull = 0.1 / mesh[layout.reduce_over].size
+        shard = layout.shard(slope)
+        total = total + (parameter * shard).sum() + parameter.double().square().sum() * pull
+    return total
+
+
+def full_loss(spec: Spec, parameter: Tensor, seed: int, stage_ranks: int) -> Tensor:
+    """The loss of a whole parameter: the sum over the ranks of its stage."""
+    slope = sum(spec.full(seed * 100 + rank) for rank in range(stage_ranks))
+    return (parameter * slope).sum() + parameter.double().square().sum() * 0.1

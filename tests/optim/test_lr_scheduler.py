@@ -1,0 +1,51 @@
+"""The learning rate: both sides of every edge of its phases."""
+
+from __future__ import annotations
+
+import pytest
+
+from isp.optim import check_schedule, learning_rate
+from isp.settings import LRSchedulerConfig
+
+
+def rates(total: int, **config) -> list[float]:
+    scheduler = LRSchedulerConfig(**config)
+    return [
+        learning_rate(i, peak=2.0, total_steps=total, config=scheduler) for i in range(total + 1)
+    ]
+
+
+def test_decay_begins_after_the_warm_up():
+    """Catches a step too many at zero or at the peak."""
+    config = {"warmup_steps": 2, "decay_type": "linear", "min_lr_factor": 0.5}
+    assert rates(6, **config) == pytest.approx([1, 2, 1.75, 1.5, 1.25, 1, 1])
+
+
+def test_decay_is_the_last_fraction():
+    """Catches a stable phase of the wrong length."""
+    config = {"warmup_steps": 1, "decay_type": "linear", "decay_ratio": 0.25, "min_lr_factor": 0}
+    assert rates(8, **config) == pytest.approx([2] * 6 + [1, 0, 0])
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("cosine", 1.0), ("linear", 1.0), ("sqrt", 0.5858)])
+def test_shapes(shape: str, middle: float):
+    """Catches a shape that does not end where it should."""
+    found = rates(4, decay_type=shape, min_lr_factor=0)
+    assert found[1] == pytest.approx(middle, abs=1e-4)
+    assert found[3] == pytest.approx(0)
+
+
+def test_edges():
+    """Catches divisions by a phase without steps."""
+    assert rates(2, warmup_steps=2, min_lr_factor=0.1) == pytest.approx([1, 2, 0.2])
+    assert rates(2, decay_ratio=0.0, min_lr_factor=0.1) == pytest.approx([2, 2, 0.2])
+
+
+def test_phases_must_fit():
+    """Catches a warm-up that never ends, and one that the decay runs into."""
+    check_schedule(10, LRSchedulerConfig(warmup_steps=10))
+    check_schedule(10, LRSchedulerConfig(warmup_steps=5, decay_ratio=0.5))
+    with pytest.raises(ValueError, match=r"warmup_steps=11 must be at most training.steps=10"):
+        check_schedule(10, LRSchedulerConfig(warmup_steps=11))
+    with pytest.raises(ValueError, match=r"decay_ratio of at most 0\.4"):
+        check_schedule(10, LRSchedulerConfig(warmup_steps=6, decay_ratio=0.5))

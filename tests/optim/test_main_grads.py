@@ -1,0 +1,236 @@
+"""Main gradients: both routes in, when they are final, what travels and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, CommLog
+from isp.layers.module import NamedParameter
+from isp.optim import MainGradients
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+from tests.ranks import run_ranks
+
+SOLO = {axis: Channel.solo(axis) for axis in Axis}
+
+
+def make(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, axis: Axis = Axis.DATA
+) -> list[NamedParameter]:
+    return [
+        NamedParameter(
+            f"p{i}",
+            nn.Parameter(torch.arange(1.0, 1 + torch.Size(s).numel()).view(s).to(dtype)),
+            ParameterLayout(global_shape=s, reduce_over=axis),
+        )
+        for i, s in enumerate(shapes)
+    ]
+
+
+class Deferred(torch.autograd.Function):
+    """w * x whose gradient of w is promised, and None for autograd."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, gradients: MainGradients, due: list) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.gradients, ctx.due = gradients, due
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        ctx.gradients.promise(w)
+        ctx.due.append((w, x * dy))
+        return dy * w, None, None, None
+
+
+def test_sums_micro_batches_and_shared_uses():
+    """Catches a gradient that overwrites an earlier one, and one that is left in p.grad."""
+    items = make((3,), (2, 2))
+    gradients = MainGradients(items, SOLO)
+    (a, b), c = (item.parameter for item in items), 5.0
+    for step in range(2):
+        gradients.zero()
+        for scale in (1.0, 2.0):
+            (a.sum() * scale + (a * a).sum() + b.sum() * c).backward()
+            assert a.grad is None, step
+        gradients.reduce()
+        assert torch.equal(gradients.grad(a), 3 + 4 * a.detach())
+        assert torch.equal(gradients.grad(b), torch.full_like(b, 2 * c))
+
+
+def test_wide_sums_under_narrow_parameters():
+    """Catches sums in bfloat16, which lose the small terms."""
+    items = make((1,), dtype=torch.bfloat16)
+    gradients = MainGradients(items, SOLO)
+    for scale in (256.0, *[0.5] * 8):
+        (items[0].parameter * scale).sum().backward()
+    assert gradients.grad(items[0].parameter).dtype is torch.float32
+    assert gradients.grad(items[0].parameter).item() == 260.0
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_promised_gradients_arrive_later(last: bool):
+    """Catches a hook that takes None for "no gradient" while one is on its way."""
+    items = make((3,))
+    w = items[0].parameter
+    gradients = MainGradients(items, SOLO)
+    gradients.zero()
+    due: list[tuple[nn.Parameter, Tensor]] = []
+    if last:
+        gradients.expect_last()
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
+    y = Deferred.apply(Deferred.apply(x, w, gradients, due), w, gradients, due)
+    (y + w).sum().backward()
+    with pytest.raises(RuntimeError, match=r"not delivered.*p0"):
+        gradients.reduce()
+    for parameter, gradient in due:
+        gradients.add(parameter, gradient)
+    gradients.reduce()
+    assert len(due) == 2
+    assert torch.equal(gradients.grad(w), (2 * x * w + 1).detach())
+
+
+def test_without_a_gradient_is_zero():
+    """Catches the last step's gradient showing through where this step has none."""
+    items = make((3,), (3,))
+    gradients = MainGradients(items, SOLO)
+    for used in (0, 1):
+        gradients.zero()
+        items[used].parameter.sum().backward()
+        gradients.reduce()
+        assert gradients.grad(items[used].parameter).eq(1).all()
+        assert gradients.grad(items[1 - used].parameter).eq(0).all()
+
+
+def test_late_gradients_raise():
+    """Catches gradients added into a bucket that has been summed already."""
+    items = make((3,))
+    w = items[0].parameter
+    gradients = MainGradients(items, SOLO)
+    gradients.expect_last()
+    w.sum().backward()
+    for late in (lambda: w.sum().backward(), lambda: gradients.add(w, w.detach())):
+        with pytest.raises(RuntimeError, match="p0 came after its last one"):
+            late()
+    gradients.reduce()
+    with pytest.raises(RuntimeError, match="p0 came after its last one"):
+        w.sum().backward()
+    with pytest.raises(RuntimeError, match="reduced already"):
+        gradients.reduce()
+    gradients.zero()
+    w.sum().backward()
+    gradients.reduce()
+    assert gradients.grad(w).eq(1).all()
+
+
+def test_no_sync_is_restored_after_an_exception():
+    """Catches a switch that stays off when the body fails."""
+    items = make((3,))
+    gradients = MainGradients(items, SOLO)
+    w = items[0].parameter
+    gradients.expect_last()
+
+    def fails() -> None:
+        with gradients.no_sync():
+            w.sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    w.sum().backward()
+    with pytest.raises(RuntimeError, match="after its last one"):
+        w.sum().backward()
+
+
+def test_closed_gradients_leave_the_parameters_alone():
+    """Catches hooks that outlive their owner and steal the next one's gradients."""
+    items = make((3,))
+    gradients = MainGradients(items, SOLO)
+    gradients.close()
+    items[0].parameter.sum().backward()
+    assert items[0].parameter.grad is not None
+
+
+def test_refuses_what_can_have_no_gradient():
+    """Catches frozen, doubled and misplaced parameters going unnoticed."""
+    frozen, shared, wrong = make((3,)), make((3,)), make((3,))
+    frozen[0].parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="p0 requires no gradient"):
+        MainGradients(frozen, SOLO)
+    with pytest.raises(ValueError, match="q is p0: name a shared parameter once"):
+        MainGradients([shared[0], shared[0]._replace(name="q")], SOLO)
+    layout = ParameterLayout(global_shape=(4,), reduce_over=Axis.DATA)
+    with pytest.raises(ValueError, match=r"p0 has shape \(3,\), its layout says \(4,\)"):
+        MainGradients([wrong[0]._replace(layout=layout)], SOLO)
+    with pytest.raises(ValueError, match="bucket_bytes=-1"):
+        MainGradients(wrong, SOLO, bucket_bytes=-1)
+
+
+def _reduce_on(rank: int, bucket_bytes: int, overlap: bool) -> tuple[list[list], list[str]]:
+    """Gradients and launches of a step; on rank 1 the parameter p1 has no part in it."""
+    log = CommLog()
+    stage = Channel(torch.distributed.group.WORLD, name="stage", log=log)
+    items = make((3, 2), (5,), (2, 2)) + [
+        n._replace(name="norm") for n in make((3,), axis=Axis.STAGE)
+    ]
+    channels = {Axis.DATA: Channel(torch.distributed.group.WORLD, log=log), Axis.STAGE: stage}
+    gradients = MainGradients(items, channels, bucket_bytes=bucket_bytes)
+    for step in range(2):
+        log.take()
+        gradients.zero()
+        for last in (False, True):
+            if last and overlap:
+                gradients.expect_last()
+            scale = (rank + 1) * (step + 1)
+            used = [n.parameter for n in items if rank == 0 or n.name != "p1"]
+            torch.stack([(p * p).sum() * scale for p in used]).sum().backward()
+        gradients.reduce()
+    return [gradients.grad(n.parameter).tolist() for n in items], [t.label for t in log.take()]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "launches"),
+    [
+        (0, ["norm .. norm", "p2 .. p2", "p1 .. p1", "p0 .. p0"]),
+        (40, ["p2 .. p1", "p0 .. p0", "norm .. norm"]),
+        (10**6, ["norm .. norm", "p2 .. p0"]),
+    ],
+)
+def test_ranks_agree_on_sums_and_order(bucket_bytes: int, launches: list[str]):
+    """Catches ranks that launch in the order of their own readiness, and overlap that shows."""
+    overlapped = run_ranks(2, _reduce_on, bucket_bytes, True)
+    plain = run_ranks(2, _reduce_on, bucket_bytes, False)
+    for (gradients, labels), (reference, plain_labels) in zip(overlapped, plain, strict=True):
+        assert labels == plain_labels
+        assert sorted(labels) == sorted(f"gradients {x}" for x in launches)
+        assert gradients == reference
+    assert overlapped[0][1] == overlapped[1][1]
+    for i, item in enumerate(make((3, 2), (5,), (2, 2), (3,))):
+        ranks = 1 if i == 1 else 3  # rank 0 once, rank 1 twice
+        assert overlapped[0][0][i] == (8 * ranks * item.parameter).tolist()
+
+
+def _launches_seen_in_backward(rank: int) -> list[int]:
+    """How many reductions were under way when each layer's backward began, the last first."""
+    log = CommLog()
+    items = make((4,), (4,), (4,))
+    channels = {Axis.DATA: Channel(torch.distributed.group.WORLD, log=log)}
+    gradients = MainGradients(items, channels, bucket_bytes=0)
+    seen: list[int] = []
+    gradients.zero()
+    gradients.expect_last()
+    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    for item in items:
+        x = x * item.parameter
+        x.register_hook(lambda _: seen.append(len(log.transfers)))
+    x.sum().backward()
+    gradients.reduce()
+    return seen
+
+
+def test_buckets_travel_while_backward_runs():
+    """Catches reductions that all start at the end."""
+    assert run_ranks(2, _launches_seen_in_backward) == [[0, 1, 2]] * 2
