@@ -216,7 +216,8 @@ class Channel:
                 f"dim {dim} of shape {tuple(x.shape)} does not divide by the {self.size} ranks"
                 f" of the {self.name or 'channel'} group"
             )
-        return x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0).contiguous()
+        chunks: Tensor = x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0)
+        return chunks.contiguous()
 
     def _launch(
         self,
@@ -281,7 +282,8 @@ def _num_bytes(x: Tensor) -> int:
 def _join(out: Tensor, dim: int) -> Tensor:
     """[p, .., N/p, ..] -> [.., N, ..]; a view if all dims before `dim` are 1."""
     dim = dim % (out.dim() - 1)
-    return out.movedim(0, dim).flatten(dim, dim + 1)
+    joined: Tensor = out.movedim(0, dim).flatten(dim, dim + 1)
+    return joined
 
 
 def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:

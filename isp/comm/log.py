@@ -1,4 +1,4 @@
-"""What crossed the channels: one record per collective, its bytes, its duration, its exposed time."""
+"""What crossed the channels: one record per collective, bytes, duration, exposed time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transfer:
 class CommTotals(NamedTuple):
     """Sums over the transfers of a step."""
 
-    count: int
+    num_transfers: int
     sent_bytes: int
     comm_seconds: float
     exposed_seconds: float
@@ -72,7 +72,7 @@ class CommLog:
         self._device_times.append((transfer, events))
 
     def take(self) -> list[Transfer]:
-        """All transfers since the last call, their device times filled in (synchronises on CUDA)."""
+        """All transfers since the last call, with device times (synchronises on CUDA)."""
         for transfer, (launch, end, begin, finish) in self._device_times:
             finish.synchronize()
             transfer.ended = transfer.launched + launch.elapsed_time(end) / 1e3
@@ -84,7 +84,7 @@ class CommLog:
     def totals(transfers: list[Transfer]) -> CommTotals:
         """Count, bytes, duration and exposed time summed over `transfers`."""
         return CommTotals(
-            count=len(transfers),
+            num_transfers=len(transfers),
             sent_bytes=sum(t.sent_bytes for t in transfers),
             comm_seconds=sum(t.duration for t in transfers),
             exposed_seconds=sum(t.exposed for t in transfers),

@@ -17,7 +17,7 @@ class Mode(StrEnum):
     FSP = "fsp"
     """Flash sequence parallel: as msp, saves only its shard of each gathered input."""
     ISP = "isp"
-    """Intern sequence parallel: weights over the weight group, activations over the tensor group."""
+    """Intern sequence parallel: weights split over the weight group, activations over tensor."""
 
 
 class LaunchPoint(StrEnum):

@@ -1,7 +1,7 @@
 """Which rank does what: every size, coordinate and group of a run, as plain arithmetic.
 
     activations   (pipeline, data,        tensor)    tensor = ranks that share one sequence
-    weights       (pipeline, weight_data, weight)    weight = ranks that share one copy of the weights
+    weights       (pipeline, weight_data, weight)    weight = ranks that share a copy of weights
 
 Both are meshes over the same ranks, in Megatron-LM's order: the last axis varies fastest. In isp
 mode the two are sized independently; in the other modes the weights are split over the tensor

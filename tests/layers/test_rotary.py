@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.layers.rotary import (
-    RopeScaling,
-    RopeScalingType,
-    RotaryEmbedding,
-    apply_rotary,
-    inverse_frequencies,
-)
+from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
 
 HEAD_DIM, BASE, ORIGINAL = 16, 10_000.0, 128
 

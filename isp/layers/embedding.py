@@ -1,0 +1,87 @@
+"""Token embedding: the rows of a table, split over the vocabulary.
+
+B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D], y is [B, S, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.layers.init import MasterStream
+from isp.layers.module import ParallelModule
+from isp.layers.moves import Moves
+from isp.parallel.layout import ParameterLayout
+from isp.weights.phase import Phase
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["VocabParallelEmbedding"]
+
+
+class _Embedding(torch.autograd.Function):
+    """forward   y = move_y(rows of the table; 0 for ids that other ranks hold)
+    wgrad     dW = move_dy(dy) added up row by row, to the communicator
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
+        table = layer.communicator.weight_hook(weight, module=layer, phase=Phase.FORWARD)
+        ctx.layer, ctx.num_rows = layer, table.shape[0]
+        foreign = None
+        if not layer.communicator.reduces_gradients and layer.layouts["weight"].sharded:
+            ((start, stop),) = layer.layouts["weight"].intervals()
+            foreign = (ids < start) | (ids >= stop)
+            ids = (ids - start).masked_fill(foreign, 0)
+        y = F.embedding(ids, table)
+        if foreign is not None:
+            y = y.masked_fill(foreign.unsqueeze(-1), 0)
+        layer.communicator.release_hook(module=layer, phase=Phase.FORWARD)
+        ctx.save_for_backward(ids, foreign)
+        return layer.moves.y(y, label=f"{layer.name}.y").wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer: VocabParallelEmbedding = ctx.layer
+        ids, foreign = ctx.saved_tensors
+        dy = layer.moves.dy(dy, label=f"{layer.name}.dy").wait()
+        if foreign is not None:
+            dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
+        dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, -1, False)
+        return None, layer.communicator.grad_hook(dw, module=layer), None
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """ids [B, S] -> [B, S, D] (S moved as the mode wants), the table split by vocabulary rows.
+
+    Where the communicator gathers weights the whole table is looked up; elsewhere each rank looks
+    up the ids it holds and the moves of y add the parts up.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        *,
+        communicator: WPCommunicator,
+        moves: Moves,
+        init_std: float = 0.02,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.moves = moves
+        self.init_std = init_std
+        self.add_shard("weight", layout, device=device, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, S] -> [B, S, D]."""
+        y: Tensor = _Embedding.apply(ids, self.weight, self)
+        return y
+
+    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
+        return stream.normal(self.layouts[name].global_shape, self.init_std)

@@ -1,0 +1,156 @@
+"""The layers of a model for a mode: the one place where a mode becomes layouts and moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from isp.comm import Channel
+from isp.layers.embedding import VocabParallelEmbedding
+from isp.layers.linear import ParallelLinear
+from isp.layers.moves import Role, moves_for
+from isp.layers.norm import RMSNorm
+from isp.parallel import Axis, Mode
+from isp.parallel.layout import ParameterLayout
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["LayerFactory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFactory:
+    """Layers for one mode over given channels; the model's code is the same in every mode.
+
+    In isp mode a weight is cut by rows over the weight group and every rank computes all features
+    of its tokens; in the others it is cut by outputs (column) or inputs (row) over the tensor
+    group and every rank computes its features of all tokens.
+    """
+
+    mode: Mode
+    tensor: Channel
+    """The ranks that share one sequence."""
+    weight: Channel
+    """The ranks that share one copy of the weights."""
+    communicator: WPCommunicator
+    """Gathers weights and reduces their gradients."""
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether features (heads, hidden units, vocabulary) are split over the tensor group."""
+        return self.mode is not Mode.ISP
+
+    @property
+    def feature_parts(self) -> int:
+        """The ranks over which features are split."""
+        return self.tensor.size if self.splits_features else 1
+
+    @property
+    def attention_channel(self) -> Channel:
+        """The ranks between which attention has to exchange sequence for heads."""
+        return Channel.solo("tensor") if self.splits_features else self.tensor
+
+    @property
+    def loss_channel(self) -> Channel:
+        """The ranks over which the logits of one token are split."""
+        return self.tensor if self.splits_features else Channel.solo("tensor")
+
+    def column(
+        self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
+    ) -> ParallelLinear:
+        """A linear to the fused `out_features`, of which each rank computes its share."""
+        total = sum(out_features)
+        assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
+        segments = out_features if self.splits_features else (total,)
+        return ParallelLinear(
+            self._weight_layout((total, in_features), dim=0, segments=segments),
+            bias_layout=self._weight_layout((total,), dim=0, segments=segments) if bias else None,
+            moves=moves_for(self.mode, Role.COLUMN, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def row(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float
+    ) -> ParallelLinear:
+        """A linear from split `in_features`, the dual of `column`."""
+        assert in_features % self.feature_parts == 0, (in_features, self.tensor)
+        bias_layout = None
+        if bias and self.splits_features:
+            bias_layout = self._replicated((out_features,))
+        elif bias:
+            bias_layout = self._weight_layout((out_features,), dim=0)
+        return ParallelLinear(
+            self._weight_layout((out_features, in_features), dim=int(self.splits_features)),
+            bias_layout=bias_layout,
+            bias_after_move=self.splits_features,
+            moves=moves_for(self.mode, Role.ROW, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
+        """The table of token embeddings, split by vocabulary."""
+        return VocabParallelEmbedding(
+            self._weight_layout((vocab_size, hidden_size), dim=0),
+            # As in a row linear, each rank has a part of the sum.
+            moves=moves_for(self.mode, Role.ROW, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def head(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        std: float,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> ParallelLinear:
+        """The linear to the logits, split by vocabulary; may share the embedding's table."""
+        return ParallelLinear(
+            self._weight_layout((vocab_size, hidden_size), dim=0),
+            moves=moves_for(self.mode, Role.COLUMN, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            tied_to=None if tied_to is None else tied_to.weight,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
+        """A norm over the hidden size of a token or (`per_head`) over each head."""
+        layout = self._replicated((size,), sees_part=True if per_head else None)
+        return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+    def _weight_layout(
+        self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()
+    ) -> ParameterLayout:
+        return ParameterLayout(
+            global_shape=shape,
+            dim=dim,
+            segments=segments,
+            parts=self.weight.size,
+            index=self.weight.rank,
+            reduce_over=Axis.WEIGHT_DATA,
+        )
+
+    def _replicated(self, shape: tuple[int, ...], sees_part: bool | None = None) -> ParameterLayout:
+        """A parameter that every rank holds whole.
+
+        Where the tensor ranks see the same tokens and features (mtp) their gradients are equal;
+        where each sees its part (its tokens, or its heads) they are partial sums.
+        """
+        if sees_part is None:
+            sees_part = self.mode is not Mode.MTP
+        return ParameterLayout(
+            global_shape=shape, reduce_over=Axis.STAGE if sees_part else Axis.DATA
+        )

@@ -1,0 +1,138 @@
+"""One linear for every mode: y = x W^T + b, with the six tensors that may travel.
+
+B batch, S sequence, I in features, O out features; x is [B, S, I], W is [O, I], y is [B, S, O].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.comm import Pending
+from isp.layers.init import MasterStream
+from isp.layers.module import ParallelModule
+from isp.layers.moves import Moves
+from isp.parallel.layout import ParameterLayout
+from isp.weights.phase import Phase
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["ParallelLinear"]
+
+
+class _Linear(torch.autograd.Function):
+    """forward   y = move_y(move_x(x) W^T + b)
+    dgrad     dx = move_dx(move_dy(dy) W)
+    wgrad     dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), to the communicator
+
+    [Note: Order of the gradients] The gradient that has to travel is computed first, so that
+    computing the other hides its trip: dW first where the weights are gathered, dx first elsewhere.
+    dW needs no weight, so in the first case the gather has that much longer to arrive.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear
+    ) -> Tensor:
+        moves, communicator = layer.moves, layer.communicator
+        full_x = moves.x(x, label=f"{layer.name}.x").wait()
+        w = communicator.weight_hook(weight, module=layer, phase=Phase.FORWARD)
+        b = None
+        if bias is not None:
+            b = communicator.weight_hook(bias, module=layer, phase=Phase.FORWARD, is_bias=True)
+        y = F.linear(full_x, w, b)
+        communicator.release_hook(module=layer, phase=Phase.FORWARD)
+        ctx.layer = layer
+        saved_x = x if moves.regather_x else full_x
+        ctx.save_for_backward(saved_x if weight.requires_grad else None, weight)
+        return moves.y(y, label=f"{layer.name}.y").wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer: ParallelLinear = ctx.layer
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        moves, communicator = layer.moves, layer.communicator
+        dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
+        x_arriving = Pending.ready(x)
+        if moves.regather_x and need_w:
+            x_arriving = moves.x(x, label=f"{layer.name}.x")
+
+        def input_gradient() -> Pending | None:
+            if not need_x:
+                return None
+            w = communicator.weight_hook(weight, module=layer, phase=Phase.BACKWARD)
+            dx = dy @ w
+            communicator.release_hook(module=layer, phase=Phase.BACKWARD)
+            return moves.dx(dx, label=f"{layer.name}.dx")
+
+        def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
+            dw = db = None
+            if need_w:
+                dw = dy.flatten(0, -2).T @ x_arriving.wait().flatten(0, -2)
+                dw = communicator.grad_hook(dw, module=layer)
+            if need_b:
+                db = communicator.grad_hook(dy.flatten(0, -2).sum(0), module=layer, is_bias=True)
+            return dw, db
+
+        if communicator.reduces_gradients:
+            dw, db = weight_gradients()
+            dx = input_gradient()
+        else:
+            dx = input_gradient()
+            dw, db = weight_gradients()
+        return None if dx is None else dx.wait(), dw, db, None
+
+
+class ParallelLinear(ParallelModule):
+    """y = x W^T + b, its weight a shard and its activations moved as the mode wants.
+
+    x [B, S, I] -> y [B, S, O], before and after the moves of x and y. A bias that is split like
+    the outputs is added inside; one that is `bias_after_move` (replicated, because y is a sum over
+    ranks) is added to the moved y.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        *,
+        communicator: WPCommunicator,
+        moves: Moves,
+        bias_layout: ParameterLayout | None = None,
+        bias_after_move: bool = False,
+        init_std: float = 0.02,
+        tied_to: nn.Parameter | None = None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.moves = moves
+        self.bias_after_move = bias_after_move
+        self.init_std = init_std
+        if tied_to is None:
+            self.add_shard("weight", layout, device=device, dtype=dtype)
+        else:
+            self.weight = tied_to
+            self.layouts["weight"] = layout
+        if bias_layout is None:
+            self.register_parameter("bias", None)
+        else:
+            self.add_shard("bias", bias_layout, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, I] -> y [B, S, O]."""
+        inner_bias = None if self.bias_after_move else self.bias
+        y: Tensor = _Linear.apply(x, self.weight, inner_bias, self)
+        if self.bias_after_move and self.bias is not None:
+            y = y + self.bias
+        return y
+
+    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
+        shape = self.layouts[name].global_shape
+        return torch.zeros(shape) if name == "bias" else stream.normal(shape, self.init_std)

@@ -1,0 +1,123 @@
+"""The `model` section of the configuration: sizes and options of a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isp.layers.rope_scaling import RopeScaling
+from isp.parallel.config import Mode, ParallelConfig
+
+__all__ = ["ModelConfig", "check_layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`model`: a preset, sizes, or a preset with some sizes changed."""
+
+    preset: str | None = None
+    """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
+    vocab_size: int = 32000
+    """Entries of the embedding table and of the logits; at least those of the tokenizer."""
+    hidden_size: int = 4096
+    """Features of a token between the blocks."""
+    num_layers: int = 32
+    """Blocks."""
+    num_heads: int = 32
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads, a divisor of num_heads; null: as many as num_heads."""
+    head_dim: int | None = None
+    """Features of a head; null: hidden_size / num_heads."""
+    intermediate_size: int = 11008
+    """Hidden features of the MLP."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretches rotary positions to longer contexts; null: not at all."""
+    sliding_window: int | None = None
+    """Tokens a token attends to, itself included; null: all before it."""
+    qkv_bias: bool = False
+    """Whether the projections to q, k and v have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Whether each head of q and k goes through RMSNorm (Qwen3)."""
+    tie_embeddings: bool = False
+    """Whether the logits use the embedding table."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; the output projections of a block have it divided
+    by sqrt(2 num_layers)."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
+        for name in (*sizes, "num_kv_heads", "head_dim", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{name}={value} must be at least 1")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} must divide model.hidden_size="
+                f"{self.hidden_size}, unless model.head_dim is given"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.kv_heads} must divide model.num_heads={self.num_heads}"
+            )
+        if self.head_size % 2 or self.head_size < 4:
+            raise ValueError(
+                f"a head of {self.head_size} features cannot be rotated: model.head_dim (or"
+                f" hidden_size / num_heads) must be even and at least 4"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, those of tied embeddings once."""
+        q, kv = self.num_heads * self.head_size, self.kv_heads * self.head_size
+        attention = self.hidden_size * (2 * q + 2 * kv)
+        attention += (q + 2 * kv) * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * block + tables + self.hidden_size
+
+
+def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
+    """Raise ValueError, naming key, value and way out, if `model` cannot be split as asked.
+
+    `seq_len` is the number of tokens in one row of a batch.
+    """
+    size, mode = parallel.tensor.size, parallel.tensor.mode
+    if mode is not Mode.ISP:
+        split = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads}
+        for key, value in {**split, "intermediate_size": model.intermediate_size}.items():
+            if value % size:
+                raise ValueError(
+                    f"parallel.tensor.size={size} must divide model.{key}={value} in {mode} mode:"
+                    f" use {_usable(value, size)}, or isp mode, which does not split the features"
+                )
+    if mode is not Mode.MTP and seq_len % size:
+        raise ValueError(
+            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
+            f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
+            f" use {_usable(seq_len, size)}"
+        )
+    parts = parallel.weight.size if mode is Mode.ISP else size
+    if mode is not Mode.ISP and model.vocab_size <= (parts - 1) * -(-model.vocab_size // parts):
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} leaves some of the {parts} tensor ranks without"
+            f" a row: use a multiple of {parts}"
+        )
+
+
+def _usable(whole: int, below: int) -> str:
+    fits = [str(n) for n in range(1, 2 * below) if whole % n == 0]
+    return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"

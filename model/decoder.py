@@ -1,0 +1,136 @@
+"""A Llama-family decoder in plain modules: the same code in every mode.
+
+B batch, S sequence, D hidden size, H query heads, K key/value heads, d head size, F MLP size,
+V vocabulary; S' the tokens and H', K', F', V' the features that this rank computes (see
+`isp.layers.factory`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.attention import AttentionMask, DistributedAttention
+from isp.layers.factory import LayerFactory
+from isp.layers.loss import vocab_parallel_cross_entropy
+from isp.layers.module import bind_names
+from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from model.config import ModelConfig
+
+__all__ = ["Attention", "Block", "Decoder", "FeedForward"]
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin of the positions of this rank's tokens."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; one fused projection to q, k and v."""
+
+    def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
+        super().__init__()
+        d, parts = config.head_size, layers.feature_parts
+        self.head_size = d
+        self.heads = (config.num_heads // parts, config.kv_heads // parts)
+        q, kv = config.num_heads * d, config.kv_heads * d
+        std = config.init_std
+        self.wqkv = layers.column(config.hidden_size, (q, kv, kv), bias=config.qkv_bias, std=std)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = layers.rms_norm(d, eps=config.norm_eps, per_head=True)
+            self.k_norm = layers.rms_norm(d, eps=config.norm_eps, per_head=True)
+        self.core = core
+        self.wo = layers.row(q, config.hidden_size, std=std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
+        """x [B, S', D] -> [B, S', D]."""
+        num_q, num_kv = self.heads
+        heads = self.wqkv(x).unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
+        q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        out = self.core(q, k, v, mask=mask)  # [B, S', H', d]
+        projected: Tensor = self.wo(out.flatten(2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(gate) * up), gate and up in one fused projection."""
+
+    def __init__(self, config: ModelConfig, layers: LayerFactory):
+        super().__init__()
+        hidden, inner, std = config.hidden_size, config.intermediate_size, config.init_std
+        self.w13 = layers.column(hidden, (inner, inner), std=std)
+        self.w2 = layers.row(inner, hidden, std=std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S', D] -> [B, S', D]."""
+        gate, up = self.w13(x).chunk(2, dim=-1)  # [B, S', F'] each
+        y: Tensor = self.w2(F.silu(gate) * up)
+        return y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
+        super().__init__()
+        self.attention_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, layers, core)
+        self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config, layers)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
+        """x [B, S', D] -> [B, S', D]."""
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        y: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return y
+
+
+class Decoder(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
+        super().__init__()
+        self.config = config
+        self.embedding = layers.embedding(
+            config.vocab_size, config.hidden_size, std=config.init_std
+        )
+        self.rotary = RotaryEmbedding(
+            config.head_size, base=config.rope_theta, scaling=config.rope_scaling
+        )
+        self.layers = nn.ModuleList(Block(config, layers, core) for _ in range(config.num_layers))
+        self.norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
+        self.head = layers.head(
+            config.hidden_size,
+            config.vocab_size,
+            std=config.init_std,
+            tied_to=self.embedding if config.tie_embeddings else None,
+        )
+        self.loss_channel = layers.loss_channel
+        self.first_logit = 0
+        if layers.splits_features:
+            ((self.first_logit, _),) = self.head.layouts["weight"].intervals()
+        bind_names(self)
+
+    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Logits of this rank's tokens: tokens and positions [B, S'] -> [B, S', V'].
+
+        cu_seqlens [documents + 1], int32: where the documents of the *full* row of all ranks begin,
+        B being 1; None if rows are not packed.
+        """
+        mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
+        x = self.embedding(tokens)
+        rotary = self.rotary(positions, dtype=x.dtype)
+        for block in self.layers:
+            x = block(x, rotary, mask)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""
+        return vocab_parallel_cross_entropy(
+            logits, labels, first=self.first_logit, channel=self.loss_channel
+        )

@@ -1,0 +1,123 @@
+"""Known models by name: the values of their `model` section.
+
+Sources: the models' published configurations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PRESETS", "with_preset"]
+
+_LLAMA_3_1_ROPE = {
+    "type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+_LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "intermediate_size": 14336,
+    "norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+_QWEN_3 = {
+    "vocab_size": 151936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "qk_norm": True,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 272,
+        "hidden_size": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 352,
+    },
+    "small": {
+        "vocab_size": 272,
+        "hidden_size": 512,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "intermediate_size": 1408,
+    },
+    "llama2-7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "intermediate_size": 11008,
+    },
+    "llama3-8b": _LLAMA_3_8B,
+    "llama3.1-8b": {**_LLAMA_3_8B, "rope_scaling": _LLAMA_3_1_ROPE},
+    "internlm2-1.8b": {
+        "vocab_size": 92544,
+        "hidden_size": 2048,
+        "num_layers": 24,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "intermediate_size": 8192,
+        "rope_theta": 1000000.0,
+    },
+    "internlm2-7b": {
+        "vocab_size": 92544,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "intermediate_size": 14336,
+        "rope_theta": 1000000.0,
+    },
+    "qwen2.5-7b": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_layers": 28,
+        "num_heads": 28,
+        "num_kv_heads": 4,
+        "intermediate_size": 18944,
+        "norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "qkv_bias": True,
+    },
+    "qwen3-0.6b": {
+        **_QWEN_3,
+        "hidden_size": 1024,
+        "num_layers": 28,
+        "num_heads": 16,
+        "intermediate_size": 3072,
+        "tie_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN_3,
+        "hidden_size": 4096,
+        "num_layers": 36,
+        "num_heads": 32,
+        "intermediate_size": 12288,
+    },
+}
+
+
+def with_preset(section: dict[str, Any]) -> dict[str, Any]:
+    """A `model` section with the values of its preset where it gives none itself.
+
+    Raises ValueError for an unknown preset.
+    """
+    name = section.get("preset")
+    if name is None:
+        return section
+    if name not in PRESETS:
+        raise ValueError(f"model.preset={name} is not known: use one of {', '.join(PRESETS)}")
+    return {**PRESETS[name], **section}
