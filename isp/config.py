@@ -1,0 +1,213 @@
+"""The configuration of a run: YAML and overrides in, one frozen `JobConfig` out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from isp.config_faults import KeyTable, describe_faults, place
+from isp.data.config import DataConfig
+from isp.parallel.config import Mode, ParallelConfig, WeightConfig
+from isp.parallel.topology import Topology
+from isp.settings import (
+    CheckpointConfig,
+    JobSection,
+    LRSchedulerConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    ProfilerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from isp.yaml_file import KeyPath, parse_value, read_yaml
+from model.config import ModelConfig, check_layout
+from model.presets import with_preset
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "JobConfig",
+    "JobSection",
+    "LRSchedulerConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ProfilerConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+    "load_config",
+    "to_yaml",
+]
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, every fault with its key, its value and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """Everything that decides a run, section by section."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    job: JobSection = field(default_factory=JobSection)
+    """Name and output folder."""
+    model: ModelConfig
+    """The model: a preset or sizes."""
+    data: DataConfig
+    """The text, and how it is cut into batches."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the run is split over its ranks."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Length, numbers and device."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update rule."""
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    """The learning rate over the steps."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """The loss on held-out text."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """What is reported."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Traces of single steps."""
+
+    def __post_init__(self) -> None:
+        check_layout(self.model, self.parallel, self.row_tokens)
+        steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
+        ratio = self.lr_scheduler.decay_ratio
+        decay = 0 if ratio is None else round(ratio * steps)
+        if ratio is not None and warmup + decay > steps:
+            raise ValueError(
+                f"lr_scheduler.warmup_steps={warmup} and the {decay} steps of "
+                f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
+                f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in one row of a batch, which a tensor group shares."""
+        samples_in_row = self.data.micro_bsz if self.data.pack else 1
+        return self.data.seq_len * samples_in_row
+
+    def topology(self, world_size: int) -> Topology:
+        """The groups of `world_size` ranks.  Raises ConfigError if the sizes do not fit."""
+        try:
+            return Topology.create(world_size, self.parallel)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def unused(self) -> list[str]:
+        """Sections that differ from their defaults without a meaning in this mode, as sentences."""
+        mode = self.parallel.tensor.mode
+        if mode is Mode.ISP or self.parallel.weight == WeightConfig():
+            return []
+        return [f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The configuration in the YAML file at `path`, changed by `overrides`.
+
+    Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
+    `--section.key` alone for true. Raises ConfigError with every fault of file and overrides.
+    """
+    keys = KeyTable.of(JobConfig)
+    try:
+        file = read_yaml(path)
+        origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
+        values = _override(file.values, origins, overrides, keys)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _fill_empty_sections(values, (), keys)
+    faults = _fill_preset(values, origins)
+    config = _validate(values, origins, keys)
+    if isinstance(config, JobConfig) and not faults:
+        return config
+    faults += [] if isinstance(config, JobConfig) else config
+    if len(faults) == 1:
+        raise ConfigError(f"{path}: {faults[0]}")
+    raise ConfigError("\n  ".join([f"{path}: {len(faults)} faults", *faults]))
+
+
+def to_yaml(config: JobConfig) -> str:
+    """`config` with every default spelled out; loading it gives an equal config."""
+    plain = TypeAdapter(JobConfig).dump_python(config, mode="json")
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _fill_preset(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
+    """Put the values of `model.preset` below those given; what is wrong with the preset."""
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+        try:
+            values["model"] = with_preset(model)
+        except ValueError as error:
+            return [place(str(error), ("model", "preset"), origins)]
+    return []
+
+
+def _validate(
+    values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable
+) -> JobConfig | list[str]:
+    """The configuration that `values` are, or what is wrong with them."""
+    text = json.dumps(values, default=str)  # dates are text
+    try:
+        # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
+        return TypeAdapter(JobConfig).validate_json(text, strict=True)
+    except ValidationError as error:
+        return describe_faults(error.errors(), origins, keys)
+
+
+def _override(
+    values: dict[str, Any], origins: dict[KeyPath, str], overrides: Sequence[str], keys: KeyTable
+) -> dict[str, Any]:
+    """`values` with each override put in its place, and noted in `origins`."""
+    for path, text in _split_overrides(overrides):
+        value = True if text is None else parse_value(text)
+        if text is not None and keys.takes_text(path) and not isinstance(value, list | None):
+            value = value if isinstance(value, str) else text  # --job.name 2024 is text
+        section = values
+        for name in path[:-1]:
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):
+                break  # validation tells that this must be a section
+        else:
+            section[path[-1]] = value
+        origins[path] = f"--{'.'.join(path)}"
+    return values
+
+
+def _split_overrides(words: Sequence[str]) -> list[tuple[KeyPath, str | None]]:
+    """Each override as its path and its text, None for a bare flag."""
+    found: list[tuple[KeyPath, str | None]] = []
+    pending = list(reversed(words))
+    while pending:
+        word = pending.pop()
+        if not word.startswith("--") or not word.strip("-=."):
+            raise ValueError(f"{word!r} is not an override: write --section.key value")
+        name, equals, text = word[2:].partition("=")
+        if not equals and pending and not pending[-1].startswith("--"):
+            text, equals = pending.pop(), " "
+        found.append((tuple(name.split(".")), text if equals else None))
+    return found
+
+
+def _fill_empty_sections(values: dict[str, Any], path: KeyPath, keys: KeyTable) -> None:
+    """Read `section:` with nothing below it as a section without keys, not as null."""
+    for name in values:
+        below = (*path, name)
+        if below in keys.sections and below not in keys.hints:  # those may be null
+            values[name] = {} if values[name] is None else values[name]
+            if isinstance(values[name], dict):
+                _fill_empty_sections(values[name], below, keys)

@@ -1,0 +1,209 @@
+"""The sections of the configuration that have no other home: plain numbers and switches.
+
+They import nothing of the project, so that every layer may take them as arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "CheckpointConfig",
+    "JobSection",
+    "LRSchedulerConfig",
+    "MetricsConfig",
+    "OptimizerConfig",
+    "ProfilerConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+]
+
+
+def _unless(holds: bool, key: str, value: object, rule: str) -> str | None:
+    return None if holds else f"{key}={value} {rule}"
+
+
+def _at_least(key: str, value: int, least: int, meaning: str = "") -> str | None:
+    return _unless(value >= least, key, value, f"must be at least {least}{meaning}")
+
+
+def _refuse(*faults: str | None) -> None:
+    """Raise one ValueError that names every fault, a line each."""
+    found = [fault for fault in faults if fault is not None]
+    if found:
+        raise ValueError("\n".join(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSection:
+    """`job`: what the run is called and where it writes."""
+
+    name: str = "isp"
+    """Name of the run: it writes to `dump_folder/name/time`."""
+    dump_folder: str = "outputs"
+    """Folder of all runs."""
+
+    def __post_init__(self) -> None:
+        is_folder_name = self.name not in ("", ".", "..") and not set(self.name) & set("/\\\0")
+        rule = "must be usable as the name of a folder: not empty, no slash"
+        _refuse(
+            _unless(is_folder_name, "job.name", repr(self.name), rule),
+            _unless(self.dump_folder != "", "job.dump_folder", "''", "must name a folder"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """`training`: length, numbers and device of a run."""
+
+    steps: int = 100
+    """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Numbers of weights and activations; bfloat16 keeps float32 gradients and master weights."""
+    seed: int = 0
+    """Decides the initial weights, the order of the data and every random stream."""
+    deterministic: bool = False
+    """Use deterministic kernels only: the same run gives the same bits."""
+    max_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: do not clip."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where there is one, else cpu."""
+
+    def __post_init__(self) -> None:
+        clip = "must be finite and at least 0 (0: no clipping)"
+        _refuse(
+            _at_least("training.steps", self.steps, 1),
+            _at_least("training.seed", self.seed, 0),
+            _unless(0 <= self.max_norm < math.inf, "training.max_norm", self.max_norm, clip),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """`optimizer`: AdamW and its numbers."""
+
+    name: Literal["adamw"] = "adamw"
+    """The update rule."""
+    lr: float = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the weights, a fraction of lr."""
+
+    def __post_init__(self) -> None:
+        lr, eps, decay = self.lr, self.eps, self.weight_decay
+        beta = "must be at least 0 and below 1"
+        _refuse(
+            _unless(0 < lr < math.inf, "optimizer.lr", lr, "must be above 0: use e.g. 3e-4"),
+            _unless(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, beta),
+            _unless(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, beta),
+            _unless(0 < eps < math.inf, "optimizer.eps", eps, "must be above 0: use e.g. 1e-8"),
+            _unless(
+                0 <= decay < math.inf,
+                "optimizer.weight_decay",
+                decay,
+                "must be finite and at least 0 (0: no decay)",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedulerConfig:
+    """`lr_scheduler`: warm-up, an optional stable phase, decay.  Names: torchtitan."""
+
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises in a straight line to `optimizer.lr`."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
+    decay_ratio: float | None = None
+    """Last fraction of the steps that decays, after a stable phase (WSD); null: decay from the end
+    of the warm-up."""
+    min_lr_factor: float = 0.1
+    """Where the decay ends, a fraction of `optimizer.lr`."""
+
+    def __post_init__(self) -> None:
+        ratio, factor = self.decay_ratio, self.min_lr_factor
+        ratio_rule = "must be from 0 to 1, or null to decay from the end of the warm-up"
+        factor_rule = "must be from 0 to 1: a fraction of optimizer.lr"
+        _refuse(
+            _at_least("lr_scheduler.warmup_steps", self.warmup_steps, 0, " (0: no warm-up)"),
+            _unless(
+                ratio is None or 0 <= ratio <= 1, "lr_scheduler.decay_ratio", ratio, ratio_rule
+            ),
+            _unless(0 <= factor <= 1, "lr_scheduler.min_lr_factor", factor, factor_rule),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """`validation`: the loss on held-out text."""
+
+    freq: int = 0
+    """Evaluate every this many steps; 0: never."""
+    steps: int = 10
+    """Batches in an evaluation."""
+
+    def __post_init__(self) -> None:
+        off = "; validation.freq=0 switches evaluation off"
+        _refuse(
+            _at_least("validation.freq", self.freq, 0, " (0: never evaluate)"),
+            _at_least("validation.steps", self.steps, 1, off),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """`metrics`: what is reported."""
+
+    log_freq: int = 1
+    """Print and write the numbers of every this many steps."""
+
+    def __post_init__(self) -> None:
+        _refuse(_at_least("metrics.log_freq", self.log_freq, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """`checkpoint`: when to save, what to keep, where to go on from."""
+
+    interval: int = 0
+    """Save every this many steps; 0: only when the run ends or is stopped by a signal."""
+    keep_latest_k: int = 0
+    """Keep only this many of the newest checkpoints; 0: keep all."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: write to disk while training goes on."""
+    load_step: int | None = None
+    """Go on from the checkpoint of this step; null: from the newest, if `auto_resume`."""
+    auto_resume: bool = True
+    """Go on from the newest checkpoint where there is one."""
+    folder: str | None = None
+    """Folder of the checkpoints; null: `checkpoint/` in the run's own folder."""
+
+    def __post_init__(self) -> None:
+        load_step = 0 if self.load_step is None else self.load_step
+        _refuse(
+            _at_least("checkpoint.interval", self.interval, 0, " (0: save only at the end)"),
+            _at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0, " (0: keep all)"),
+            _at_least("checkpoint.load_step", load_step, 0, ", or null for the newest"),
+            _unless(self.folder != "", "checkpoint.folder", "''", "must name a folder, or be null"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """`profiler`: traces of single steps."""
+
+    enable_profiling: bool = False
+    """Write a trace of every `profile_freq`-th step."""
+    profile_freq: int = 10
+    """Steps from one trace to the next."""
+
+    def __post_init__(self) -> None:
+        _refuse(_at_least("profiler.profile_freq", self.profile_freq, 1))

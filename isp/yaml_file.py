@@ -1,0 +1,105 @@
+"""YAML as a mapping that remembers on which line each key stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from yaml.nodes import MappingNode, ScalarNode
+
+__all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
+
+KeyPath = tuple[str, ...]
+
+
+class YamlFile(NamedTuple):
+    """The keys and values of a file, and the line of every key by its path."""
+
+    values: dict[str, Any]
+    lines: dict[KeyPath, int]
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: str | Path) -> YamlFile:
+    """The mapping in the file at `path`.
+
+    Raises ValueError, with the file and the line, for a file that is missing, empty, not YAML, not
+    a mapping, or that gives a key twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file in UTF-8, so not YAML") from error
+    loader = _new_loader(text, path)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise ValueError(f"{path}: the file is empty: it must hold sections such as `model:`")
+        if not isinstance(root, MappingNode):
+            raise ValueError(f"{path}: holds no sections: write `section:` and keys below it")
+        lines: dict[KeyPath, int] = {}
+        _note_lines(root, (), lines, path)
+        return YamlFile(loader.construct_document(root), lines)
+    except yaml.YAMLError as error:
+        raise ValueError(_syntax_fault(path, error)) from error
+
+
+def parse_value(text: str) -> Any:
+    """What `text` would be as a value in a YAML file.  Raises ValueError if it is not YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not a YAML value: {_problem(error)}") from error
+
+
+def _new_loader(text: str, path: str | Path) -> _Loader:
+    try:
+        return _Loader(text)
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        raise ValueError(_syntax_fault(path, error)) from error
+
+
+def _note_lines(
+    node: MappingNode, prefix: KeyPath, lines: dict[KeyPath, int], file: str | Path
+) -> None:
+    """Note the line of every key below `node` in `lines`; refuse a key that is there twice."""
+    for key, value in node.value:
+        if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        key.tag = "tag:yaml.org,2002:str"  # `on:` is a key, not true
+        path, line = (*prefix, key.value), key.start_mark.line + 1
+        if path in lines:
+            raise ValueError(
+                f"{file}, line {line}: {'.'.join(path)} is given twice, first on line "
+                f"{lines[path]}: keep one"
+            )
+        lines[path] = line
+        if isinstance(value, MappingNode):
+            _note_lines(value, path, lines, file)
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
+        return error.problem
+    return str(error).splitlines()[0]
+
+
+def _syntax_fault(path: str | Path, error: yaml.YAMLError) -> str:
+    place = str(path)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place += f", line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return f"{place}: not YAML: {_problem(error)}"

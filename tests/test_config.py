@@ -1,0 +1,240 @@
+"""The configuration: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import typing
+from pathlib import Path
+
+import pytest
+
+from isp.config import ConfigError, JobConfig, load_config, to_yaml
+from isp.parallel import Mode
+
+MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes text to a YAML file."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def faults_of(path: Path, *overrides: str) -> str:
+    """What `load_config` refuses `path` with."""
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, overrides)
+    return str(refused.value)
+
+
+def test_values_come_from_file_preset_and_defaults(write):
+    """Catches a source of values that is not read, or that wins over a stronger one."""
+    config = load_config(write(f"{MINIMAL}optimizer:\n  lr: 1e-4\n"))
+    assert config.optimizer.lr == 1e-4  # YAML 1.1 reads 1e-4 as text
+    assert config.model.num_layers == 4  # of the preset
+    assert config.training.steps == 100  # a default
+    assert config.parallel.tensor.mode is Mode.ISP
+
+
+def test_overrides_win_over_the_file(write):
+    """Catches an override that is dropped, misparsed, or swallows the next one."""
+    path = write(f"{MINIMAL}training:\n  steps: 7\n  seed: 3\n")
+    words = ["--training.steps", "9", "--training.deterministic", "--parallel.tensor.mode=msp"]
+    config = load_config(path, [*words, "--optimizer.lr=1e-3", "--training.max_norm", "0.5"])
+    assert (config.training.steps, config.training.seed) == (9, 3)
+    assert config.training.deterministic is True
+    assert config.parallel.tensor.mode is Mode.MSP
+    assert (config.optimizer.lr, config.training.max_norm) == (1e-3, 0.5)
+
+
+@pytest.mark.parametrize("text", ["2024", "true", "1e-4", "a: b", "-1"])
+def test_an_override_of_a_text_key_is_text(write, text):
+    """Catches `--job.name 2024` refused because it looks like a number."""
+    assert load_config(write(MINIMAL), ["--job.name", text]).job.name == text
+
+
+def test_overrides_reach_lists_null_and_optional_sections(write):
+    """Catches override values that are not parsed as YAML."""
+    words = ["--data.source", "[a.txt, b.txt]", "--checkpoint.load_step", "null"]
+    words += ["--model.rope_scaling.type", "linear", "--model.rope_scaling.factor", "2.0"]
+    config = load_config(write(f"{MINIMAL}checkpoint: {{load_step: 3}}\n"), words)
+    assert config.data.source == ["a.txt", "b.txt"]
+    assert config.checkpoint.load_step is None
+    assert config.model.rope_scaling is not None
+    assert config.model.rope_scaling.factor == 2.0
+
+
+def test_a_section_without_keys_has_its_defaults(write):
+    """Catches `optimizer:` with every key commented out read as null."""
+    assert load_config(write(f"{MINIMAL}optimizer:\n  # lr: 1\n")).optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["--parallel.tensor.mode", "mtp", "--optimizer.eps=1e-9"]]
+)
+def test_printed_config_loads_back_equal(write, overrides):
+    """Catches a value lost or changed between `to_yaml` and `load_config`."""
+    config = load_config(write(MINIMAL), overrides)
+    assert load_config(write(to_yaml(config))) == config
+
+
+def test_every_key_is_documented():
+    """Catches a key without its line of doc below it."""
+    documented = 0
+    for section in sections_of(JobConfig):
+        (definition,) = ast.parse(inspect.getsource(section)).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, below in itertools.pairwise(definition.body):
+            if isinstance(key, ast.AnnAssign) and not ast.unparse(key.target).startswith("_"):
+                documented += 1
+                name = f"{section.__name__}.{ast.unparse(key.target)}"
+                assert isinstance(below, ast.Expr), name
+                assert isinstance(below.value, ast.Constant), name
+    assert documented > 60
+
+
+def sections_of(root: type) -> list[type]:
+    """`root` and every dataclass that is the type of a key below it."""
+    below = [t for t in typing.get_type_hints(root).values() if dataclasses.is_dataclass(t)]
+    return [root, *itertools.chain.from_iterable(sections_of(t) for t in below)]
+
+
+def test_all_faults_are_reported_at_once_with_their_places(write):
+    """Catches a reader that stops at the first fault, or does not say where it stands."""
+    path = write(
+        "model:\n  preset: tiny\n  num_head: 3\n"
+        "data: {source: python-stdlib}\n"
+        "parallel:\n  tensor:\n    sise: 2\n    mode: isq\n"
+        "training:\n  dtype: fp16\n"
+        "optimizer:\n  lr: -1\n  beta1: 2\n"
+    )
+    lines = faults_of(path, "--metrics.log_freq", "0").splitlines()
+    assert lines[0] == f"{path}: 7 faults"
+    assert {line.strip() for line in lines[1:]} == {
+        "line 3: model.num_head: no such key; did you mean 'num_heads'?",
+        "line 7: parallel.tensor.sise: no such key; did you mean 'size'?",
+        "line 8: parallel.tensor.mode=\"isq\" must be 'mtp', 'msp', 'fsp' or 'isp'",
+        "line 10: training.dtype=\"fp16\" must be 'float64', 'float32' or 'bfloat16'",
+        "line 12: optimizer.lr=-1.0 must be above 0: use e.g. 3e-4",
+        "line 13: optimizer.beta1=2.0 must be at least 0 and below 1",
+        "--metrics.log_freq: metrics.log_freq=0 must be at least 1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("training.step", "'steps'"),
+        ("training.lr", "'optimizer.lr'"),
+        ("lr", "'optimizer.lr'"),
+        ("parallel.tensor_size", "'parallel.tensor.size'"),
+        ("optimiser.lr", "'optimizer'"),
+        ("metrics.nothing_like_it", None),
+    ],
+)
+def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
+    """Catches a typo that leaves the user to look the key up."""
+    message = faults_of(write(MINIMAL), f"--{key}", "1")
+    assert "no such key" in message
+    wanted = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
+    assert wanted in message
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--training.steps"], "training.steps=true must be a whole number"),
+        (["--training.steps", "ten"], 'training.steps="ten" must be a whole number'),
+        (["--optimizer.lr", "true"], "optimizer.lr=true must be a number"),
+        (["--training.deterministic", "1"], "training.deterministic=1 must be true or false"),
+        (["--parallel.tensor", "2"], "parallel.tensor=2 must be a section with keys size, mode"),
+        (["--data.source", "[1]"], "data.source must be text or a list of texts"),
+        (["--optimizer.lr", "[1"], "'[1' is not a YAML value"),
+        (["--optimizer.lr", "nan"], 'optimizer.lr="nan" must be a number'),
+        (["--optimizer.lr", ".nan"], "optimizer.lr=nan must be above 0"),
+        (["training.steps", "1"], "'training.steps' is not an override"),
+        (["--job.name", "a/b"], "job.name='a/b' must be usable as the name of a folder"),
+        (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be from 0 to 1"),
+        (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(write, words, fault):
+    """Catches a wrong value obeyed as something else (true for 1), or an unclear refusal."""
+    assert fault in faults_of(write(MINIMAL), *words)
+
+
+def test_numbers_that_exclude_each_other_are_refused(write):
+    """Catches a warm-up and a decay that overlap, and heads that a mode cannot split."""
+    path = write(MINIMAL)
+    words = ["--training.steps=10", "--lr_scheduler.warmup_steps=6"]
+    assert load_config(path, [*words, "--lr_scheduler.decay_ratio=0.4"]).training.steps == 10
+    assert "use warmup_steps up to 5" in faults_of(path, *words, "--lr_scheduler.decay_ratio=0.5")
+    split = ["--parallel.tensor.size=3", "--data.seq_len=2049"]
+    assert load_config(path, split).parallel.tensor.size == 3
+    assert "model.num_heads=4" in faults_of(path, *split, "--parallel.tensor.mode=mtp")
+
+
+def test_sizes_that_do_not_fit_the_world_are_refused(write):
+    """Catches an impossible split found only once processes have started."""
+    config = load_config(write(MINIMAL), ["--parallel.tensor.size=3", "--data.seq_len=2049"])
+    assert config.topology(6).data == 2
+    with pytest.raises(ConfigError, match=r"parallel\.tensor\.size=3 must divide .* use 1, 2 or 4"):
+        config.topology(4)
+
+
+def test_a_section_that_the_mode_ignores_is_named(write):
+    """Catches `parallel.weight` silently ignored outside isp."""
+    weight = "--parallel.weight.size=2"
+    assert load_config(write(MINIMAL), [weight]).unused() == []
+    assert load_config(write(MINIMAL), ["--parallel.tensor.mode=mtp"]).unused() == []
+    (note,) = load_config(write(MINIMAL), ["--parallel.tensor.mode=mtp", weight]).unused()
+    assert "parallel.weight is not used in mtp mode" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", ": the file is empty"),
+        ("# nothing\n", ": the file is empty"),
+        ("- a\n- b\n", ": holds no sections"),
+        ("text", ": holds no sections"),
+        ("model:\n  preset: [\n", ", line 3, column 1: not YAML"),
+        ("model:\n\tpreset: tiny\n", ", line 2, column 1: not YAML"),
+        ("a: 1\n---\nb: 2\n", ", line 2, column 1: not YAML: but found another document"),
+        ("a: \x07", ": not YAML"),
+        (
+            f"{MINIMAL}training:\n  seed: 1\n  seed: 2\n",
+            ", line 7: training.seed is given twice, first on line 6: keep one",
+        ),
+        ("data: !!python/object/apply:os.getcwd []\n", ", line 1, column 7: not YAML: could not"),
+        ("training: {steps: 1}\n", ": 2 faults\n  model is missing"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(write, text, fault):
+    """Catches a traceback, or a message without the place, for a file that is no configuration."""
+    path = write(text)
+    assert f"{path}{fault}" in faults_of(path)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    """Catches a missing file, a folder and a binary file that end in a traceback."""
+    assert "cannot read it: No such file" in faults_of(tmp_path / "absent.yaml")
+    assert "cannot read it: Is a directory" in faults_of(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "not a text file in UTF-8" in faults_of(tmp_path / "binary")
+
+
+def test_an_unknown_preset_is_refused(write):
+    """Catches a preset's typo that falls back to default sizes."""
+    faults = faults_of(write(MINIMAL), "--model.preset", "tiney", "--optimizer.lr=-1")
+    assert ": 2 faults" in faults
+    assert "--model.preset: model.preset=tiney is not known: use one of tiny, " in faults
