@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
+from isp.optim.rows import owned_rows
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.config import PipelineConfig, TensorConfig, WeightConfig, Zero1Config
 from isp.settings import OptimizerConfig
@@ -127,3 +130,259 @@ def test_parity_with_plain_adamw(name: str, max_norm: float):
 def test_parity_over_pipeline_stages():
     """Catches a norm of one stage only, which clips each stage by its own factor."""
     _assert_parity(topology(4, weight=2, pipeline=2), STAGED, 1.0)
+
+
+TIED = [
+    *STAGED,
+    Spec("embedding", (6, 2), dim=0),
+    Spec("embedding", (6, 2), dim=0, stage=1),
+]
+
+
+def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[str]) -> float:
+    """The gradient norm where both stages hold the (same) embedding."""
+    mesh = Mesh(ranks, rank)
+    here = [s for s in TIED if s.stage == mesh[Axis.PIPELINE].rank]
+    items = [place(spec, mesh, torch.float64) for spec in here]
+    gradients = MainGradients(items, mesh)
+    away = counted_elsewhere if mesh[Axis.PIPELINE].rank == 1 else []
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, counted_elsewhere=away)
+    loss(items, here, mesh, 1).backward()
+    gradients.reduce()
+    return optimizer.step(CONFIG.lr).grad_norm
+
+
+def test_tied_weights_are_counted_once():
+    """Catches a norm in which the embedding of the last stage counts again."""
+    ranks = topology(4, weight=2, pipeline=2)
+    norms, _ = reference(TIED[:-1], ranks.stage)
+    assert (
+        run_ranks(4, _norm_with_tied_weights, ranks, ["embedding"]) == [pytest.approx(norms[0])] * 4
+    )
+    assert run_ranks(4, _norm_with_tied_weights, ranks, [])[0] > norms[0] * 1.001
+
+
+def _train_bfloat16(rank: int, num_steps: int) -> tuple[list[Any], list[Any], bool]:
+    """Weights and master rows after steps that are each too small for bfloat16."""
+    mesh = Mesh(topology(2), rank)
+    items = [place(spec, mesh, torch.bfloat16) for spec in SPECS]
+    gradients = MainGradients(items, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG)
+    for _ in range(num_steps):
+        gradients.zero()
+        sum((p * (1 + rank)).sum() for _, p, _ in items).backward()
+        gradients.reduce()
+        optimizer.step(1e-4)
+    shards = optimizer.state_dict()["parameters"]
+    consistent = all(
+        torch.equal(p[slice(*shards[name]["rows"])], shards[name]["master"].bfloat16())
+        for name, p, _ in items
+    )
+    weights = [p.detach().float().numpy() for _, p, _ in items]
+    return weights, [shards[s.name]["master"].numpy() for s in SPECS], consistent
+
+
+def test_float32_masters_under_bfloat16():
+    """Catches updates lost to bfloat16, and masters that their weights do not follow."""
+    num_steps = 20
+    whole = [s.full(0).bfloat16().float() for s in SPECS]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in whole if p.dim() > 1]},
+            {"params": [p for p in whole if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-4,
+        betas=(CONFIG.beta1, CONFIG.beta2),
+        weight_decay=0.1,
+    )
+    for _ in range(num_steps):
+        for p in whole:
+            p.grad = torch.full_like(p, 3.0)  # 1 of rank 0, 2 of rank 1
+        adamw.step()
+    (weights, first, consistent), (others, second, also) = run_ranks(2, _train_bfloat16, num_steps)
+    assert consistent
+    assert also
+    for i, p in enumerate(whole):
+        masters = torch.from_numpy(np.concatenate([first[i], second[i]]))
+        torch.testing.assert_close(masters, p, rtol=1e-6, atol=1e-7)  # some roundings of float32
+        assert np.array_equal(weights[i], others[i])
+        assert np.array_equal(weights[i], masters.bfloat16().float().numpy())
+        assert masters.dtype is torch.float32
+
+
+def _skip(rank: int, bad: float) -> tuple[list[StepResult], bool, int, int]:
+    """A good step, one with `bad` in a gradient of rank 1 alone, and a good one."""
+    mesh = Mesh(topology(4, weight=2), rank)
+    items = [place(spec, mesh, torch.float64) for spec in SPECS]
+    gradients = MainGradients(items, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, max_norm=1.0)
+    results, unchanged = [], True
+    for step in range(3):
+        before = [t.clone() for t in _tensors(optimizer)]
+        gradients.zero()
+        poison = bad if step == 1 and rank == 1 else 1.0
+        (loss(items, SPECS, mesh, 1) + (items[0].parameter * poison).sum()).backward()
+        gradients.reduce()
+        results.append(optimizer.step(CONFIG.lr))
+        same = all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))
+        unchanged &= same == (step == 1)
+    return results, unchanged, optimizer.num_skipped, optimizer.state_dict()["step"]
+
+
+def _tensors(optimizer: Zero1Optimizer) -> list[Tensor]:
+    shards = [s for s in optimizer.state_dict()["parameters"].values() if s["master"].numel()]
+    return [t for s in shards for t in (s["master"], s["exp_avg"], s["exp_avg_sq"])]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float):
+    """Catches a rank that skips alone, and moments poisoned for good."""
+    for results, unchanged, num_skipped, num_updates in run_ranks(4, _skip, bad):
+        assert [r.skipped for r in results] == [False, True, False]
+        assert [math.isfinite(r.grad_norm) for r in results] == [True, False, True]
+        assert unchanged
+        assert (num_skipped, num_updates) == (1, 2)
+
+
+def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
+    """What a step sends, and which parameters are new at first and after waiting for each."""
+    mesh = Mesh(topology(2), rank)
+    items = [place(spec, mesh, torch.float64) for spec in SPECS[:3]]
+    gradients = MainGradients(items, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, bucket_bytes=0)
+    old = [n.parameter.detach().clone() for n in items]
+
+    def arrived() -> list[bool]:
+        return [bool((n.parameter != o).all()) for n, o in zip(items, old, strict=True)]
+
+    loss(items, SPECS, mesh, 1).backward()
+    gradients.reduce()
+    mesh.log.take()
+    optimizer.step(CONFIG.lr, wait=False)
+    labels = [f"{t.kind} {t.label}" for t in mesh.log.take()]
+    seen = [arrived()]
+    for item in items:
+        optimizer.published(item.parameter)
+        optimizer.published(item.parameter)
+        seen.append(arrived())
+    return labels, seen
+
+
+def test_weights_are_published_in_the_order_of_their_use():
+    """Catches a wait for one block that waits for all, or for none."""
+    for labels, seen in run_ranks(2, _publish_by_buckets):
+        names = [spec.name for spec in SPECS[:3]]
+        assert labels == [f"all_gather weights {name} .. {name}" for name in names]
+        assert seen == [[i < done for i in range(3)] for done in range(4)]
+
+
+def _resume(rank: int, ranks: Topology) -> tuple[bool, bool]:
+    """Whether a run that is saved, loaded and continued has the bits of one that goes on."""
+    mesh = Mesh(ranks, rank)
+
+    def start(seed: int) -> tuple[list, MainGradients, Zero1Optimizer]:
+        items = [place(spec, mesh, torch.bfloat16) for spec in SPECS]
+        for _, parameter, _ in items:
+            torch.nn.init.constant_(parameter, seed)
+        gradients = MainGradients(items, mesh)
+        return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG)
+
+    def train(items: list, gradients: MainGradients, optimizer: Zero1Optimizer) -> None:
+        for step in range(2):
+            gradients.zero()
+            loss(items, SPECS, mesh, step).backward()
+            gradients.reduce()
+            optimizer.step(CONFIG.lr)
+
+    whole = start(1)
+    train(*whole)
+    file = io.BytesIO()
+    torch.save(whole[2].state_dict(), file)
+    other = start(2)
+    other[2].load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    loaded = _same(whole, other)
+    train(*whole)
+    train(*other)
+    return loaded, _same(whole, other)
+
+
+def _same(one: tuple, other: tuple) -> bool:
+    weights = zip(one[0], other[0], strict=True)
+    states = zip(_tensors(one[2]), _tensors(other[2]), strict=True)
+    counts = one[2].state_dict()["step"] == other[2].state_dict()["step"]
+    return (
+        counts
+        and all(torch.equal(a.parameter, b.parameter) for a, b in weights)
+        and all(torch.equal(a, b) for a, b in states)
+    )
+
+
+@pytest.mark.parametrize("ranks", [topology(1), topology(4, weight=2)], ids=["1", "4"])
+def test_a_loaded_state_goes_on_bit_for_bit(ranks: Topology):
+    """Catches moments, counts or rows that a saved state leaves out; it holds no objects."""
+    assert run_ranks(ranks.world_size, _resume, ranks) == [(True, True)] * ranks.world_size
+
+
+def solo(specs: list[Spec], **options: Any) -> tuple[list, MainGradients, Zero1Optimizer]:
+    mesh = Mesh(topology(1), 0)
+    items = [place(spec, mesh, torch.float64) for spec in specs]
+    gradients = MainGradients(items, mesh)
+    return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG, **options)
+
+
+def test_a_state_of_something_else_is_refused():
+    """Catches a state that is loaded into the wrong rows."""
+    _, _, optimizer = solo(SPECS[:2])
+    before = [t.clone() for t in _tensors(optimizer)]
+    with pytest.raises(ValueError, match="not of these parameters: few, uneven"):
+        optimizer.load_state_dict(solo([SPECS[0], SPECS[2]])[2].state_dict())
+    state = solo(SPECS[:2])[2].state_dict()
+    state["parameters"]["uneven"]["rows"] = [0, 3]
+    with pytest.raises(ValueError, match=r"uneven is for rows \[0, 3\].*needs rows \[0, 5\]"):
+        optimizer.load_state_dict(state)
+    state = solo(SPECS[:2])[2].state_dict()
+    state["parameters"]["uneven"]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"exp_avg of uneven has shape \(3, 3\), \(5, 3\)"):
+        optimizer.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))
+
+
+def test_one_process_keeps_no_copies_and_sends_nothing():
+    """Catches master copies where the parameter itself will do."""
+    items, gradients, optimizer = solo(SPECS)
+    for name, parameter, _ in items:
+        master = optimizer.state_dict()["parameters"][name]["master"]
+        assert master.data_ptr() == parameter.data_ptr()
+    gradients.reduce()
+    optimizer.step(0.1)
+    assert optimizer.publish() == []
+
+
+def test_masters_follow_weights_that_were_loaded():
+    """Catches a first step that brings the weights from before loading back."""
+    mesh = Mesh(topology(1), 0)
+    items = [place(SPECS[0], mesh, torch.bfloat16)]
+    gradients = MainGradients(items, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG)
+    torch.nn.init.constant_(items[0].parameter, 3.0)
+    optimizer.reload_masters()
+    gradients.reduce()
+    optimizer.step(0.0)
+    assert items[0].parameter.eq(3.0).all()
+
+
+def test_misuse_is_refused():
+    """Catches a step on gradients that are partial sums, and a limit that means nothing."""
+    with pytest.raises(AssertionError, match="have to be reduced"):
+        solo(SPECS)[2].step(0.1)
+    with pytest.raises(ValueError, match="max_norm=-1"):
+        solo(SPECS, max_norm=-1)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (5, 4), (3, 4), (1, 2), (0, 2), (7, 1)])
+def test_rows_are_cut_as_chunk_cuts(rows: int, parts: int):
+    """Catches rows that two ranks own, or none."""
+    cuts = [owned_rows(rows, parts, i) for i in range(parts)]
+    expected = [c.tolist() for c in torch.arange(rows).chunk(parts)] if rows else []
+    expected += [[]] * (parts - len(expected))
+    assert [list(range(*cut)) for cut in cuts] == expected
