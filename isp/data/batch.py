@@ -1,0 +1,121 @@
+"""Micro-batches: which samples come at which step, as tensors.
+
+Shapes: B `micro_bsz`, S `seq_len`, n documents of a micro-batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
+
+__all__ = ["BatchSampler", "MicroBatch", "held_out_micro_batches"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one forward needs. Packed: the rows are joined to one, and `cu_seqlens` cuts it."""
+
+    tokens: Tensor
+    """int64 [1, B * S] packed, else [B, S]."""
+
+    labels: Tensor
+    """As `tokens`: the token to predict, or -100 where there is none."""
+
+    positions: Tensor
+    """As `tokens`: for rotary embeddings, restarting in each document's piece when packed."""
+
+    cu_seqlens: Tensor | None
+    """int32 [n + 1], packed only: where each document's piece begins in the row; last: B * S."""
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample], *, pack: bool) -> Self:
+        """Stack samples; with `pack`, into one row with the bounds of its documents."""
+        shape = (1, -1) if pack else (len(samples), -1)
+        tokens, labels, positions = (
+            torch.from_numpy(np.concatenate(rows)).reshape(shape)
+            for rows in list(zip(*samples, strict=True))[:3]
+        )
+        cu_seqlens = None
+        if pack:
+            lengths = np.concatenate([sample.document_lengths for sample in samples])
+            cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+        return cls(tokens, labels, positions, cu_seqlens)
+
+    def num_valid_tokens(self) -> int:
+        """How many tokens have a label: this micro-batch's part of the loss's divisor."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch on another device."""
+        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
+        return MicroBatch(
+            self.tokens.to(device), self.labels.to(device), self.positions.to(device), cu_seqlens
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSampler:
+    """The micro-batches of each step, without any state: to resume is to ask for the next step.
+
+    [Note: Global batch] Step t takes the samples [t * G, (t + 1) * G), with G = micro_num *
+    data_size * micro_bsz, ordered by micro-batch, then data rank, then row. So the samples of a
+    step, and their order, depend on G alone, not on how it is divided between the three.
+    """
+
+    dataset: PackedDataset
+    micro_bsz: int
+    micro_num: int
+
+    def micro_batches(self, step: int, data_rank: int, data_size: int) -> list[MicroBatch]:
+        """The `micro_num` micro-batches of `data_rank` at `step`, both counted from 0."""
+        assert step >= 0
+        assert 0 <= data_rank < data_size
+        return [
+            self._micro_batch((step * self.micro_num + micro) * data_size + data_rank)
+            for micro in range(self.micro_num)
+        ]
+
+    def _micro_batch(self, index: int) -> MicroBatch:
+        """Micro-batch `index` of the whole run."""
+        rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
+        samples = [self.dataset.sample(row) for row in rows]
+        return MicroBatch.from_samples(samples, pack=self.dataset.pack)
+
+
+def held_out_micro_batches(
+    dataset: PackedDataset,
+    *,
+    micro_bsz: int,
+    data_rank: int,
+    data_size: int,
+    max_samples: int | None = None,
+) -> Iterator[MicroBatch]:
+    """The part of `data_rank` in one pass over held-out samples, in the same order each time.
+
+    Every sample counts exactly once, whatever the number of ranks, and every rank gets the same
+    number of micro-batches: where samples run out, rows without a label fill the place.
+    `max_samples` ends the pass early.
+    """
+    assert 0 <= data_rank < data_size
+    count = dataset.samples_per_epoch
+    if max_samples is not None:
+        if max_samples < 1:
+            raise ValueError(f"max_samples={max_samples} must be at least 1: nothing is evaluated")
+        count = min(count, max_samples)
+    for first in range(0, count, micro_bsz * data_size):
+        rows = range(first + data_rank * micro_bsz, first + (data_rank + 1) * micro_bsz)
+        samples = [
+            dataset.sample(row) if row < count else _without_labels(dataset.sample(0))
+            for row in rows
+        ]
+        yield MicroBatch.from_samples(samples, pack=dataset.pack)
+
+
+def _without_labels(sample: Sample) -> Sample:
+    """A sample that adds nothing to the loss."""
+    return sample._replace(labels=np.full_like(sample.labels, IGNORE_INDEX))

@@ -1,0 +1,172 @@
+"""The documents of a text source, in an order that depends on the source's paths alone."""
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from isp.data.config import PYTHON_STDLIB
+
+__all__ = ["Document", "find_files", "iterate_documents", "read_documents"]
+
+# What a folder contributes; a file that is named, or matched by a glob, may have any suffix.
+# fmt: off
+TEXT_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".jsonl",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".jl", ".js",
+    ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
+})
+# fmt: on
+
+# Tests hold odd encodings and generated tables; packages are not the library's own.
+STDLIB_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+
+
+class Document(NamedTuple):
+    """One document, and how many bytes of its file it took (for a progress bar)."""
+
+    text: str
+    num_bytes: int
+
+
+def iterate_documents(
+    source: str | Sequence[str], *, text_key: str = "text", key: str = "data.source"
+) -> Iterator[str]:
+    """The text of each document of `source`: one a text file, one a line of a .jsonl file.
+
+    Empty documents are left out. `key` is the name of `source` in messages. Raises
+    FileNotFoundError or ValueError for what is missing, unreadable or empty.
+    """
+    found = False
+    for path in find_files(source, key=key):
+        for document in read_documents(path, text_key=text_key):
+            found = True
+            yield document.text
+    if not found:
+        raise ValueError(f"{key}={_shown(source)} holds no documents: every file of it is empty")
+
+
+def find_files(source: str | Sequence[str], *, key: str = "data.source") -> list[Path]:
+    """The files of `source`, item by item, sorted inside each folder and glob.
+
+    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file.
+    """
+    items = [source] if isinstance(source, str) else source
+    return [path for item in items for path in _files_of_item(item, key)]
+
+
+def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
+    """The non-empty documents of one file.
+
+    Raises ValueError naming the file, and the line of a .jsonl file.
+    """
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path, text_key)
+        return
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {data[error.start]:#04x} at offset {error.start}): "
+            "convert it, or leave it out of the source"
+        ) from None
+    if text:
+        yield Document(text, len(data))
+
+
+def _files_of_item(item: str, key: str) -> list[Path]:
+    """The files that one item of a source stands for."""
+    path = Path(item).expanduser()
+    if item == PYTHON_STDLIB:
+        return _stdlib_files()
+    if path.is_dir():
+        if files := _walk(path, TEXT_SUFFIXES, frozenset({"__pycache__"})):
+            return files
+        raise FileNotFoundError(
+            f"{key}={item} is a folder without text files (suffixes taken from a folder: "
+            f"{' '.join(sorted(TEXT_SUFFIXES))}): name other files with a glob, {item}/**/*.log"
+        )
+    if path.exists():
+        if path.stat().st_size == 0:
+            raise ValueError(f"{key}={item} is an empty file: fill it or leave it out")
+        return [path]
+    if glob.has_magic(item):
+        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+        if files := [match for match in matches if match.is_file()]:
+            return files
+        raise FileNotFoundError(f"{key}={item} matches no file (seen from {os.getcwd()})")
+    raise FileNotFoundError(
+        f"{key}={item} does not exist (seen from {os.getcwd()}): give a file, a folder, a glob, "
+        f"the prefix of a .bin/.idx pair, or {PYTHON_STDLIB}"
+    )
+
+
+def _stdlib_files() -> list[Path]:
+    """The .py sources of the running Python's standard library, about 11 MB.
+
+    They differ between Python versions, so curves compare only between runs of one version.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _walk(root, frozenset({".py"}), STDLIB_EXCLUDED_FOLDERS)
+    if not files:
+        raise FileNotFoundError(
+            f"data.source={PYTHON_STDLIB}: this Python has no library sources in {root}: install "
+            "them, or give text files of your own"
+        )
+    return files
+
+
+def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> list[Path]:
+    """The visible files below `root` with one of `suffixes`, sorted by their path inside it."""
+    files = []
+    for folder, names, file_names in os.walk(root):
+        names[:] = [n for n in names if n not in excluded and not n.startswith(".")]
+        paths = (Path(folder, name) for name in file_names if not name.startswith("."))
+        files += [path for path in paths if path.suffix in suffixes and path.is_file()]
+    # Parts, not strings: the separator must not take part in the order.
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[Document]:
+    """The texts under `text_key`, line by line; blank lines and empty texts are left out."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and (text := _text_of_line(line, text_key, f"{path}, line {number}")):
+                yield Document(text, len(line))
+
+
+def _text_of_line(line: bytes, text_key: str, where: str) -> str:
+    """The text of one .jsonl line, or ValueError saying `where` and what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): correct or remove the line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a JSON {type(record).__name__}: each line must be an object")
+    if text_key not in record:
+        raise ValueError(
+            f"{where} has no key {text_key!r}, only {', '.join(map(repr, record)) or 'none'}: set "
+            "data.text_key (--text-key) to the one that holds the text"
+        )
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{where} holds {type(text).__name__} under {text_key!r}, not text: set data.text_key "
+            "(--text-key) to the key that holds the text"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair.
+        raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
+    return text
+
+
+def _shown(source: str | Sequence[str]) -> str:
+    """A source as a user wrote it."""
+    return source if isinstance(source, str) else ", ".join(source)

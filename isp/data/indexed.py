@@ -1,0 +1,284 @@
+"""Token ids on disk: the `.bin`/`.idx` pair of Megatron-LM, memory-mapped, read and written.
+
+[Note: Indexed format]
+    .bin   the ids of all sequences, one after the other, in one integer type
+    .idx   little-endian, without padding:
+           9 bytes   magic "MMIDIDX\\0\\0"
+           uint64    version, 1
+           uint8     code of the type of the ids (`DTYPES`)
+           uint64    number of sequences N
+           uint64    number of document indices M, one more than the number of documents
+           int32[N]  tokens in each sequence
+           int64[N]  byte offset of each sequence in .bin
+           int64[M]  0 = first, .. last = N: document d is the sequences [index[d], index[d + 1])
+           int8[N]   mode of each sequence, in multimodal sets only; ignored here
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not the code).
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from isp.data.tokenizer import TokenArray
+
+__all__ = ["IndexedDataset", "IndexedDatasetWriter", "indexed_prefix", "token_dtype"]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again from where they are"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type in which ids below `vocab_size` are stored, by Megatron-LM's rule."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def indexed_prefix(item: str) -> Path | None:
+    """The common prefix, if `item` is a .bin, an .idx, or the prefix of either; else None.
+
+    A file or folder of exactly that name goes first: then give the name with .bin.
+    """
+    path = Path(item).expanduser()
+    if path.suffix in (".bin", ".idx"):
+        return path.with_suffix("")
+    if not path.exists() and (_with(path, ".bin").exists() or _with(path, ".idx").exists()):
+        return path
+    return None
+
+
+class IndexedDataset:
+    """The documents of a `.bin`/`.idx` pair; opening reads the index, never the tokens.
+
+    `prefix` is the path without the suffixes. Raises FileNotFoundError for a missing file, and
+    ValueError naming the file, the damage and the way out.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.bin_path = _with(Path(prefix), ".bin")
+        self.idx_path = _with(Path(prefix), ".idx")
+        for path, other in ((self.idx_path, self.bin_path), (self.bin_path, self.idx_path)):
+            if not path.exists():
+                beside = f"{other} is there, but" if other.exists() else f"{other} and"
+                raise FileNotFoundError(f"{beside} {path} is missing: {WAY_OUT}")
+        index = _read_index(self.idx_path)
+        self.dtype = index.dtype
+        self.num_sequences = index.num_sequences
+        self.offsets = index.offsets  # [documents + 1], in tokens
+        self.lengths = np.diff(index.offsets)  # [documents]
+        self._check_bin_size()
+        # A plain view: slicing a memmap object costs several times as much.
+        self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
+
+    @property
+    def name(self) -> str:
+        """What messages call this store."""
+        return str(self.bin_path.with_suffix(""))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.offsets[-1])
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.lengths)
+
+    def read(self, document: int, start: int, stop: int) -> TokenArray:
+        """Tokens [start, stop) of a document, as a read-only view of the file."""
+        offset = int(self.offsets[document])
+        assert 0 <= start <= stop <= int(self.lengths[document])
+        return self._tokens[offset + start : offset + stop]
+
+    def __iter__(self) -> Iterator[TokenArray]:
+        """The tokens of each document, in the order of the file."""
+        for document, length in enumerate(self.lengths):
+            yield self.read(document, 0, int(length))
+
+    def _check_bin_size(self) -> None:
+        """Refuse a .bin that is not as long as the index says."""
+        expected = self.num_tokens * self.dtype.itemsize
+        actual = self.bin_path.stat().st_size
+        if expected == 0:
+            raise ValueError(f"{self.idx_path} holds no tokens, only empty documents: {WAY_OUT}")
+        if actual != expected:
+            state = "cut short" if actual < expected else "not the one this index was written for"
+            raise ValueError(
+                f"{self.bin_path} has {actual:,} bytes where {self.idx_path.name} says "
+                f"{expected:,} ({self.num_tokens:,} tokens of {self.dtype.itemsize}): it is "
+                f"{state}; {WAY_OUT}"
+            )
+
+
+class IndexedDatasetWriter:
+    """Writes a pair document by document; used as a context, which ends in both files or neither.
+
+    Nothing appears under the final names before the end, so a killed writer leaves at most
+    `.partial` files, which the next one replaces. Memory: 4 bytes a sequence, 8 a document.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
+        assert dtype in {known for known in DTYPES.values() if known.kind in "iu"}
+        self.dtype = dtype
+        self.num_tokens = 0
+        self._prefix = Path(prefix)
+        self._sequence_lengths = array("i")
+        self._document_indices = array("q", [0])
+
+    def __enter__(self) -> Self:
+        self._prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._bin: IO[bytes] = self._partial(".bin").open("wb")
+        return self
+
+    def add_document(self, *sequences: TokenArray) -> None:
+        """Append one document: its tokens, in one sequence or in several.
+
+        Raises ValueError for ids that the file's type cannot hold.
+        """
+        limits = np.iinfo(self.dtype)
+        for tokens in sequences:
+            if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+                raise ValueError(
+                    f"token ids {tokens.min()}..{tokens.max()} do not fit {self.dtype.name}, the "
+                    f"type of {_with(self._prefix, '.bin')}: is the tokenizer's vocab_size right?"
+                )
+            self._bin.write(tokens.astype(self.dtype).tobytes())
+            self._sequence_lengths.append(len(tokens))
+            self.num_tokens += len(tokens)
+        self._document_indices.append(len(self._sequence_lengths))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with self._bin:  # Closing flushes, so on a full disk it raises too.
+                if kind is None:
+                    self._publish()
+        finally:
+            for suffix in (".bin", ".idx"):
+                self._partial(suffix).unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        """Finish both files, then give them their names."""
+        if self.num_tokens == 0:
+            raise ValueError(f"no tokens to write to {_with(self._prefix, '.bin')}")
+        _flush(self._bin)
+        with self._partial(".idx").open("wb") as index:
+            self._write_index(index)
+            _flush(index)
+        # An old index must never stand beside a new .bin, even if we are killed right here.
+        _with(self._prefix, ".idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            self._partial(suffix).replace(_with(self._prefix, suffix))
+
+    def _write_index(self, index: IO[bytes]) -> None:
+        """Write what [Note: Indexed format] says."""
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        counts = (len(lengths), len(self._document_indices))
+        index.write(HEADER.pack(MAGIC, VERSION, code, *counts))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(pointers.astype("<i8").tobytes())
+        index.write(np.frombuffer(self._document_indices, dtype=np.int64).astype("<i8").tobytes())
+
+    def _partial(self, suffix: str) -> Path:
+        """The name of an unfinished file."""
+        return _with(self._prefix, suffix + ".partial")
+
+
+class _Index(NamedTuple):
+    """What an .idx says: `offsets` [documents + 1] are the documents' bounds in tokens."""
+
+    dtype: np.dtype[Any]
+    num_sequences: int
+    offsets: npt.NDArray[np.int64]
+
+
+def _read_index(path: Path) -> _Index:
+    """Read and check an .idx; ValueError says what is wrong with it."""
+    data = np.fromfile(path, dtype=np.uint8)
+    dtype, num_sequences, num_indices = _read_header(path, data)
+    sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
+    expected = HEADER.size + sum(sizes)
+    # Multimodal sets have one more byte a sequence.
+    if len(data) not in (expected, expected + num_sequences):
+        state = "cut short" if len(data) < expected else "too long"
+        raise ValueError(
+            f"{path} is {state}: it has {len(data):,} bytes where its header, {num_sequences:,} "
+            f"sequences and {num_indices - 1:,} documents, takes {expected:,}; {WAY_OUT}"
+        )
+    bounds = np.cumsum((HEADER.size, *sizes))
+    lengths = data[bounds[0] : bounds[1]].view("<i4")
+    pointers = data[bounds[1] : bounds[2]].view("<i8")
+    documents = data[bounds[2] : bounds[3]].view("<i8")
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # [sequences + 1]
+    faults = {
+        "sequences of negative length": bool((lengths < 0).any()),
+        "sequences that do not follow one another": bool(
+            (pointers != starts[:-1] * dtype.itemsize).any()
+        ),
+        "document indices that do not run from 0 to the number of sequences": bool(
+            documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any()
+        ),
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ValueError(f"{path} is damaged, it has {fault}: {WAY_OUT}")
+    return _Index(dtype, num_sequences, starts[documents])
+
+
+def _read_header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+    """The type of the ids, the number of sequences, and that of document indices."""
+    if data[: len(MAGIC)].tobytes() != MAGIC[: len(data)]:
+        raise ValueError(
+            f"{path} is not a Megatron index, it begins with {data[: len(MAGIC)].tobytes()!r} "
+            f"instead of {MAGIC!r}: {WAY_OUT}"
+        )
+    if len(data) < HEADER.size:
+        raise ValueError(
+            f"{path} is cut short: it has {len(data)} of the {HEADER.size} bytes of a header; "
+            f"{WAY_OUT}"
+        )
+    _, version, code, num_sequences, num_indices = HEADER.unpack(data[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version} where {VERSION} is known: {WAY_OUT}")
+    if code not in DTYPES:
+        known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
+        raise ValueError(f"{path} has the unknown type code {code} (known: {known}): {WAY_OUT}")
+    if DTYPES[code].kind == "f":
+        raise ValueError(f"{path} holds {DTYPES[code].name} values, which are not token ids")
+    if num_indices < 2 or num_sequences == 0:
+        raise ValueError(f"{path} holds no documents: {WAY_OUT}")
+    return DTYPES[code], num_sequences, num_indices
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    """`prefix` and `suffix` joined; a dot inside the prefix is no suffix."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _flush(file: IO[bytes]) -> None:
+    """Bring what was written to the disk: a rename must not overtake the contents."""
+    file.flush()
+    os.fsync(file.fileno())

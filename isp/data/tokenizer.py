@@ -1,0 +1,159 @@
+"""Text to token ids and back: bytes by default, or any Hugging Face tokenizer.json."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from isp.data.config import BYTE_TOKENIZER
+
+__all__ = ["ByteTokenizer", "HFTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
+
+TokenArray = npt.NDArray[np.integer[Any]]
+
+# Tried in this order when neither `data.eos_token` nor tokenizer_config.json names the token.
+COMMON_EOS_TOKENS = (
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<|eos|>",
+    "<|end▁of▁sentence|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[EOS]",
+)
+
+
+class Tokenizer(Protocol):
+    """What the data path needs of a tokenizer: every id is below `vocab_size`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; padding it for sharding is the model's choice."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends every document."""
+
+    def encode(self, text: str) -> TokenArray:
+        """The ids of `text`, without any special token added."""
+
+    def decode(self, tokens: TokenArray) -> str:
+        """The text of `tokens`, without special tokens."""
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as tokens 0..255, and 256 as the end of a document."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> TokenArray:
+        """The bytes of `text`."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, tokens: TokenArray) -> str:
+        """The text of `tokens`; bytes that a cut left incomplete show as U+FFFD."""
+        ids = np.asarray(tokens)
+        data: bytes = ids[ids < self.eos_id].astype(np.uint8).tobytes()
+        return data.decode("utf-8", "replace")
+
+
+class HFTokenizer:
+    """A tokenizer.json of Hugging Face's `tokenizers` package, which the `[hf]` extra installs.
+
+    `path` is the file, or the folder that holds it. Raises FileNotFoundError or ValueError naming
+    `data.tokenizer`, and ImportError with the pip command where the package is missing.
+    """
+
+    def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
+        file = _tokenizer_file(Path(path).expanduser())
+        self._tokenizer = _read_tokenizer(file)
+        # Files saved by a fine-tuning script often carry both, and would cut documents silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Ids may have gaps, so the size is not the number of entries.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_id = self._find_eos(file, eos_token)
+
+    def encode(self, text: str) -> TokenArray:
+        """The ids of `text`, without any special token added."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, tokens: TokenArray) -> str:
+        """The text of `tokens`, without special tokens."""
+        text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+        return text
+
+    def _find_eos(self, file: Path, eos_token: str | None) -> int:
+        """The id of the asked-for token, else of the configured one, else of a common one."""
+        declared = eos_token or _declared_eos(file.with_name("tokenizer_config.json"))
+        for name in COMMON_EOS_TOKENS if declared is None else (declared,):
+            eos_id = self._tokenizer.token_to_id(name)
+            if eos_id is not None:
+                return int(eos_id)
+        if declared is not None:
+            where = "data.eos_token" if eos_token else "eos_token of its tokenizer_config.json"
+            raise ValueError(
+                f"data.tokenizer={file}: {where} is {declared}, which is not in the vocabulary: "
+                "set data.eos_token to the token that ends a document"
+            )
+        raise ValueError(
+            f"data.tokenizer={file} has none of the usual end-of-document tokens "
+            f"({' '.join(COMMON_EOS_TOKENS)}): name its own with data.eos_token"
+        )
+
+
+def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` and `data.eos_token` name."""
+    if name == BYTE_TOKENIZER:
+        return ByteTokenizer()
+    return HFTokenizer(name, eos_token=eos_token)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json at `path` or inside it."""
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"data.tokenizer={path} is a folder without a tokenizer.json: a tokenizer in another "
+            "form (tokenizer.model) is converted by saving it with transformers' fast tokenizer"
+        )
+    if not path.exists():
+        raise FileNotFoundError(
+            f"data.tokenizer={path} does not exist: use {BYTE_TOKENIZER}, or the path of a "
+            "tokenizer.json or of a folder that holds one"
+        )
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def _read_tokenizer(file: Path) -> Any:
+    """The parsed tokenizer."""
+    try:
+        from tokenizers import Tokenizer as FastTokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"data.tokenizer={file} needs the tokenizers package: pip install 'isp[hf]' (or "
+            f"pip install tokenizers), or use data.tokenizer={BYTE_TOKENIZER}"
+        ) from error
+    try:
+        return FastTokenizer.from_file(str(file))
+    except Exception as error:  # The package raises bare Exception for every fault of the file.
+        raise ValueError(f"data.tokenizer={file} is not a usable tokenizer.json: {error}") from None
+
+
+def _declared_eos(file: Path) -> str | None:
+    """The `eos_token` of a tokenizer_config.json, or None where there is no such file or key."""
+    if not file.is_file():
+        return None
+    try:
+        declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} next to data.tokenizer is not a JSON object: {error}") from None
+    if isinstance(declared, dict):  # An added token is written out with its stripping rules.
+        declared = declared.get("content")
+    if declared is not None and not isinstance(declared, str):
+        raise ValueError(f"{file}: eos_token={declared!r} is not a token: set data.eos_token")
+    return declared

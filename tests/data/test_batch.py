@@ -1,0 +1,154 @@
+"""Micro-batches: their tensors, and which samples come at which step on which rank."""
+
+import numpy as np
+import pytest
+import torch
+
+from isp.data import (
+    IGNORE_INDEX,
+    BatchSampler,
+    ByteTokenizer,
+    MemoryStore,
+    MicroBatch,
+    PackedDataset,
+    Sample,
+    held_out_micro_batches,
+)
+
+SEQ_LEN = 8
+
+
+def make(*, pack: bool = True, num_documents: int = 40) -> PackedDataset:
+    rng = np.random.default_rng(2)
+    documents = [rng.integers(0, 256, rng.integers(1, 20)) for _ in range(num_documents)]
+    store = MemoryStore("the text", documents, dtype=np.dtype(np.uint16))
+    return PackedDataset(store, ByteTokenizer(), seq_len=SEQ_LEN, pack=pack, seed=9)
+
+
+def rows(batch: MicroBatch) -> list[list[int]]:
+    return batch.tokens.reshape(-1, SEQ_LEN).tolist()
+
+
+def test_packed_rows_are_joined_with_their_bounds() -> None:
+    """Catches documents that see each other where two rows meet, and a wrong dtype or shape."""
+    samples = [
+        Sample(*map(np.array, ([5, 6, 7], [6, -100, 8], [0, 1, 0], [2, 1]))),
+        Sample(*map(np.array, ([8, 9, 1], [9, 1, -100], [0, 1, 2], [3]))),
+    ]
+    batch = MicroBatch.from_samples(samples, pack=True)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 1]]
+    assert batch.labels.tolist() == [[6, -100, 8, 9, 1, -100]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype} == {torch.int64}
+    assert batch.num_valid_tokens() == 4
+
+
+def test_unpacked_rows_are_stacked() -> None:
+    """Catches `cu_seqlens` where there are no documents, and positions that restart."""
+    sampler = BatchSampler(dataset=make(pack=False), micro_bsz=3, micro_num=2)
+    for batch in sampler.micro_batches(0, 0, 1):
+        assert batch.tokens.shape == batch.labels.shape == (3, SEQ_LEN)
+        assert batch.positions.tolist() == [list(range(SEQ_LEN))] * 3
+        assert batch.cu_seqlens is None
+        assert batch.num_valid_tokens() == 3 * SEQ_LEN
+
+
+def test_to_moves_every_tensor() -> None:
+    """Catches a tensor left behind."""
+    for pack in (True, False):
+        batch = BatchSampler(dataset=make(pack=pack), micro_bsz=1, micro_num=1)
+        moved = batch.micro_batches(0, 0, 1)[0].to(torch.device("meta"))
+        tensors = [moved.tokens, moved.labels, moved.positions]
+        tensors += [] if moved.cu_seqlens is None else [moved.cu_seqlens]
+        assert len(tensors) == (4 if pack else 3)
+        assert all(tensor.is_meta for tensor in tensors)
+
+
+@pytest.mark.parametrize("num_documents", [40, 12])
+def test_global_batch_depends_on_its_size_alone(num_documents: int) -> None:
+    """Catches samples, or an order, that change with ranks, accumulation or rows in a batch."""
+    dataset = make(num_documents=num_documents)
+    size, steps = 12, 5
+    if num_documents == 12:
+        assert dataset.samples_per_epoch < steps * size  # some batch lies across an epoch's end
+    expected = [
+        [dataset.sample(i).tokens.tolist() for i in range(step * size, (step + 1) * size)]
+        for step in range(steps)
+    ]
+    layouts = [
+        (micro_num, data_size, size // (micro_num * data_size))
+        for micro_num in (1, 2, 3, 4, 6, 12)
+        for data_size in (1, 2, 3, 4, 6, 12)
+        if size % (micro_num * data_size) == 0
+    ]
+    assert len(layouts) > 12
+    for micro_num, data_size, micro_bsz in layouts:
+        sampler = BatchSampler(dataset=dataset, micro_bsz=micro_bsz, micro_num=micro_num)
+        for step in range(steps):
+            ranks = [sampler.micro_batches(step, rank, data_size) for rank in range(data_size)]
+            assert [len(batches) for batches in ranks] == [micro_num] * data_size
+            got = [
+                row
+                for micro in range(micro_num)
+                for batches in ranks
+                for row in rows(batches[micro])
+            ]
+            assert got == expected[step]
+
+
+def test_resuming_needs_no_state() -> None:
+    """Catches a sampler that has to be played forward to a step."""
+    played = BatchSampler(dataset=make(), micro_bsz=2, micro_num=2)
+    for step in range(7):
+        last = played.micro_batches(step, 1, 3)
+    fresh = BatchSampler(dataset=make(), micro_bsz=2, micro_num=2)
+    for left, right in zip(last, fresh.micro_batches(6, 1, 3), strict=True):
+        assert torch.equal(left.tokens, right.tokens)
+        assert torch.equal(left.labels, right.labels)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("max_samples", [None, 1, 7, 10_000])
+def test_held_out_samples_count_once(pack: bool, max_samples: int | None) -> None:
+    """Catches a validation loss that depends on the layout, and ranks with unequal batches."""
+    dataset = make(pack=pack, num_documents=9)
+    count = min(dataset.samples_per_epoch, max_samples or 10_000)
+    expected = [dataset.sample(i) for i in range(count)]
+    for data_size in (1, 2, 3):
+        for micro_bsz in (1, 2, 5):
+            ranks = [
+                list(
+                    held_out_micro_batches(
+                        dataset,
+                        micro_bsz=micro_bsz,
+                        data_rank=rank,
+                        data_size=data_size,
+                        max_samples=max_samples,
+                    )
+                )
+                for rank in range(data_size)
+            ]
+            lengths = {len(batches) for batches in ranks}
+            assert lengths == {-(-count // (micro_bsz * data_size))}
+            flat = [
+                (tokens, labels)
+                for batches in zip(*ranks, strict=True)
+                for batch in batches
+                for tokens, labels in zip(
+                    rows(batch), batch.labels.reshape(-1, SEQ_LEN).tolist(), strict=True
+                )
+            ]
+            for (tokens, labels), sample in zip(flat, expected, strict=False):
+                assert tokens == sample.tokens.tolist()
+                assert labels == sample.labels.tolist()
+            assert len(flat) >= count
+            assert all(set(labels) == {IGNORE_INDEX} for _, labels in flat[count:])
+
+
+def test_held_out_of_nothing() -> None:
+    """Catches an evaluation that divides by zero tokens."""
+    with pytest.raises(ValueError, match="max_samples=0 must be at least 1"):
+        next(held_out_micro_batches(make(), micro_bsz=1, data_rank=0, data_size=1, max_samples=0))

@@ -1,0 +1,178 @@
+"""Packing against a reference that builds the whole stream, sample by sample."""
+
+import numpy as np
+import pytest
+
+from isp.data import IGNORE_INDEX, ByteTokenizer, MemoryStore, PackedDataset, Sample
+from isp.data import dataset as dataset_module
+
+EOS = ByteTokenizer.eos_id
+
+
+def make(
+    documents: list[list[int]], seq_len: int, *, pack: bool = True, seed: int = 0
+) -> PackedDataset:
+    store = MemoryStore("the text", map(np.array, documents), dtype=np.dtype(np.uint16))
+    return PackedDataset(store, ByteTokenizer(), seq_len=seq_len, pack=pack, seed=seed)
+
+
+def random_documents(rng: np.random.Generator, *, ends_with_eos: float) -> list[list[int]]:
+    """Documents of 0 to 12 tokens, some of which end with eos already."""
+    documents = []
+    for _ in range(int(rng.integers(1, 12))):
+        tokens = rng.integers(0, 256, rng.integers(0, 13)).tolist()
+        documents.append([*tokens, EOS] if rng.random() < ends_with_eos else tokens)
+    return documents
+
+
+def reference_epoch(
+    documents: list[list[int]], seq_len: int, *, pack: bool, seed: int, epoch: int
+) -> list[Sample]:
+    """Every sample of an epoch, token by token from the materialised stream."""
+    generator = np.random.default_rng([seed, epoch])
+    order = generator.permutation([i for i, tokens in enumerate(documents) if tokens])
+    stream: list[tuple[int, int]] = []  # token, document
+    for document in order:
+        tokens = documents[document]
+        stream += [(token, document) for token in tokens]
+        if tokens[-1] != EOS:
+            stream.append((EOS, document))
+    num_samples = (len(stream) - (not pack)) // seq_len
+    samples = []
+    for piece in generator.permutation(num_samples):
+        start = piece * seq_len
+        labels: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        for at in range(start, start + seq_len):
+            new = at == start or (pack and stream[at - 1][1] != stream[at][1])
+            positions.append(0 if new else positions[-1] + 1)
+            lengths = [*lengths, 1] if new else [*lengths[:-1], lengths[-1] + 1]
+            same = at + 1 < len(stream) and (not pack or stream[at + 1][1] == stream[at][1])
+            labels.append(stream[at + 1][0] if same else IGNORE_INDEX)
+        tokens = [token for token, _ in stream[start : start + seq_len]]
+        samples.append(Sample(*map(np.array, (tokens, labels, positions, lengths))))
+    return samples
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("ends_with_eos", [0.0, 0.5, 1.0])
+def test_every_sample_is_that_of_the_naive_stream(pack: bool, ends_with_eos: float) -> None:
+    """Catches any error of the random access: offsets, labels, positions, bounds, eos."""
+    rng = np.random.default_rng(11)
+    compared = 0
+    for case in range(60):
+        documents = random_documents(rng, ends_with_eos=ends_with_eos)
+        seq_len = int(rng.integers(1, 20))
+        expected = [
+            sample
+            for epoch in range(3)
+            for sample in reference_epoch(documents, seq_len, pack=pack, seed=case, epoch=epoch)
+        ]
+        if not expected:
+            continue
+        dataset = make(documents, seq_len, pack=pack, seed=case)
+        assert dataset.samples_per_epoch * 3 == len(expected)
+        for index, sample in enumerate(expected):
+            for got, wanted in zip(dataset.sample(index), sample, strict=True):
+                assert got.dtype == np.int64
+                assert got.tolist() == wanted.tolist()
+            compared += 1
+    assert compared > 300
+
+
+def test_one_sample_by_hand() -> None:
+    """Catches a mistake that the reference shares: one document, cut in two."""
+    dataset = make([[1, 2, 3, 4, 5]], 3)
+    samples = sorted((dataset.sample(i) for i in range(2)), key=lambda sample: sample.tokens[0])
+    assert samples[0].tokens.tolist() == [1, 2, 3]
+    assert samples[0].labels.tolist() == [2, 3, 4]  # the last label is in the next sample
+    assert samples[1].tokens.tolist() == [4, 5, EOS]
+    assert samples[1].labels.tolist() == [5, EOS, IGNORE_INDEX]
+    assert samples[1].positions.tolist() == [0, 1, 2]
+    assert samples[1].document_lengths.tolist() == [3]
+
+
+def test_samples_are_a_function_of_seed_and_index_alone() -> None:
+    """Catches state: an order of calls, or an epoch in between, that changes a sample."""
+    documents = [list(range(i, i + 20)) for i in range(30)]
+    fresh, used = make(documents, 16, seed=4), make(documents, 16, seed=4)
+    indices = np.random.default_rng(0).permutation(5 * fresh.samples_per_epoch)
+    by_index = {int(i): used.sample(int(i)).tokens.tolist() for i in indices}
+    for i in range(5 * fresh.samples_per_epoch):
+        assert fresh.sample(i).tokens.tolist() == by_index[i]
+
+
+def test_two_epochs_are_kept() -> None:
+    """Catches orders that pile up over a run, and one rebuilt for each sample at a seam."""
+    dataset = make([[1, 2, 3]] * 5, 4)
+    for i in range(6 * dataset.samples_per_epoch):
+        dataset.sample(i)
+    seam = 5 * dataset.samples_per_epoch
+    kept = dataset._recent
+    assert len(kept) == 2
+    for i in (seam - 1, seam, seam - 1):
+        dataset.sample(i)
+    assert dataset._recent is kept
+
+
+def test_epochs_and_seeds_shuffle_anew() -> None:
+    """Catches a shuffle that is missing, or the same in each epoch or for each seed."""
+    documents = [[i] * 3 for i in range(64)]  # with eos: exactly one sample of 4
+    dataset, other = make(documents, 4), make(documents, 4, seed=1)
+    size = dataset.samples_per_epoch
+    orders = [
+        [int(source.sample(i).tokens[0]) for i in range(start, start + size)]
+        for source, start in ((dataset, 0), (dataset, size), (other, 0))
+    ]
+    for order in orders:
+        assert sorted(order) == list(range(64))  # each document once an epoch
+        assert order != list(range(64))
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_pieces_of_one_document_are_shuffled() -> None:
+    """Catches an epoch that reads a single long document from front to back."""
+    dataset = make([list(range(200))], 4)
+    first = [int(dataset.sample(i).tokens[0]) for i in range(dataset.samples_per_epoch)]
+    assert first != sorted(first)
+
+
+def test_boundary_of_too_few_tokens() -> None:
+    """Catches the limit on the wrong side, and a message without key and numbers."""
+    assert make([[1, 2], [3]], 5).samples_per_epoch == 1  # 5 tokens with eos
+    message = r"data\.seq_len=6 needs at least 6 tokens, and the text has 5 in 2 documents"
+    with pytest.raises(ValueError, match=message):
+        make([[1, 2], [3]], 6)
+    assert make([[1, 2], [3]], 4, pack=False).samples_per_epoch == 1
+    with pytest.raises(ValueError, match=r"data\.seq_len=5 needs at least 6 tokens"):
+        make([[1, 2], [3]], 5, pack=False)
+    with pytest.raises(ValueError, match="has 0 in 0 documents"):
+        make([[], []], 1)
+
+
+def test_ids_of_another_tokenizer() -> None:
+    """Catches an index outside the embedding, which on a GPU is an error without a cause."""
+    assert make([[256, 1]], 3).sample(0).tokens.max() == EOS
+    with pytest.raises(ValueError, match=r"ids 1\.\.257, and the tokenizer has 257 \(0\.\.256\)"):
+        make([[257, 1]], 3).sample(0)
+
+
+def test_eos_is_probed_once_in_a_uniform_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an opening that reads the whole file when its documents are many and alike."""
+
+    class CountingStore(MemoryStore):
+        reads = 0
+
+        def read(self, document: int, start: int, stop: int) -> np.ndarray:
+            self.reads += 1
+            return super().read(document, start, stop)
+
+    monkeypatch.setattr(dataset_module, "EOS_PROBES", 10)
+    documents = [np.array([7, EOS])] * 1000
+    store = CountingStore("many", documents, dtype=np.dtype(np.uint16))
+    dataset = PackedDataset(store, ByteTokenizer(), seq_len=4, pack=True, seed=0)
+    assert dataset.num_tokens == 2000
+    assert store.reads <= 20
+    dataset.sample(0)
+    assert store.reads <= 20 + 3

@@ -1,0 +1,244 @@
+"""The .bin/.idx format: against bytes put together by hand, and against damage."""
+
+import os
+import resource
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isp.data import IndexedDataset, IndexedDatasetWriter, token_dtype
+from isp.data.indexed import DTYPES, indexed_prefix
+
+# Three documents in three sequences, as Megatron-LM writes them: [5 6 7][8], none, [9 10].
+GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0800 0900 0a00")
+GOLDEN_IDX = bytes.fromhex(
+    "4d4d4944494458 0000"  # MMIDIDX and two zeros
+    "0100000000000000"  # version
+    "08"  # uint16
+    "0300000000000000"  # sequences
+    "0400000000000000"  # document indices: one more than documents
+    "03000000 01000000 02000000"  # tokens of each sequence
+    "0000000000000000 0600000000000000 0800000000000000"  # where each begins, in bytes
+    "0000000000000000 0200000000000000 0200000000000000 0300000000000000"
+)
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """The prefix of a pair with the bytes above."""
+    (tmp_path / "g.bin").write_bytes(GOLDEN_BIN)
+    (tmp_path / "g.idx").write_bytes(GOLDEN_IDX)
+    return tmp_path / "g"
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    return [tokens.tolist() for tokens in IndexedDataset(prefix)]
+
+
+def test_reads_the_bytes_of_megatron(golden: Path) -> None:
+    """Catches any misreading of the layout, which a round trip through our writer would hide."""
+    dataset = IndexedDataset(golden)
+    assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
+    assert dataset.lengths.tolist() == [4, 0, 2]
+    assert (len(dataset), dataset.num_sequences, dataset.num_tokens) == (3, 3, 6)
+    assert dataset.read(0, 2, 4).tolist() == [7, 8]  # across two sequences
+
+
+def test_writes_the_bytes_of_megatron(tmp_path: Path) -> None:
+    """Catches any difference in what the tools of Megatron would read."""
+    with IndexedDatasetWriter(tmp_path / "g", dtype=token_dtype(257)) as writer:
+        writer.add_document(np.array([5, 6, 7]), np.array([8]))
+        writer.add_document()
+        writer.add_document(np.array([9, 10]))
+    assert (tmp_path / "g.bin").read_bytes() == GOLDEN_BIN
+    assert (tmp_path / "g.idx").read_bytes() == GOLDEN_IDX
+    assert sorted(os.listdir(tmp_path)) == ["g.bin", "g.idx"]
+
+
+def test_modes_of_multimodal_sets_are_passed_over(golden: Path) -> None:
+    """Catches a valid file with one more byte a sequence being taken for a damaged one."""
+    golden.with_suffix(".idx").write_bytes(GOLDEN_IDX + b"\0\1\0")
+    assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
+
+
+@pytest.mark.parametrize("code", [code for code, dtype in DTYPES.items() if dtype.kind in "iu"])
+def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
+    """Catches a wrong code or size of one of the types."""
+    tokens = np.array([0, 1, np.iinfo(DTYPES[code]).max], dtype=np.int64)
+    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[code]) as writer:
+        writer.add_document(tokens)
+    assert documents(tmp_path / "x") == [tokens.tolist()]
+    assert (tmp_path / "x.idx").read_bytes()[17] == code
+
+
+@pytest.mark.parametrize("token", [-1, 65536])
+def test_ids_that_do_not_fit(tmp_path: Path, token: int) -> None:
+    """Catches ids that wrap around silently, by one at either end."""
+    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer:
+        with pytest.raises(ValueError, match=rf"{token} do not fit uint16"):
+            writer.add_document(np.array([token]))
+        writer.add_document(np.array([0, 65535]))
+    assert documents(tmp_path / "x") == [[0, 65535]]
+
+
+def test_token_dtype_is_the_rule_of_megatron() -> None:
+    """Catches the boundary on the wrong side."""
+    assert token_dtype(65499) == np.uint16
+    assert token_dtype(65500) == np.int32
+
+
+def test_random_sets_round_trip(tmp_path: Path) -> None:
+    """Catches faults at empty documents and sequences, wherever they stand."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sets = [
+            [rng.integers(0, 256, rng.integers(0, 4)) for _ in range(rng.integers(0, 4))]
+            for _ in range(rng.integers(1, 8))
+        ]
+        sets.append([np.array([1])])
+        with IndexedDatasetWriter(tmp_path / "x", dtype=token_dtype(256)) as writer:
+            for sequences in sets:
+                writer.add_document(*sequences)
+        flat = [[int(t) for sequence in sequences for t in sequence] for sequences in sets]
+        assert documents(tmp_path / "x") == flat
+
+
+def patched(at: int, data: bytes) -> bytes:
+    return GOLDEN_IDX[:at] + data + GOLDEN_IDX[at + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"", "is cut short: it has 0 of the 34 bytes of a header"),
+        (GOLDEN_IDX[:33], "is cut short: it has 33 of the 34 bytes of a header"),
+        (GOLDEN_IDX[:34], "is cut short: it has 34 bytes where its header"),
+        (GOLDEN_IDX[:-1], "is cut short: it has 101 bytes where its header"),
+        (GOLDEN_IDX + b"\0", "is too long"),
+        (patched(18, struct.pack("<Q", 2**62)), "is cut short"),
+        (patched(0, b"PK"), "is not a Megatron index, it begins with b'PKIDIDX"),
+        (b"PK", "is not a Megatron index"),
+        (patched(9, b"\2"), "has version 2 where 1 is known"),
+        (patched(17, b"\0"), "has the unknown type code 0 (known: 1 uint8"),
+        (patched(17, b"\x09"), "has the unknown type code 9"),
+        (patched(17, b"\x07"), "holds float32 values, which are not token ids"),
+        (patched(18, bytes(8))[:34], "holds no documents"),
+        (patched(26, b"\1"), "holds no documents"),
+        (patched(34, struct.pack("<i", -3)), "has sequences of negative length"),
+        (patched(46, b"\2"), "has sequences that do not follow one another"),
+        (patched(70, b"\1"), "has document indices that do not run from 0"),
+        (patched(94, b"\2"), "has document indices that do not run from 0"),
+        (patched(78, b"\3"), "has document indices that do not run from 0"),
+        (patched(78, b"\xff" * 8), "has document indices that do not run from 0"),
+    ],
+)
+def test_damaged_index(golden: Path, index: bytes, message: str) -> None:
+    """Catches damage that would be read as tokens, and a message without file or way out."""
+    golden.with_suffix(".idx").write_bytes(index)
+    with pytest.raises(ValueError, match=r"g\.idx ") as refused:
+        IndexedDataset(golden)
+    assert message in str(refused.value)
+    assert "isp data prepare" in str(refused.value) or "not token ids" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cut short"),
+        (GOLDEN_BIN[:-1], "has 11 bytes where g.idx says 12 (6 tokens of 2): it is cut short"),
+        (GOLDEN_BIN + b"\0\0", "not the one this index was written for"),
+    ],
+)
+def test_bin_of_another_length(golden: Path, data: bytes, message: str) -> None:
+    """Catches tokens read beyond the end of the file, and a pair of two different runs."""
+    golden.with_suffix(".bin").write_bytes(data)
+    with pytest.raises(ValueError, match=r"g\.bin has") as refused:
+        IndexedDataset(golden)
+    assert message in str(refused.value)
+
+
+def test_only_empty_documents(tmp_path: Path) -> None:
+    """Catches numpy's complaint about mapping an empty file."""
+    index = struct.pack("<9sQBQQiqqq", b"MMIDIDX\0\0", 1, 8, 1, 2, 0, 0, 0, 1)
+    (tmp_path / "g.idx").write_bytes(index)
+    (tmp_path / "g.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no tokens"):
+        IndexedDataset(tmp_path / "g")
+
+
+def test_missing_files(golden: Path) -> None:
+    """Catches a message that names the prefix instead of the file that is missing."""
+    golden.with_suffix(".idx").rename(golden.with_suffix(".kept"))
+    with pytest.raises(FileNotFoundError, match=r"g\.bin is there, but .*g\.idx is missing"):
+        IndexedDataset(golden)
+    golden.with_suffix(".kept").rename(golden.with_suffix(".idx"))
+    golden.with_suffix(".bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"g\.idx is there, but .*g\.bin is missing"):
+        IndexedDataset(golden)
+    golden.with_suffix(".idx").unlink()
+    with pytest.raises(FileNotFoundError, match=r"g\.bin and .*g\.idx is missing"):
+        IndexedDataset(golden)
+
+
+def test_prefix_forms(golden: Path, tmp_path: Path) -> None:
+    """Catches a form of the name that is not understood, and text taken for a pair."""
+    for form in ("g", "g.bin", "g.idx"):
+        assert indexed_prefix(str(tmp_path / form)) == golden
+    assert indexed_prefix(str(tmp_path)) is None
+    assert indexed_prefix(str(tmp_path / "other")) is None
+    dotted = tmp_path / "corpus.v1"
+    with IndexedDatasetWriter(dotted, dtype=token_dtype(256)) as writer:
+        writer.add_document(np.array([1]))
+    assert indexed_prefix(str(dotted)) == dotted
+    assert documents(dotted) == [[1]]
+
+
+def test_failed_writer_leaves_the_old_pair(golden: Path) -> None:
+    """Catches half a file under a final name, and leftovers, after an interrupt."""
+    with (  # noqa: PT012
+        pytest.raises(KeyboardInterrupt),
+        IndexedDatasetWriter(golden, dtype=DTYPES[8]) as writer,
+    ):
+        writer.add_document(np.array([1, 2, 3]))
+        raise KeyboardInterrupt
+    assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
+    assert sorted(os.listdir(golden.parent)) == ["g.bin", "g.idx"]
+
+
+def test_killed_writer_leaves_only_partial_files(tmp_path: Path) -> None:
+    """Catches half a file under a final name after SIGKILL, or one that stops the next run."""
+    killed = IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8])
+    killed.__enter__().add_document(np.arange(100))
+    assert os.listdir(tmp_path) == ["x.bin.partial"]
+    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer:
+        writer.add_document(np.array([1]))
+    assert documents(tmp_path / "x") == [[1]]
+    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
+
+
+def test_writer_without_tokens(tmp_path: Path) -> None:
+    """Catches a pair that nothing can open."""
+    with (
+        pytest.raises(ValueError, match="no tokens to write"),
+        IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer,
+    ):
+        writer.add_document()
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk(golden: Path) -> None:
+    """Catches leftovers, or a lost old pair, when the disk is full as the buffer is flushed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with (
+            pytest.raises(OSError, match="File too large"),
+            IndexedDatasetWriter(golden, dtype=DTYPES[8]) as writer,
+        ):
+            writer.add_document(np.arange(900))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
+    assert sorted(os.listdir(golden.parent)) == ["g.bin", "g.idx"]

@@ -1,0 +1,76 @@
+"""The prefetch thread: what it reads, what it says, and that it ends."""
+
+import threading
+
+import pytest
+
+from isp.data import Prefetcher
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("isp-data")]
+
+
+def test_next_step_is_fetched_before_it_is_asked_for() -> None:
+    """Catches a prefetcher that only reads when asked, which would stall each step."""
+    started = [threading.Event() for _ in range(4)]
+    threads = []
+
+    def fetch(step: int) -> int:
+        started[step].set()
+        threads.append(threading.current_thread())
+        return step * 10
+
+    with Prefetcher(fetch, num_steps=4) as prefetcher:
+        for step in range(4):
+            assert prefetcher.get(step) == step * 10
+            if step < 3:
+                assert started[step + 1].wait(timeout=10)
+    assert len(threads) == 4  # each step once, and none behind the last
+    assert len(set(threads)) == 1
+    assert prefetch_threads() == []
+
+
+def test_any_order_gives_the_right_step() -> None:
+    """Catches the result of the step that was being prefetched instead of the one asked for."""
+    with Prefetcher(lambda step: step) as prefetcher:
+        for step in (0, 1, 7, 7, 3, 4, 0):
+            assert prefetcher.get(step) == step
+
+
+def test_error_is_raised_to_the_caller_of_its_step() -> None:
+    """Catches an error lost in the thread, or raised a step too early, and a thread left behind."""
+
+    def fetch(step: int) -> int:
+        if step == 2:
+            raise OSError("disk gone")
+        return step
+
+    prefetcher = Prefetcher(fetch)
+    assert [prefetcher.get(0), prefetcher.get(1)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk gone"):
+            prefetcher.get(2)
+    prefetcher.close()
+    prefetcher.close()
+    assert prefetch_threads() == []
+
+
+def test_closing_waits_for_a_read_under_way() -> None:
+    """Catches a thread that still reads while the process tears down."""
+    started, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def fetch(step: int) -> int:
+        if step == 1:
+            started.set()
+            assert release.wait(timeout=10)
+            finished.set()
+        return step
+
+    prefetcher = Prefetcher(fetch)
+    prefetcher.get(0)
+    assert started.wait(timeout=10)
+    release.set()
+    prefetcher.close()
+    assert finished.is_set()
+    assert prefetch_threads() == []

@@ -1,0 +1,131 @@
+"""Stores joined and divided, and which documents are held out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isp.data import (
+    ConcatStore,
+    DataConfig,
+    IndexedDataset,
+    MemoryStore,
+    SubsetStore,
+    TokenStore,
+    held_out,
+    open_datasets,
+    prepare,
+)
+
+
+def store_of(*documents: list[int]) -> MemoryStore:
+    return MemoryStore("memory", map(np.array, documents), dtype=np.dtype(np.int32))
+
+
+def contents(store: TokenStore) -> list[list[int]]:
+    lengths = store.lengths.tolist()
+    return [store.read(index, 0, length).tolist() for index, length in enumerate(lengths)]
+
+
+def test_concat_and_subset_find_their_documents() -> None:
+    """Catches an offset that is wrong at the seam of two stores, or at an empty document."""
+    first, second = store_of([1, 2], [], [3]), store_of([4, 5, 6])
+    joined = ConcatStore([first, second, store_of([], [7])])
+    assert contents(joined) == [[1, 2], [], [3], [4, 5, 6], [], [7]]
+    assert joined.read(3, 1, 3).tolist() == [5, 6]
+    part = SubsetStore("part", joined, np.array([5, 0, 3]))
+    assert contents(part) == [[7], [1, 2], [4, 5, 6]]
+    assert part.read(2, 1, 2).tolist() == [5]
+
+
+def test_memory_store_without_documents() -> None:
+    """Catches numpy's complaint about joining nothing."""
+    assert contents(store_of()) == []
+
+
+def test_held_out_is_stable_and_near_its_fraction() -> None:
+    """Catches a choice that moves when documents are added, or when the fraction grows."""
+    chosen = held_out(20_000, 0.1)
+    assert 1_900 < chosen.sum() < 2_100
+    np.testing.assert_array_equal(held_out(500, 0.1), chosen[:500])
+    assert held_out(20_000, 0.2)[chosen].all()
+    assert not held_out(1000, 0.0).any()
+    # The choice itself, so that an update does not leak held-out text into an old run.
+    assert np.flatnonzero(chosen)[:5].tolist() == [2, 32, 33, 41, 42]
+
+
+def write_documents(folder: Path, count: int) -> str:
+    lines = [f'{{"text": "document {index:04d}"}}' for index in range(count)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return str(folder / "a.jsonl")
+
+
+def test_train_and_held_out_share_no_document(tmp_path: Path) -> None:
+    """Catches evaluation on text that was trained on, and documents lost between the two."""
+    source = write_documents(tmp_path, 200)
+    config = DataConfig(source=source, valid_fraction=0.2, seq_len=14)
+    data = open_datasets(config, seed=3)
+    assert data.valid is not None
+    sets = []
+    for dataset in (data.train, data.valid):
+        # 13 bytes and eos: a document is exactly one sample.
+        samples = [dataset.sample(i) for i in range(dataset.samples_per_epoch)]
+        sets.append({data.tokenizer.decode(sample.tokens) for sample in samples})
+    train, valid = sets
+    assert not train & valid
+    assert train | valid == {f"document {index:04d}" for index in range(200)}
+    assert len(valid) == held_out(200, 0.2).sum()
+
+
+def test_held_out_does_not_depend_on_the_seed(tmp_path: Path) -> None:
+    """Catches two runs whose validation losses cannot be compared."""
+    config = DataConfig(source=write_documents(tmp_path, 50), valid_fraction=0.3, seq_len=5)
+    first, second = (open_datasets(config, seed=seed) for seed in (1, 2))
+    assert first.valid is not None
+    assert second.valid is not None
+    for i in range(first.valid.samples_per_epoch):
+        expected = first.valid.sample(i).tokens
+        np.testing.assert_array_equal(second.valid.sample(i).tokens, expected)
+    assert (first.train.sample(0).tokens != second.train.sample(0).tokens).any()
+
+
+def test_nothing_held_out_is_an_error(tmp_path: Path) -> None:
+    """Catches an evaluation that silently has no text, or leaves none to train on."""
+    source = write_documents(tmp_path, 1)
+    for fraction, count in ((0.001, 0), (0.999, 1)):
+        with pytest.raises(ValueError, match=rf"fraction={fraction} holds out {count} of the 1 "):
+            open_datasets(DataConfig(source=source, valid_fraction=fraction, seq_len=2), seed=0)
+
+
+def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:
+    """Catches a message that sends the user to the wrong key."""
+    source = write_documents(tmp_path, 9)
+    with pytest.raises(FileNotFoundError, match=r"^data\.valid_source=gone does not exist"):
+        open_datasets(DataConfig(source=source, valid_source="gone", seq_len=2), seed=0)
+    (tmp_path / "short.txt").write_text("abc")
+    config = DataConfig(source=source, valid_source=str(tmp_path / "short.txt"), seq_len=5)
+    with pytest.raises(ValueError, match=r"data\.valid_source=.*short\.txt has 4 in 1 documents"):
+        open_datasets(config, seed=0)
+
+
+def test_text_and_pairs_mix_and_give_the_same_samples(tmp_path: Path) -> None:
+    """Catches a .bin/.idx pair that differs from the text it was made from, eos included."""
+    source = write_documents(tmp_path, 30)
+    prepare(source, tmp_path / "p", progress=False)
+    assert len(IndexedDataset(tmp_path / "p")) == 30
+    text, pair, both, mixed = (
+        open_datasets(DataConfig(source=item, seq_len=11), seed=5).train
+        for item in (
+            source,
+            str(tmp_path / "p"),
+            [source, source],
+            [str(tmp_path / "p.idx"), source],
+        )
+    )
+    for i in range(text.samples_per_epoch + 2):
+        for left, right in zip(text.sample(i), pair.sample(i), strict=True):
+            np.testing.assert_array_equal(left, right)
+    # One half ends its documents itself, the other does not.
+    for i in range(both.samples_per_epoch):
+        for left, right in zip(both.sample(i), mixed.sample(i), strict=True):
+            np.testing.assert_array_equal(left, right)

@@ -1,0 +1,123 @@
+"""Tokenizers: bytes, and tokenizer.json files made here."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isp.data import ByteTokenizer, HFTokenizer, load_tokenizer
+
+TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_round_trip(text: str) -> None:
+    """Catches any other encoding than UTF-8, and an eos that shows in the text."""
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(np.append(tokens.astype(np.int64), tokenizer.eos_id)) == text
+
+
+def test_bytes_ids_are_within_the_vocabulary() -> None:
+    """Catches an eos outside the embedding, or one that is also a byte."""
+    tokenizer = load_tokenizer("bytes")
+    assert 255 < tokenizer.eos_id < tokenizer.vocab_size == 257
+
+
+def test_bytes_decode_survives_a_cut_and_padding_ids() -> None:
+    """Catches an exception, or wrapped-around ids, when a sample of a model is shown."""
+    tokens = np.array([*"é".encode()[:1], 65, 256, 300])
+    assert ByteTokenizer().decode(tokens) == "\ufffdA"
+
+
+def write_tokenizer(folder: Path, specials: list[str], **options: object) -> Path:
+    """A word-level tokenizer.json with `specials` after four words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(specials)
+    for name, option in options.items():
+        getattr(tokenizer, name)(option)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_hf_file_and_folder_are_the_same(tmp_path: Path) -> None:
+    """Catches a folder that is not looked into."""
+    file = write_tokenizer(tmp_path, ["</s>"])
+    for path in (file, tmp_path):
+        tokenizer = load_tokenizer(str(path))
+        assert tokenizer.encode("the cat sat").tolist() == [1, 2, 3]
+        assert tokenizer.decode(np.array([1, 2, 3, 4])) == "the cat sat"
+        assert (tokenizer.eos_id, tokenizer.vocab_size) == (4, 5)
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]"])
+def test_hf_finds_common_eos(tmp_path: Path, name: str) -> None:
+    """Catches a common family of models that would need `eos_token`."""
+    assert HFTokenizer(write_tokenizer(tmp_path, ["<pad>", name])).eos_id == 5
+
+
+def test_hf_eos_precedence(tmp_path: Path) -> None:
+    """Catches a guess that wins over what the user, or the tokenizer's own config, says."""
+    file = write_tokenizer(tmp_path, ["</s>", "<mine>", "<theirs>"])
+    config = tmp_path / "tokenizer_config.json"
+    for declared in ("<theirs>", {"content": "<theirs>", "lstrip": False}):
+        config.write_text(json.dumps({"eos_token": declared}))
+        assert HFTokenizer(file).eos_id == 6
+        assert HFTokenizer(file, eos_token="<mine>").eos_id == 5
+    config.write_text(json.dumps({"eos_token": None}))
+    assert HFTokenizer(file).eos_id == 4
+
+
+def test_hf_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
+    """Catches documents cut to the length some fine-tuning script left in the file."""
+    file = write_tokenizer(tmp_path, ["</s>"], enable_truncation=2)
+    assert len(HFTokenizer(file).encode("the cat sat the cat")) == 5
+
+
+def test_hf_vocab_size_counts_gaps(tmp_path: Path) -> None:
+    """Catches an embedding with fewer rows than the largest id needs."""
+    file = write_tokenizer(tmp_path, ["</s>"])
+    parsed = json.loads(file.read_text())
+    parsed["model"]["vocab"]["far"] = 99
+    file.write_text(json.dumps(parsed))
+    assert HFTokenizer(file).vocab_size == 100
+
+
+def test_hf_without_eos(tmp_path: Path) -> None:
+    """Catches a run whose documents have no end, and a message without the way out."""
+    file = write_tokenizer(tmp_path, ["<odd>"])
+    with pytest.raises(ValueError, match=r"usual end-of-document.*data\.eos_token"):
+        HFTokenizer(file)
+    with pytest.raises(ValueError, match=r"data\.eos_token is <none>, which is not in"):
+        HFTokenizer(file, eos_token="<none>")
+    assert HFTokenizer(file, eos_token="<odd>").eos_id == 4
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is <gone>"):
+        HFTokenizer(file)
+
+
+def test_hf_missing_and_broken_files(tmp_path: Path) -> None:
+    """Catches a bare exception of the library where the user needs the key and the path."""
+    pytest.importorskip("tokenizers")
+    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=.*none.* does not exist"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match=r"folder without a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a bare ModuleNotFoundError where a pip command would help."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'isp\[hf\]'"):
+        load_tokenizer(str(tmp_path))
