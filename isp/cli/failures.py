@@ -1,0 +1,59 @@
+"""How a failure reaches the user: one message for what they can put right, else a traceback.
+
+Under torchrun a rank also leaves its failure in torchrun's error file, so that whoever started the
+ranks can show the one that failed first.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+
+__all__ = ["LAUNCHER_REPORTS", "report"]
+
+LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
+"""Set in the environment of ranks whose launcher shows their failures: they stay silent."""
+
+
+def report(error: Exception) -> int:
+    """Tell the user about `error`; the exit code: 2 where they can put it right, else 1."""
+    expected = _is_for_the_user(error)
+    text = f"error: {error}" if expected else "".join(traceback.format_exception(error)).rstrip()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is not None:
+        _write_error_file(error_file, error, text)
+    if error_file is None or not _is_told_by_another(expected):
+        print(text, file=sys.stderr, flush=True)
+    return 2 if expected else 1
+
+
+def _is_told_by_another(expected: bool) -> bool:
+    """Whether this rank stays silent: what the user can put right is mostly the same on all."""
+    return LAUNCHER_REPORTS in os.environ or (expected and os.environ["RANK"] != "0")
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether `error` says what to do about it.
+
+    By convention a ValueError or OSError that our own code raises does; a library's ValueError is
+    a fault of ours. So does what the operating system says about a file, or about a full disk.
+    """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = frame.f_globals["__name__"].split(".")[0] in ("isp", "model")
+    return is_ours and isinstance(error, ValueError | OSError)
+
+
+def _write_error_file(path: str, error: Exception, text: str) -> None:
+    """Write what torch.distributed.elastic's ErrorHandler writes, without importing torch."""
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)

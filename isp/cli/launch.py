@@ -1,0 +1,98 @@
+"""Starts the ranks of one machine through torchrun, and tells how they ended.
+
+torchrun runs inside this process. It forwards SIGINT and SIGTERM to the ranks, which finish their
+step and save; it ends the other ranks when one fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from isp.cli.failures import LAUNCHER_REPORTS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+__all__ = ["launch", "launched_ranks", "reports_for_ranks"]
+
+SAVE_SECONDS = 1800
+"""Time that ranks have after a stop signal to finish a step and save, before they are killed."""
+KNOCK_ON_SECONDS = 10
+"""A rank found killed up to this long after another's error is taken as its cause."""
+
+
+def launched_ranks() -> int | None:
+    """The world size that torchrun has set for this process; None outside torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def reports_for_ranks() -> bool:
+    """Whether this process is a rank whose launcher talks to the user."""
+    return LAUNCHER_REPORTS in os.environ
+
+
+def launch(nproc: int, command: Sequence[str]) -> int:
+    """Run `command`, a script or `-m` and a module, as `nproc` ranks; the exit code of the run.
+
+    A rank that fails is shown once, the first of them only. After a stop signal the code is
+    128 + signal, once the ranks have saved and ended.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
+    os.environ[LAUNCHER_REPORTS] = "1"
+    logging.disable(logging.ERROR)  # torchrun's own account of what is told below
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with tempfile.TemporaryDirectory(prefix="isp-ranks-") as folder:
+        options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        try:
+            torchrun.run(torchrun.parse_args([*options, *command]))
+        except ChildFailedError as error:
+            return _tell_first_failure(error.failures)
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+    return 0
+
+
+def _tell_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
+    rank, failure = find_first_failure(failures)
+    print(_describe(rank, failure), file=sys.stderr, flush=True)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed by itself, rather than because another one had."""
+    recorded = [rank for rank in failures if os.path.isfile(failures[rank].error_file)]
+    # A signal other than torchrun's own SIGTERM: out of memory, a crash, a kill by hand.
+    killed = [r for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    killed.sort(key=lambda rank: failures[rank].timestamp)
+    if recorded:
+        rank = min(recorded, key=lambda r: os.stat(failures[r].error_file).st_mtime_ns)
+        latest = failures[rank].timestamp + KNOCK_ON_SECONDS
+        killed = [r for r in killed if failures[r].timestamp <= latest]
+    else:
+        rank = min(failures, key=lambda r: failures[r].timestamp)
+    rank = killed[0] if killed else rank
+    return rank, failures[rank]
+
+
+def _describe(rank: int, failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        hint = ": the system may be out of memory" if failure.exitcode == -signal.SIGKILL else ""
+        return f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
+    message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
+    if isinstance(message, str):
+        return f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason"
+    text: str = message["extraInfo"]["py_callstack"]
+    return text if text.startswith("error: ") else f"rank {rank} failed:\n{text}"

@@ -1,0 +1,239 @@
+"""The subcommands of `isp`: what they take, and which part of the project does the work.
+
+Imports stand in the functions that need them: most commands answer without loading torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from isp import __version__
+from isp.cli.failures import report
+
+if TYPE_CHECKING:
+    from isp.config import JobConfig
+
+__all__ = ["main"]
+
+OVERRIDES_HELP = (
+    "Every key of the file can be given as --section.key value, after CONFIG; "
+    "`isp config CONFIG` prints them all."
+)
+
+
+class _Words(NamedTuple):
+    """The words of a command line: argparse's own, and those that change the configuration."""
+
+    options: list[str]
+    overrides: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
+    words = _split(sys.argv[1:] if argv is None else argv)
+    parser = _build_parser()
+    args, rest = parser.parse_known_args(words.options)
+    if rest and not (args.takes_overrides and rest[0].startswith("--")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        code = run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `isp topology ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        return report(error)
+
+
+def _split(words: Sequence[str]) -> _Words:
+    """Take `--section.key value` and `--section.key=value` out of `words`."""
+    options, overrides = [], []
+    pending = list(reversed(words))
+    while pending:
+        word = pending.pop()
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            options.append(word)
+            continue
+        overrides.append(word)
+        if not equals and pending and not pending[-1].startswith("--"):
+            overrides.append(pending.pop())
+    return _Words(options, overrides)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="isp",
+        description="Trains long-context language models on many ranks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"isp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(_command(commands, "train", _train, "train as a YAML file says", overrides=True))
+    _add_config(
+        _command(commands, "config", _config, "print the full configuration", overrides=True)
+    )
+    _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
+    data = commands.add_parser("data", help="work on data", allow_abbrev=False)
+    actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_prepare(_command(actions, "prepare", _prepare, "turn text into the .bin/.idx format"))
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    *,
+    overrides: bool = False,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=OVERRIDES_HELP if overrides else None,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, takes_overrides=overrides)
+    if overrides:
+        parser.add_argument(
+            "config", metavar="CONFIG", help="a YAML file, such as those in configs/"
+        )
+        parser.usage = (
+            f"isp {name} CONFIG {'[--nproc N] ' * (name == 'train')}[--section.key value ...]"
+        )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="start N ranks on this machine (without it: one process, or what torchrun started)",
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    from isp.cli.launch import launch, launched_ranks, reports_for_ranks
+    from isp.config import ConfigError, load_config
+
+    ranks = launched_ranks()
+    if ranks is not None and args.nproc is not None:
+        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
+    config = load_config(args.config, args.overrides)
+    config.topology(ranks or args.nproc or 1)  # every error before any process starts
+    if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
+        _note_unused(config)
+    if args.nproc is not None:
+        return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
+    from isp.train import main as train
+
+    train(config)
+    return 0
+
+
+def _note_unused(config: JobConfig) -> None:
+    for sentence in config.unused():
+        print(f"note: {sentence}", file=sys.stderr)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def _config(args: argparse.Namespace) -> int:
+    from isp.config import load_config, to_yaml
+
+    config = load_config(args.config, args.overrides)
+    print(to_yaml(config), end="")
+    _note_unused(config)
+    return 0
+
+
+def _add_topology(parser: argparse.ArgumentParser) -> None:
+    from isp.parallel.config import Mode
+
+    sizes = {
+        "--world": "ranks in all",
+        "--tensor": "ranks that share one sequence",
+        "--pipeline": "pipeline stages",
+        "--weight": "isp: ranks that share one copy of the weights",
+    }
+    for name, meaning in sizes.items():
+        required = name == "--world"
+        parser.add_argument(
+            name, type=_positive, default=1, required=required, metavar="N", help=meaning
+        )
+    parser.add_argument(
+        "--zero1",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="ranks that share optimizer states; -1: all",
+    )
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default=Mode.ISP.value, help="default: isp"
+    )
+
+
+def _topology(args: argparse.Namespace) -> int:
+    from isp.parallel.config import (
+        Mode,
+        ParallelConfig,
+        PipelineConfig,
+        TensorConfig,
+        WeightConfig,
+        Zero1Config,
+    )
+    from isp.parallel.topology import Topology
+
+    parallel = ParallelConfig(
+        tensor=TensorConfig(size=args.tensor, mode=Mode(args.mode)),
+        weight=WeightConfig(size=args.weight),
+        pipeline=PipelineConfig(size=args.pipeline),
+        zero1=Zero1Config(size=args.zero1),
+    )
+    print(Topology.create(args.world, parallel).describe())
+    return 0
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, globs"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
+    )
+    parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from isp.data.prepare import prepare
+
+    done = prepare(args.inputs, args.output, tokenizer=args.tokenizer, text_key=args.text_key)
+    print(
+        f"{done.prefix}.bin and .idx: {done.num_tokens:,} tokens in {done.num_documents:,}"
+        f" documents, from {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
+    )
+    return 0

@@ -1,0 +1,285 @@
+"""The command line: what each command answers, and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isp.cli import main
+from isp.config import load_config
+
+MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
+ROOT = Path(__file__).parent.parent
+
+# A rank as `isp train` makes one, with something to do that needs no process group.
+RANK_SCRIPT = """
+import os, signal, sys, time
+from isp.cli.failures import report
+
+def act(how):
+    if how == "raise" and rank == 1:
+        raise RuntimeError("the first to fail")
+    if how == "refuse":
+        open("absent.yaml")
+    if how == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("ready", flush=True)
+    while not stopped and how == "stop":
+        time.sleep(0.05)
+    time.sleep(0.3)
+    if how != "stop":
+        raise RuntimeError("connection closed by peer")
+    print("saved", flush=True)
+
+rank, stopped = int(os.environ["RANK"]), []
+for stop in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(stop, lambda *_: stopped.append(True))
+try:
+    act(sys.argv[1])
+except Exception as error:
+    sys.exit(report(error))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    """A file with the smallest configuration."""
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL)
+    return str(path)
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path):
+    """Starts two ranks of RANK_SCRIPT under the launcher, in a process of their own."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK_SCRIPT)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(how: str) -> subprocess.Popen[str]:
+        code = "import sys; from isp.cli.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(script), how],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_config_prints_what_loads_back(job, capsys, tmp_path):
+    """Catches a printed configuration that is not the one a run would use."""
+    words = ["--training.steps", "9", "--parallel.tensor.mode=mtp"]
+    assert main(["config", job, *words]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert load_config(printed) == load_config(job, words)
+
+
+def test_overrides_may_stand_before_the_file(job, capsys):
+    """Catches the value of an override taken for CONFIG."""
+    assert main(["config", "--training.seed", "5", job, "--training.deterministic"]) == 0
+    assert "seed: 5\n  deterministic: true" in capsys.readouterr().out
+
+
+def test_config_names_what_the_mode_ignores(job, capsys):
+    """Catches a section that is ignored in silence."""
+    assert main(["config", job, "--parallel.tensor.mode=fsp", "--parallel.weight.size=2"]) == 0
+    assert "note: parallel.weight is not used in fsp mode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--training.lrr", "1"], "training.lrr: no such key"),
+        (["--lr", "1"], "lr: no such key; did you mean 'optimizer.lr'?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["config", "train"])
+def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words, fault):
+    """Catches a traceback, or success, for a key with a typo."""
+    assert main([command, job, *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert fault in output.err
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["train"], ["topology"], ["data"], ["topology", "--world", "4", "--tenser", "2"]],
+)
+def test_a_wrong_command_line_is_a_usage_error(words, capsys):
+    """Catches an incomplete command line that does something, or a mistyped option ignored."""
+    with pytest.raises(SystemExit) as exited:
+        main(words)
+    assert exited.value.code == 2
+    assert "usage: isp" in capsys.readouterr().err
+
+
+def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):
+    """Catches ranks that are started only to refuse the world size."""
+    monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
+    words = ["--parallel.tensor.size=3", "--data.seq_len=2049"]
+    assert main(["train", job, "--nproc", "4", *words]) == 2
+    assert "parallel.tensor.size=3 must divide the world size 4" in capsys.readouterr().err
+
+
+def test_nproc_inside_torchrun_is_refused(job, capsys, monkeypatch):
+    """Catches ranks that start ranks."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
+    assert main(["train", job, "--nproc", "4"]) == 2
+    assert "--nproc 4 inside torchrun" in capsys.readouterr().err
+
+
+def _must_not_run(*_: object) -> int:
+    raise AssertionError("ranks were started")
+
+
+def test_topology_prints_megatrons_order(capsys):
+    """Catches groups printed in another order than Megatron-LM's."""
+    assert main(["topology", "--world", "16", "--tensor", "2", "--pipeline", "4"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "[0, 1]  [2, 3]" in lines["tensor"]
+    assert "[0, 2]  [1, 3]  [4, 6]" in lines["data"]
+    assert "[0, 4, 8, 12]  [1, 5, 9, 13]" in lines["pipeline"]
+
+
+def test_topology_takes_every_size(capsys):
+    """Catches an option of `isp topology` that is parsed and dropped."""
+    words = ["--world", "8", "--mode", "isp", "--tensor", "2", "--weight", "4", "--zero1", "1"]
+    assert main(["topology", *words]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "[0, 1, 2, 3]  [4, 5, 6, 7]" in lines["weight"]
+    assert "[0]  [4]" in lines["zero1"]
+
+
+def test_topology_refuses_sizes_that_do_not_fit(capsys):
+    """Catches groups printed for an impossible split."""
+    assert main(["topology", "--world", "4", "--tensor", "3"]) == 2
+    assert "parallel.tensor.size=3 must divide" in capsys.readouterr().err
+
+
+def test_data_prepare_writes_what_it_says(tmp_path, capsys):
+    """Catches an option of `isp data prepare` that does not reach the work."""
+    (tmp_path / "a.jsonl").write_text('{"body": "abc"}\n{"body": "de"}\n')
+    words = ["--output", str(tmp_path / "out"), "--text-key", "body"]
+    assert main(["data", "prepare", str(tmp_path / "a.jsonl"), *words]) == 0
+    assert "7 tokens in 2 documents" in capsys.readouterr().out
+    assert (tmp_path / "out.bin").stat().st_size > 0
+    assert (tmp_path / "out.idx").exists()
+
+
+def test_data_prepare_of_a_missing_file_is_one_message(tmp_path, capsys):
+    """Catches a traceback for a mistyped path."""
+    missing = str(tmp_path / "absent.txt")
+    assert main(["data", "prepare", missing, "--output", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err
+    assert missing in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("fault", [KeyError("x"), RuntimeError("x"), ValueError("x")])
+def test_a_fault_of_ours_keeps_its_traceback(job, capsys, monkeypatch, fault):
+    """Catches a bug, or a library's ValueError, reported as if the user could put it right."""
+
+    def fail(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("isp.config.to_yaml", fail)
+    assert main(["config", job]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message(job, capsys, monkeypatch):
+    """Catches a full disk that ends in a traceback."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("isp.config.to_yaml", fail)
+    assert main(["config", job]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["topology", "--world", "4"], ["--version"], ["train", "--help"]]
+)
+def test_commands_that_start_nothing_do_not_load_torch(words):
+    """Catches an import that makes `isp topology` or `--help` wait for seconds."""
+    code = f"import sys, isp.cli\ntry: isp.cli.main({words})\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_module_is_the_program():
+    """Catches a broken isp/__main__.py, which torchrun's ranks start from."""
+    done = subprocess.run(
+        [sys.executable, "-m", "isp", "topology", "--world", "1"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "world 1 = " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told", "untold"),
+    [
+        ("raise", 1, ["rank 1 failed:", "RuntimeError: the first to fail"], "closed by peer"),
+        ("refuse", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "Traceback"),
+        ("kill", 137, ["error: rank 1 was killed by SIGKILL"], "closed by peer"),
+    ],
+)
+def test_the_first_failure_of_the_ranks_is_told_once(start_ranks, how, code, told, untold):
+    """Catches a launcher that shows the ranks' knock-on errors, torchrun's report, or nothing."""
+    process = start_ranks(how)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    for words in told:
+        assert errors.count(words) == 1, errors
+    assert untold not in errors
+    assert "torch/distributed" not in errors
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
+    """Catches ranks killed, or left running, when the launcher is told to stop."""
+    process = start_ranks("stop")
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert ready == ["ready\n"] * 2
+    process.send_signal(stop)
+    output, errors = process.communicate(timeout=60)
+    assert output == "saved\n" * 2
+    assert process.returncode == 128 + stop
+    assert errors == ""
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank, told):
+    """Catches the same refusal printed by every rank, or missing from torchrun's report."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["train", str(tmp_path / "absent.yaml")]) == 2
+    assert ("cannot read it" in capsys.readouterr().err) is told
+    recorded = json.loads((tmp_path / "error.json").read_text())
+    assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
