@@ -1,0 +1,27 @@
+"""Exact attention over sequences that are split over ranks."""
+
+from isp.attention.cpu import CpuAttention
+from isp.attention.distributed import DistributedAttention, LaunchedQuery
+from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
+from isp.attention.heads import HeadPlan
+from isp.attention.local import AttentionBackend, LocalAttention, make_local_attention
+from isp.attention.mask import AttentionMask, document_positions
+from isp.attention.sequence import pad_sequence, padded_length, shard_sequence
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMask",
+    "CpuAttention",
+    "DistributedAttention",
+    "HeadPlan",
+    "LaunchedQuery",
+    "LocalAttention",
+    "SeqAllToAll",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "document_positions",
+    "make_local_attention",
+    "pad_sequence",
+    "padded_length",
+    "shard_sequence",
+]

@@ -1,0 +1,173 @@
+"""Attention on CPU: torch's flash kernel, document by document, as one autograd node.
+
+B batch, S sequence, T tokens = B * S, H query heads, K KV heads, G = H / K, d head size
+
+forward   for each piece: out[rows], logsumexp = kernel(q[rows], k[rows], v[rows])
+backward  for each piece: dq[rows] = .., dk[rows] += .., dv[rows] += ..
+
+One node, because with slices under autograd every document's gradient would be a tensor of the
+whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
+masks of windows are [BLOCK_ROWS, BLOCK_ROWS + window].
+
+[Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
+takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.attention.mask import AttentionMask
+from isp.attention.pieces import (
+    BLOCK_ROWS,
+    EVERYTHING,
+    Piece,
+    Visible,
+    document_lengths,
+    pieces_of,
+)
+
+__all__ = ["CpuAttention"]
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_BATCH_BELOW = 128
+"""Neighbouring documents of equal length share a kernel call if they are shorter, in tokens."""
+
+
+class CpuAttention:
+    """Local attention on CPU, exact for packed documents, windows and unequal lengths."""
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        self.scale = scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        pieces = pieces_of(
+            document_lengths(mask, q.shape[0], q.shape[1], k.shape[1]),
+            causal=mask.causal,
+            window=mask.window,
+            batch_below=_BATCH_BELOW,
+            rows=BLOCK_ROWS,
+        )
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
+        out: Tensor = _Pieces.apply(*wide, pieces, self.scale)
+        return out.view(q.shape).to(q.dtype)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
+    ) -> Tensor:
+        covered = sum(len(p.block.query) * p.count for p in pieces) == q.shape[0]
+        out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
+        group, masks, sums = q.shape[1] // k.shape[1], _Masks(q), []
+        for piece in pieces:
+            inputs = _inputs(piece, q, k, v, group)
+            result, logsumexp = _forward(
+                *inputs,
+                0.0,
+                piece.is_causal_square,
+                attn_mask=masks.of(piece),
+                scale=scale,
+            )
+            _queries(piece, out, group).copy_(result)
+            sums.append(logsumexp)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        ctx.pieces, ctx.scale = pieces, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        group, masks = q.shape[1] // k.shape[1], _Masks(q)
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        for piece, logsumexp in zip(ctx.pieces, sums, strict=True):
+            grads = _backward(
+                _queries(piece, dout, group),
+                *_inputs(piece, q, k, v, group),
+                _queries(piece, out, group),
+                logsumexp,
+                0.0,
+                piece.is_causal_square,
+                attn_mask=masks.of(piece),
+                scale=ctx.scale,
+            )
+            _queries(piece, dq, group).copy_(grads[0])
+            _add_keys(piece, dk, grads[1], group)
+            _add_keys(piece, dv, grads[2], group)
+        return dq, dk, dv, None, None
+
+
+class _Masks:
+    """The band masks of one call, each made once: blocks inside a document share theirs."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._made: dict[tuple[Visible, int, int], Tensor] = {}
+
+    def of(self, piece: Piece) -> Tensor | None:
+        """[queries, keys] to add to the logits; None where no mask need be given."""
+        query, key, visible = piece.block
+        if visible == EVERYTHING or piece.is_causal_square:
+            return None
+        which = visible, len(query), len(key)
+        if which not in self._made:
+            hidden = ~visible.band(len(query), len(key), self._like.device)
+            # finite: a row of which a whole kernel block is hidden must not become inf - inf
+            least = torch.finfo(self._like.dtype).min / 2
+            self._made[which] = self._like.new_zeros(hidden.shape).masked_fill_(hidden, least)
+        return self._made[which]
+
+
+def _inputs(piece: Piece, q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, ...]:
+    return _queries(piece, q, group), _keys(piece, k, group), _keys(piece, v, group)
+
+
+def _documents(x: Tensor, rows: range, count: int, stride: int) -> Tensor:
+    """Rows of `count` documents: [T, H, d] -> [count, rows, H, d], a view."""
+    if count == 1:
+        return x[rows.start : rows.stop].unsqueeze(0)
+    return x.as_strided(
+        (count, len(rows), *x.shape[1:]),
+        (stride * x.stride(0), *x.stride()),
+        x.storage_offset() + rows.start * x.stride(0),
+    )
+
+
+def _queries(piece: Piece, x: Tensor, group: int) -> Tensor:
+    """[T, H, d] -> [K, G, rows, d], or [count, H, rows, d] of several documents; a view."""
+    rows = _documents(x, piece.block.query, piece.count, piece.num_queries)  # [count, rows, H, d]
+    if piece.count == 1:
+        heads: Tensor = rows[0].unflatten(1, (-1, group))
+        return heads.permute(1, 2, 0, 3)
+    return rows.transpose(1, 2)
+
+
+def _keys(piece: Piece, x: Tensor, group: int) -> Tensor:
+    """[T, K, d] -> [K, G, rows, d], each head seen G times (a view), or [count, H, rows, d]."""
+    rows = _documents(x, piece.block.key, piece.count, piece.num_keys)  # [count, rows, K, d]
+    if piece.count == 1:
+        return rows[0].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    if group > 1:
+        rows = rows.repeat_interleave(group, 2)
+    return rows.transpose(1, 2)
+
+
+def _add_keys(piece: Piece, total: Tensor, grad: Tensor, group: int) -> None:
+    """Add the gradient of `_keys` to that of the whole."""
+    rows = _documents(total, piece.block.key, piece.count, piece.num_keys)
+    if piece.count == 1:
+        rows[0].add_(grad.sum(1).transpose(0, 1) if group > 1 else grad[:, 0].transpose(0, 1))
+    elif group > 1:
+        rows.add_(grad.unflatten(1, (-1, group)).sum(2).transpose(1, 2))
+    else:
+        rows.add_(grad.transpose(1, 2))

@@ -1,0 +1,154 @@
+"""`DistributedAttention`: attention over sequences that are split over ranks, by all-to-all.
+
+p ranks, B batch, S sequence, H query heads, K KV heads, h and k those of this rank, d head size
+
+    q, k, v  [B, S/p, H, d]  --all-to-all-->  [B, S, h, d]  local attention  [B, S, h, d]
+                                                             --all-to-all-->  [B, S/p, H, d]
+
+Every rank attends with some heads over the whole sequence, so packed documents, windows and
+positions are what they are on one device. `HeadPlan` says which heads.
+
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trips are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.attention.exchange import Cut, Exchange, launch
+from isp.attention.heads import HeadPlan
+from isp.attention.local import LocalAttention
+from isp.attention.mask import AttentionMask
+from isp.comm import Channel
+
+__all__ = ["DistributedAttention", "LaunchedQuery"]
+
+_HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
+
+
+class LaunchedQuery:
+    """Queries on their way; `DistributedAttention.finish` takes them."""
+
+    def __init__(self, num_heads: int, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.num_heads = num_heads
+        self.arrive = arrive
+
+
+class DistributedAttention:
+    """Local attention made to work on a sequence that `channel` splits; made once a model.
+
+    [Note: Attention forms] Each way of handing over q, k and v has its own method, all with the
+    same result: `__call__` (separate), `from_qkv` and `from_kv` (packed), `launch` and `finish`
+    (k and v are still being computed while q travels). Every rank calls the same one.
+
+    `together_below_bytes`: up to this size on a rank q, k and v travel as one message, which saves
+    launches; above it each on its own, and packing one overlaps the trip of the one before.
+    """
+
+    def __init__(
+        self,
+        local_attention: LocalAttention,
+        channel: Channel,
+        *,
+        together_below_bytes: int = 64 << 20,
+    ) -> None:
+        self.local_attention = local_attention
+        self.channel = channel
+        self.together_below_bytes = together_below_bytes
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
+
+        Raises ValueError if K does not divide H.
+        """
+        if self.channel.size == 1:
+            return self.local_attention(q, k, v, mask=mask)
+        plan = self._plan(q, k)
+        size = sum(x.numel() * x.element_size() for x in (q, k, v))
+        if size <= self.together_below_bytes and k.shape == v.shape:
+            q, k, v = self._send((q, k, v), (plan.query, plan.kv, plan.kv), "qkv")()
+        else:
+            trips = [
+                self._send((x,), (heads,), label)
+                for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
+            ]
+            q, k, v = (arrive()[0] for arrive in trips)
+        return self._attend(q, k, v, plan, mask)
+
+    def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
+        """Packed with as many KV heads as query heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
+        q, k, v = qkv.unbind(2)
+        return self(q, k, v, mask=mask)
+
+    def from_kv(self, q: Tensor, kv: Tensor, *, mask: AttentionMask) -> Tensor:
+        """k and v packed: q [B, S/p, H, d], kv [B, S/p, 2, K, d] -> [B, S/p, H, d]."""
+        k, v = kv.unbind(2)
+        return self(q, k, v, mask=mask)
+
+    def launch(self, q: Tensor) -> LaunchedQuery:
+        """Send q [B, S/p, H, d] ahead; what is computed until `finish` runs while it travels.
+
+        In backward, what made k and v gets its gradient while that of q travels.
+        """
+        plan = HeadPlan.of(q.shape[_HEADS], q.shape[_HEADS], self.channel.size)
+        return LaunchedQuery(q.shape[_HEADS], self._send((q,), (plan.query,), "q"))
+
+    def finish(self, query: LaunchedQuery, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """k and v [B, S/p, K, d] -> [B, S/p, H, d]; the same bits as without `launch`."""
+        plan = HeadPlan.of(query.num_heads, k.shape[_HEADS], self.channel.size)
+        arrive = self._send((k, v), (plan.kv, plan.kv), "kv")
+        (q,) = query.arrive()
+        k, v = arrive()
+        return self._attend(q, k, v, plan, mask)
+
+    def _plan(self, q: Tensor, k: Tensor) -> HeadPlan:
+        return HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
+
+    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+        spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
+        sequence = Cut.even(_SEQUENCE, length, self.channel.size)
+        return Exchange(self.channel, spread, sequence, f"attention.{label}")
+
+    def _send(
+        self, xs: tuple[Tensor, ...], heads: tuple[tuple[range, ...], ...], label: str
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """xs [B, S/p, H, d] on their way to [B, S, h, d] by the heads of each rank."""
+        length = xs[0].shape[_SEQUENCE] * self.channel.size
+        return launch(self._exchange(heads, length, label), xs)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, mask: AttentionMask
+    ) -> Tensor:
+        """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
+        if q.shape[_HEADS] == 0:
+            out = _NoHeads.apply(q, k, v)
+        else:
+            repeated = plan.repeated_kv(self.channel.rank)
+            if repeated is not None:
+                index = torch.tensor(repeated, device=k.device)
+                k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
+            out = self.local_attention(q, k, v, mask=mask)
+        back = self._exchange((plan.query,), out.shape[_SEQUENCE], "out")
+        (out,) = launch(back, (out,), reverse=True)()
+        return out
+
+
+class _NoHeads(torch.autograd.Function):
+    """Attention of a rank without heads: empty, and joined to k and v all the same.
+
+    Without this node the rank's backward would never reach their exchange, and the others would
+    wait for it forever.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)

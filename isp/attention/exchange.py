@@ -1,0 +1,306 @@
+"""The one all-to-all of sequence parallelism: spread a dim over the ranks, join another.
+
+p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T tokens
+
+[Note: A trip is two autograd nodes]
+Departure packs and launches, arrival waits and unpacks; between them the trip is a `Pending`. In
+backward the arrival node launches the gradient's trip and the departure node waits for it, so what
+can run while x travels has its gradient computed while dx travels. Between the two nodes autograd
+sees only an empty ticket; every gradient goes through the flight. The synchronous form is the same
+two nodes, one after the other, hence the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.comm import Channel, Pending
+
+__all__ = [
+    "Cut",
+    "Exchange",
+    "Flight",
+    "SeqAllToAll",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+]
+
+
+class Cut(NamedTuple):
+    """How one dim lies over the ranks: rank i has `ranges[i]`; ranges that overlap replicate."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
+        """Equal slices; raises ValueError if the length does not divide."""
+        if length % num_ranks:
+            raise ValueError(
+                f"dim {dim} of {length} does not divide by {num_ranks} ranks: pad it to"
+                f" {-(-length // num_ranks) * num_ranks}"
+            )
+        size = length // num_ranks
+        return cls(dim, tuple(range(i * size, (i + 1) * size) for i in range(num_ranks)))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the slices are equally long and lie one after another."""
+        size = len(self.ranges[0])
+        return all(
+            r.start == i * size and r.stop == (i + 1) * size for i, r in enumerate(self.ranges)
+        )
+
+    @property
+    def is_partition(self) -> bool:
+        """Whether the slices lie one after another, without overlap or gap."""
+        return all(a.stop == b.start for a, b in zip(self.ranges, self.ranges[1:], strict=False))
+
+    @property
+    def length(self) -> int:
+        """Length of the whole dim."""
+        return max(r.stop for r in self.ranges)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All-to-all of several tensors at once: each is cut along one dim and joined along another.
+
+    Going out, tensor t is whole in `spread[t].dim` and a slice in `join.dim`; what arrives is whole
+    in `join.dim` and the slice `spread[t].ranges[rank]`. Going back is the dual: where ranges
+    overlap, what comes back is summed (in rank order, in float32 at least).
+
+    The tensors are alike but for the spread dim, and travel as one: the message to a rank has their
+    slices side by side along that dim, so on arrival each is a view of it (for batch 1).
+    """
+
+    channel: Channel
+    spread: tuple[Cut, ...]
+    join: Cut
+    label: str = ""
+
+    def go_out(self, xs: Sequence[Tensor]) -> Flight:
+        """Spread xs and join them along `join.dim`."""
+        dim, rank = self.spread[0].dim, self.channel.rank
+        shapes_in = [self._message_shape(xs[0], to, rank) for to in range(self.channel.size)]
+        shapes_out = [self._message_shape(xs[0], rank, of) for of in range(self.channel.size)]
+        send = _pack(xs, self.spread, dim, shapes_in)
+        widths = [len(cut.ranges[rank]) for cut in self.spread]
+
+        def unpack(received: Tensor) -> tuple[Tensor, ...]:
+            return tuple(_joined(received, self.join, shapes_out).split(widths, dim))
+
+        return self._launch(send, shapes_in, shapes_out, unpack)
+
+    def go_back(self, ys: Sequence[Tensor]) -> Flight:
+        """Cut ys along `join.dim` and put them together along the spread dims."""
+        dim, rank = self.spread[0].dim, self.channel.rank
+        shapes_in = [self._message_shape(ys[0], rank, to) for to in range(self.channel.size)]
+        shapes_out = [self._message_shape(ys[0], of, rank) for of in range(self.channel.size)]
+        send = _pack(ys, [self.join] * len(ys), dim, shapes_in)
+
+        def unpack(received: Tensor) -> tuple[Tensor, ...]:
+            return _assembled(received, self.spread, shapes_out)
+
+        return self._launch(send, shapes_in, shapes_out, unpack)
+
+    def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
+        """Shape of what passes between the rank with these heads and the rank with this slice."""
+        shape = list(x.shape)
+        shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)
+        shape[self.join.dim] = len(self.join.ranges[join_rank])
+        return shape
+
+    def _launch(
+        self,
+        send: Tensor,
+        shapes_in: list[list[int]],
+        shapes_out: list[list[int]],
+        unpack: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> Flight:
+        rows_in, rows_out = ([prod(s) for s in shapes] for shapes in (shapes_in, shapes_out))
+        even = len({*rows_in, *rows_out}) == 1
+        pending = self.channel.all_to_all_into(
+            send.new_empty(sum(rows_out)),
+            send,
+            out_rows=None if even else rows_out,
+            in_rows=None if even else rows_in,
+            label=self.label,
+        )
+        return Flight(pending, unpack)
+
+
+class Flight(NamedTuple):
+    """Tensors under way as one message."""
+
+    pending: Pending
+    unpack: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, when they are there."""
+        return self.unpack(self.pending.wait())
+
+
+def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list[int]]) -> Tensor:
+    """The messages to all ranks one after another, flat; copies once, or not at all.
+
+    Rank i's message has `cuts[t].ranges[i]` of each x side by side along `dim`.
+    """
+    size = len(shapes)
+    if all(cut.is_even for cut in cuts):
+        slices = [
+            x.unflatten(cut.dim, (size, -1)).movedim(cut.dim, 0)
+            for x, cut in zip(xs, cuts, strict=True)
+        ]  # each [p, *slice]
+        whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
+        return whole.reshape(-1)
+    flat = xs[0].new_empty(sum(prod(s) for s in shapes))
+    for rank, message in enumerate(_messages(flat, shapes)):
+        parts = [
+            x.narrow(cut.dim, cut.ranges[rank].start, len(cut.ranges[rank]))
+            for x, cut in zip(xs, cuts, strict=True)
+        ]
+        torch.cat(parts, dim, out=message)
+    return flat
+
+
+def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    parts = flat.split([prod(s) for s in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
+    """All messages joined along `join.dim`; a view if they are alike and all dims before are 1."""
+    if join.is_even:
+        whole = received.view(len(shapes), *shapes[0])  # [p, .., S/p, ..]
+        return whole.movedim(0, join.dim).flatten(join.dim, join.dim + 1)
+    return torch.cat(_messages(received, shapes), join.dim)
+
+
+def _assembled(
+    received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
+) -> tuple[Tensor, ...]:
+    """Each tensor put together along its dim from the messages, summed where ranges overlap."""
+    messages = _messages(received, shapes)
+    widths = [[len(cut.ranges[rank]) for cut in cuts] for rank in range(len(shapes))]
+    dim = cuts[0].dim
+    parts = [message.split(w, dim) for message, w in zip(messages, widths, strict=True)]
+    return tuple(
+        torch.cat(slices, dim) if cut.is_partition else _summed(slices, cut)
+        for cut, slices in zip(cuts, zip(*parts, strict=True), strict=True)
+    )
+
+
+def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
+    shape = list(slices[0].shape)
+    shape[cut.dim] = cut.length
+    dtype = torch.promote_types(slices[0].dtype, torch.float32)
+    total = slices[0].new_zeros(shape, dtype=dtype)
+    for part, owned in zip(slices, cut.ranges, strict=True):
+        total.narrow(cut.dim, owned.start, len(owned)).add_(part)
+    return total.to(slices[0].dtype)
+
+
+class _Trip:
+    """One exchange under autograd: what is in flight there, and in backward what is coming back."""
+
+    def __init__(self, exchange: Exchange, *, reverse: bool) -> None:
+        self._there = exchange.go_back if reverse else exchange.go_out
+        self._back = exchange.go_out if reverse else exchange.go_back
+        self._flight: Flight | None = None
+
+    def depart(self, xs: Sequence[Tensor]) -> None:
+        self._flight = self._there(xs)
+
+    def depart_back(self, dys: Sequence[Tensor]) -> None:
+        self._flight = self._back(dys)
+
+    def arrive(self) -> tuple[Tensor, ...]:
+        assert self._flight is not None, "a trip arrives once for each departure"
+        flight, self._flight = self._flight, None
+        return flight.wait()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: _Trip, *xs: Tensor) -> Tensor:
+        ctx.trip = trip
+        trip.depart(xs)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.trip.arrive()
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: _Trip, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.trip = trip
+        return trip.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor]:
+        ctx.trip.depart_back(dys)
+        return None, dys[0].new_empty(0)
+
+
+def launch(
+    exchange: Exchange, xs: Sequence[Tensor], *, reverse: bool = False
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
+
+    See the note [A trip is two autograd nodes]. The result must be called once, and every rank's
+    backward must reach what it gave.
+    """
+    if exchange.channel.size == 1:
+        return lambda: tuple(xs)
+    trip = _Trip(exchange, reverse=reverse)
+    ticket = _Depart.apply(trip, *xs)
+    return lambda: _Arrive.apply(trip, ticket)
+
+
+class SeqAllToAll:
+    """All-to-all that spreads dim `scatter` over the ranks and joins dim `gather`.
+
+    x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
+    Raises ValueError if N is not a multiple of the channel's size.
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+
+    @staticmethod
+    def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
+        """x, exchanged."""
+        return SeqAllToAll.launch(channel, x, scatter, gather).wait()
+
+    @staticmethod
+    def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
+        """x on its way; the same bits as `apply`."""
+        scatter, gather = scatter % x.dim(), gather % x.dim()
+        if scatter == gather:
+            raise ValueError(f"cannot scatter and gather the same dim {scatter}")
+        size = channel.size
+        exchange = Exchange(
+            channel,
+            (Cut.even(scatter, x.shape[scatter], size),),
+            Cut.even(gather, x.shape[gather] * size, size),
+            "all_to_all",
+        )
+        arrive = launch(exchange, (x,))
+        return Pending(lambda: arrive()[0])
+
+
+def all_to_all_sp2hp(x: Tensor, channel: Channel) -> Tensor:
+    """Tokens split -> hidden split: [T/p, .., H] -> [T, .., H/p]; backward the other way."""
+    return SeqAllToAll.apply(channel, x, -1, 0)
+
+
+def all_to_all_hp2sp(x: Tensor, channel: Channel) -> Tensor:
+    """Hidden split -> tokens split: [T, .., H/p] -> [T/p, .., H]; backward the other way."""
+    return SeqAllToAll.apply(channel, x, 0, -1)

@@ -1,0 +1,106 @@
+"""Local attention by the flash-attn packages, versions 2 to 4.
+
+B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
+
+All three align causal masks at the last query and key (flash-attn since 2.1), give zeros where a
+query sees nothing, and share KV heads between query heads, as `LocalAttention` asks. A package
+counts as there if the function itself can be imported: a build whose extension does not load fails
+with ImportError or, for a missing symbol, OSError.
+
+Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_attn` and `hopper`,
+and flash_attn/cute/interface.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from isp.attention.mask import AttentionMask
+
+__all__ = ["Flash2Attention", "Flash3Attention", "Flash4Attention"]
+
+
+class _FlashAttention:
+    """What the three have in common: a dense and a packed function that take the same keywords."""
+
+    module: str
+    name: str
+    remedy: str
+    no_limit: int | None = -1
+    """How an open side of a window is written."""
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        self.scale = scale
+        self._dense: Callable[..., Any] = self._import("flash_attn_func")
+        self._packed: Callable[..., Any] = self._import("flash_attn_varlen_func")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        options = {
+            "softmax_scale": self.scale,
+            "causal": mask.causal,
+            "window_size": self._window(mask),
+        }
+        if mask.cu_seqlens is None:
+            return _only_output(self._dense(q, k, v, **options))
+        ends = mask.cu_seqlens_on(q.device)
+        out = self._packed(
+            *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=mask.max_length,
+            max_seqlen_k=mask.max_length,
+            **options,
+        )
+        return _only_output(out).view(q.shape)
+
+    def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
+        if mask.window is None:
+            return self.no_limit, self.no_limit
+        return mask.window - 1, 0 if mask.causal else mask.window - 1
+
+    def _import(self, function: str) -> Callable[..., Any]:
+        try:
+            found: Callable[..., Any] = getattr(import_module(self.module), function)
+        except (ImportError, OSError, AttributeError) as error:
+            raise ValueError(
+                f"attention_backend={self.name} is not there ({error}): {self.remedy}, or use"
+                f" attention_backend=auto"
+            ) from error
+        return found
+
+
+def _only_output(result: Any) -> Tensor:
+    """Some versions give (output, logsumexp) where others give the output alone."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+class Flash2Attention(_FlashAttention):
+    """FlashAttention-2, for Ampere and later."""
+
+    module = "flash_attn"
+    name = "flash2"
+    remedy = "pip install flash-attn --no-build-isolation"
+
+
+class Flash3Attention(_FlashAttention):
+    """FlashAttention-3, for Hopper."""
+
+    module = "flash_attn_interface"
+    name = "flash3"
+    remedy = "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention"
+
+
+class Flash4Attention(_FlashAttention):
+    """FlashAttention-4, for Hopper and Blackwell."""
+
+    module = "flash_attn.cute"
+    name = "flash4"
+    remedy = "pip install flash-attn-4"
+    no_limit = None

@@ -1,0 +1,86 @@
+"""Which heads each rank attends with: exact for every number of query heads, KV heads and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from math import gcd
+
+__all__ = ["HeadPlan"]
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """The heads of each rank.
+
+    Query heads are dealt in consecutive runs whose lengths differ by one at most; a rank may get
+    none. A rank gets exactly the KV heads that its query heads look at, so a KV head is replicated
+    only where the query heads that share it are on several ranks; of all such deals this is one
+    with the fewest copies.
+
+        7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
+        query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11
+        kv     0 1 | 2 3 | 4 5 | 6            kv     0       1   | 1   2
+    """
+
+    query: tuple[range, ...]
+    """Query heads of each rank."""
+    kv: tuple[range, ...]
+    """KV heads of each rank; neighbours may overlap."""
+    group: int
+    """Query heads that share a KV head."""
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPlan:
+        """The plan for these numbers; raises ValueError if KV heads do not divide query heads."""
+        if num_kv_heads < 1 or num_query_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads} must divide num_heads={num_query_heads}: each KV head"
+                f" is shared by equally many query heads"
+            )
+        group = num_query_heads // num_kv_heads
+        sizes = _deal(num_query_heads, num_ranks, group)
+        query = tuple(range(a, b) for a, b in pairwise(accumulate(sizes, initial=0)))
+        return cls(query, tuple(_seen(heads, group) for heads in query), group)
+
+    def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
+        """For each KV head that local attention needs, the rank's own KV head it is a copy of.
+
+        None where the rank's heads can be attended as they are. Local attention shares each KV head
+        between equally many query heads; where a rank has only part of a group, its KV heads are
+        repeated until that is so.
+        """
+        owners = [head // self.group - self.kv[rank].start for head in self.query[rank]]
+        shares = [len(list(run)) for _, run in groupby(owners)]
+        if len(set(shares)) <= 1:
+            return None
+        return tuple(owners[:: gcd(*shares)])
+
+
+def _seen(query: range, group: int) -> range:
+    """The KV heads that these query heads look at."""
+    return range(query.start // group, -(-query.stop // group))  # stop rounds up
+
+
+def _deal(num_heads: int, num_ranks: int, group: int) -> tuple[int, ...]:
+    """Query heads of each rank, alike but for one, with the fewest KV heads in all.
+
+    Walks over the ranks and keeps, for each number of larger shares dealt so far, the best deal;
+    of equal ones that whose larger shares come first, so that ranks without heads are the last.
+    """
+    base, extra = divmod(num_heads, num_ranks)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # extras -> copies, minus sizes
+    for rank in range(num_ranks):
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for dealt, (copies, sizes) in best.items():
+            start = rank * base + dealt
+            for size in (base, base + 1):
+                after = dealt + size - base
+                seen = len(_seen(range(start, start + size), group)) if size else 0
+                deal = (copies + seen, (*sizes, -size))
+                if after <= extra:
+                    longer[after] = min(longer.get(after, deal), deal)
+        best = longer
+    return tuple(-size for size in best[extra][1])

@@ -1,0 +1,171 @@
+"""Cuts attention under a mask into dense pieces, none of which needs a mask of S x S.
+
+A piece is a run of queries of one document against the run of keys that any of them sees. Its mask
+is nothing, a plain causal triangle, or a band of at most `BLOCK_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.attention.mask import AttentionMask
+
+__all__ = [
+    "BLOCK_ROWS",
+    "EVERYTHING",
+    "Block",
+    "Piece",
+    "Visible",
+    "blocks_of",
+    "document_lengths",
+    "pieces_of",
+]
+
+BLOCK_ROWS = 256
+"""Most queries of a piece that needs a band mask; so that mask has at most BLOCK_ROWS * S bits."""
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Query i of a piece sees key j if low <= j - i <= high; None: no limit."""
+
+    low: int | None
+    high: int | None
+
+    def band(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """[queries, keys], True where seen."""
+        offset = torch.arange(num_keys, device=device) - torch.arange(
+            num_queries, device=device
+        ).unsqueeze(1)
+        seen = torch.ones_like(offset, dtype=torch.bool)
+        if self.low is not None:
+            seen &= offset >= self.low
+        if self.high is not None:
+            seen &= offset <= self.high
+        return seen
+
+    def within(self, num_queries: int, num_keys: int) -> Visible:
+        """Without the limits that hide nothing here."""
+        return Visible(
+            None if self.low is None or self.low <= 1 - num_queries else self.low,
+            None if self.high is None or self.high >= num_keys - 1 else self.high,
+        )
+
+
+EVERYTHING = Visible(None, None)
+TRIANGLE = Visible(None, 0)
+
+
+class Block(NamedTuple):
+    """A run of queries against all keys that any of them sees."""
+
+    query: range
+    key: range
+    visible: Visible
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of `count` documents of equal length, one right after another."""
+
+    block: Block
+    """Rows of the first document's queries and keys, counted over the whole batch."""
+    count: int
+    num_queries: int
+    """Queries of each document, which is how far apart their blocks are."""
+    num_keys: int
+    """Keys of each document."""
+
+    @property
+    def is_causal_square(self) -> bool:
+        """Whether the mask is the plain triangle, which kernels know without being given it."""
+        return self.block.visible == TRIANGLE and len(self.block.query) == len(self.block.key)
+
+
+def document_lengths(
+    mask: AttentionMask, batch_size: int, query_length: int, key_length: int
+) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) of each document of [B, Sq] queries and [B, Sk] keys, rows one after another.
+
+    Raises ValueError where the mask does not fit them.
+    """
+    mask.check_covers(batch_size, query_length, key_length)
+    if mask.cu_seqlens is None:
+        return ((query_length, key_length),) * batch_size
+    return tuple((n, n) for n in mask.lengths)
+
+
+@lru_cache(maxsize=64)
+def pieces_of(
+    lengths: tuple[tuple[int, int], ...],
+    *,
+    causal: bool,
+    window: int | None,
+    batch_below: int,
+    rows: int,
+) -> tuple[Piece, ...]:
+    """The pieces of documents of these (queries, keys), packed one after another.
+
+    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens.
+    Queries that see no key are in no piece.
+    """
+    pieces: list[Piece] = []
+    query_start = key_start = 0
+    for (num_queries, num_keys), run in groupby(lengths):
+        count = len(list(run))
+        together = count if max(num_queries, num_keys) < batch_below else 1
+        blocks = blocks_of(num_queries, num_keys, causal=causal, window=window, rows=rows)
+        for _ in range(0, count, together):
+            for query, key, visible in blocks:
+                block = Block(_shift(query, query_start), _shift(key, key_start), visible)
+                pieces.append(Piece(block, together, num_queries, num_keys))
+            query_start += num_queries * together
+            key_start += num_keys * together
+    return tuple(pieces)
+
+
+def _shift(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)
+
+
+def blocks_of(
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: int | None,
+    rows: int = BLOCK_ROWS,
+) -> list[Block]:
+    """The blocks of one document, aligned at its last query and key.
+
+    One block where no mask has to be given, else blocks of `rows` queries; queries that see no key
+    are left out.
+    """
+    offset = num_keys - num_queries
+    # query i sees key j if low <= j - i <= high
+    low = None if window is None else offset - window + 1
+    high = offset if causal else None if window is None else offset + window - 1
+    if num_queries == 0 or num_keys == 0:
+        return []
+    whole = Visible(low, high).within(num_queries, num_keys)
+    if whole == EVERYTHING or (whole == TRIANGLE and offset == 0):
+        return [Block(range(num_queries), range(num_keys), whole)]
+    first = 0 if high is None else max(0, -high)  # queries before it see nothing
+    starts = range(first, num_queries, rows)
+    return [_block(i, min(i + rows, num_queries), num_keys, low, high) for i in starts]
+
+
+def _block(start: int, stop: int, num_keys: int, low: int | None, high: int | None) -> Block:
+    key = range(
+        0 if low is None else max(0, start + low),
+        num_keys if high is None else min(num_keys, stop + high),
+    )
+    by = key.start - start
+    visible = Visible(None if low is None else low - by, None if high is None else high - by)
+    return Block(range(start, stop), key, visible.within(stop - start, len(key)))
