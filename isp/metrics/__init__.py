@@ -1,0 +1,17 @@
+"""The numbers of a step: what they are, the line that is printed, the file that is kept."""
+
+from isp.metrics.device import describe_mfu, device_name, peak_memory_gib, peak_tflops
+from isp.metrics.file import MetricsFile, read_metrics
+from isp.metrics.record import Speed, StepRecord, speed
+
+__all__ = [
+    "MetricsFile",
+    "Speed",
+    "StepRecord",
+    "describe_mfu",
+    "device_name",
+    "peak_memory_gib",
+    "peak_tflops",
+    "read_metrics",
+    "speed",
+]

@@ -1,0 +1,103 @@
+"""What the numbers of a step are measured against: the device, its memory, its peak."""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["describe_mfu", "device_name", "peak_memory_gib", "peak_tflops"]
+
+_DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("B300", 2250.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.5),
+    ("H200", 989.4),
+    ("H100 NVL", 835.5),
+    ("H100 PCIe", 756.5),
+    ("H100", 989.4),
+    ("H800 PCIe", 756.5),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX A6000", 154.8),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI250X", 191.5),  # half of the card: each of its two dies is a device
+    ("MI300A", 980.6),
+    ("MI300X", 1307.4),
+    ("MI325X", 1307.4),
+    ("MI350X", 2300.0),
+    ("MI355X", 2500.0),
+]
+"""Words of a device's name, its TFLOP/s in bfloat16 without sparsity; the first match counts.
+Source: the makers' data sheets; where those give the figure with 2:4 sparsity, half of it."""
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of `device`, such as `NVIDIA H100 80GB HBM3`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    found = None
+    if cpu_info.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpu_info.read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def peak_tflops(name: str, configured: float | None = None) -> float | None:
+    """Dense bfloat16 TFLOP/s of the device called `name`; None where it is not known.
+
+    `configured` (`metrics.peak_tflops`) goes before what is known. A slice of a GPU (MIG) has an
+    unknown part of the peak.
+    """
+    if configured is not None:
+        return configured
+    words = set(re.findall(r"\w+", name.upper()))
+    if "MIG" in words:
+        return None
+    for known, tflops in _DENSE_BF16_TFLOPS:
+        if words.issuperset(known.upper().split()):
+            return tflops
+    return None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process had in use at once, in GiB.
+
+    On CUDA what tensors took on the device (`torch.cuda.max_memory_allocated`); on CPU the whole
+    process, code and libraries included (its peak resident set).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss there: a process begins with that of the one that started it.
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
+    """What `tflops` and `mfu` mean in a run on devices called `device`: a line for the log."""
+    rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
+    if peak is None:
+        return (
+            f"{rule}; mfu: left out, as the peak of {device} is not known: set metrics.peak_tflops"
+        )
+    return f"{rule}; mfu: tflops / {peak:g}, the peak of {device} in dense bfloat16"

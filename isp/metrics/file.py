@@ -1,0 +1,147 @@
+"""`metrics.jsonl`: one JSON object a line, in a file that a crash or a full disk leaves whole.
+
+A line counts once its line break is written: what follows the last break was torn off by a crash,
+and is passed over in reading and removed when the file is opened to write on.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from isp.metrics.record import StepRecord
+
+__all__ = ["MetricsFile", "read_metrics"]
+
+logger = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks answers to a request for one."""
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """The records in `path`, also while a run is writing to it.
+
+    Raises ValueError, with the number of the line, where a whole line is not a record.
+    """
+    records = []
+    for number, line in enumerate(_whole_lines(Path(path).read_bytes()), start=1):
+        try:
+            records.append(StepRecord.from_json(line.decode()))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a record of a step ({error})") from error
+    return records
+
+
+class MetricsFile:
+    """Appends records to the file at `path`, each in the system's hands when `write` returns.
+
+    Lines of steps after `last_step` are removed first: that is where the run goes on from, 0 for a
+    new one. While the disk is full, lines wait here and are tried again with each new one.
+    Raises ValueError if another run is writing to the file, or it is not a file of metrics.
+    """
+
+    def __init__(self, path: str | Path, *, last_step: int = 0) -> None:
+        self._path = Path(path)
+        self._waiting: deque[bytes] = deque()
+        self._failing = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(self._fd, self._path)
+            self._size = _size_up_to(self._path, last_step)
+            os.ftruncate(self._fd, self._size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, record: StepRecord) -> None:
+        """Append `record`; a disk that is full is told once, and is no reason to stop."""
+        self._waiting.append(record.to_json().encode() + b"\n")
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "cannot write to %s (%s): training goes on, and the numbers of its steps are"
+                    " kept in memory until they can be written",
+                    self._path,
+                    error.strerror,
+                )
+            self._failing = True
+        else:
+            if self._failing:
+                logger.warning("%s is written again, no step is missing", self._path)
+            self._failing = False
+
+    def close(self) -> None:
+        """Write what waits, and close the file; tells how much could not be written."""
+        try:
+            self._write_waiting()
+            os.fsync(self._fd)
+        except OSError as error:
+            lines = b"".join(self._waiting).decode()
+            logger.error("could not write to %s (%s):\n%s", self._path, error.strerror, lines)
+        finally:
+            os.close(self._fd)
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            line, written = self._waiting[0], 0
+            while written < len(line):
+                # At its own place, not at the end: after a write that failed half-way, the next
+                # attempt covers the half line.
+                written += os.pwrite(self._fd, line[written:], self._size + written)
+            self._size += len(line)
+            self._waiting.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _lock(fd: int, path: Path) -> None:
+    """Keep other runs off the file until this process ends, where the file system has locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is writing to {path}: wait until it has ended, or start a new one with"
+            " checkpoint.auto_resume=false"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _size_up_to(path: Path, last_step: int) -> int:
+    """Bytes of the whole lines before the first one of a step after `last_step`."""
+    size = 0
+    for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not a record of a step: repair it, or move the file away"
+            ) from error
+        if step > last_step:
+            break
+        size += len(line) + 1
+    return size
+
+
+def _whole_lines(data: bytes) -> list[bytes]:
+    return data.split(b"\n")[:-1]

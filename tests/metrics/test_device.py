@@ -1,0 +1,73 @@
+"""Peaks by the names that drivers give, memory, and the line that explains both."""
+
+import pytest
+import torch
+
+from isp.metrics import describe_mfu, device_name, peak_memory_gib, peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA RTX A6000", 154.8),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Some CPU 2000", None),
+    ],
+)
+def test_peak_by_name(name: str, peak: float | None) -> None:
+    """Catches a name that is the beginning of another's (H20, H200), and a guess at a slice."""
+    assert peak_tflops(name) == peak
+
+
+def test_configured_peak_goes_first() -> None:
+    """Catches `metrics.peak_tflops` ignored on a known or an unknown device."""
+    assert peak_tflops("NVIDIA H200", 500.0) == 500.0
+    assert peak_tflops("abacus", 0.5) == 0.5
+
+
+def test_memory_is_a_peak_in_gib() -> None:
+    """Catches a wrong unit, and present use reported as the peak."""
+    cpu = torch.device("cpu")
+    before = peak_memory_gib(cpu)
+    assert 0.01 < before < 64
+    filled = b"x" * int((before + 0.1) * 2**30)
+    del filled
+    assert before + 0.1 <= peak_memory_gib(cpu) < before + 1
+
+
+def test_mfu_is_explained() -> None:
+    """Catches an MFU whose rule or peak the reader has to guess."""
+    known = describe_mfu("6 x N", "NVIDIA H200", 989.4)
+    assert known == (
+        "tflops: model FLOPs of a rank a second (6 x N); mfu: tflops / 989.4, the peak of"
+        " NVIDIA H200 in dense bfloat16"
+    )
+    assert "metrics.peak_tflops" in describe_mfu("6 x N", "abacus", None)
+
+
+def test_cpu_has_a_name() -> None:
+    """Catches an empty device in the record of a run."""
+    assert device_name(torch.device("cpu")).strip()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_memory_is_that_of_tensors() -> None:
+    """Catches the process' memory reported for that of the device."""
+    device = torch.device("cuda", 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = peak_memory_gib(device)
+    torch.zeros(2**28, device=device, dtype=torch.uint8)
+    assert peak_memory_gib(device) == pytest.approx(before + 0.25, abs=0.01)
+    assert device_name(device)

@@ -1,0 +1,103 @@
+"""A step's numbers as a line and as JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from isp.metrics import Speed, StepRecord, speed
+
+RECORD = StepRecord(
+    step=10,
+    loss=2.73911,
+    grad_norm=0.6651,
+    lr=3e-4,
+    tokens=81920,
+    tgs=4103.4,
+    tflops=395.76,
+    mfu=0.4,
+    step_ms=158.0,
+    comm_ms=41.0,
+    exposed_ms=6.2,
+    mem_gib=1.2345,
+)
+
+
+def test_line_has_the_promised_form() -> None:
+    """Catches a changed field, order, width or unit: scripts read this line."""
+    assert RECORD.line(100) == (
+        "step: 10/100  loss: 2.7391  grad_norm: 0.665  lr: 3.0e-04  tgs: 4,103  tflops: 395.76"
+        "  mfu: 40.0%  mem: 1.23GiB  step_ms: 158.0  comm_ms: 41.0  exposed_ms: 6.2 (15.1%)"
+    )
+
+
+def test_line_without_a_peak_or_transfers() -> None:
+    """Catches an invented MFU on a device without a known peak, and 0 / 0 on one rank."""
+    line = replace(RECORD, mfu=None, comm_ms=0.0, exposed_ms=0.0).line(10)
+    assert "mfu" not in line
+    assert line.endswith("comm_ms: 0.0  exposed_ms: 0.0 (0.0%)")
+
+
+def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
+    """Catches a validation loss or a skipped update that is not shown."""
+    record = replace(RECORD, val_loss=2.5, skipped=True, grad_norm=math.inf)
+    assert record.line(10).endswith("(15.1%)  val_loss: 2.5000  skipped")
+    assert "grad_norm: inf" in record.line(10)
+
+
+@pytest.mark.parametrize("changes", [{}, {"mfu": None}, {"val_loss": 2.5}, {"skipped": True}])
+def test_json_round_trip(changes: dict[str, float]) -> None:
+    """Catches a number rounded or a field dropped on its way to the file and back."""
+    record = replace(RECORD, loss=math.pi, **changes)  # type: ignore[arg-type]
+    text = record.to_json()
+    assert "\n" not in text
+    assert StepRecord.from_json(text) == record
+    assert ("val_loss" in json.loads(text)) == (record.val_loss is not None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite_is_null(value: float) -> None:
+    """Catches NaN written as a bare word, which is not JSON."""
+    text = replace(RECORD, loss=value, val_loss=value).to_json()
+    values = json.loads(text, parse_constant=pytest.fail)
+    assert values["loss"] is None
+    read = StepRecord.from_json(text)
+    assert math.isnan(read.loss)
+    assert read.val_loss is not None
+    assert math.isnan(read.val_loss)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "low"}, "loss is 'low'"),
+        ({"step": 1.5}, r"step is 1\.5"),
+        ({"step": None}, "step is None"),
+        ({"tokens": True}, "tokens is True"),
+        ({"skipped": 0}, "skipped is 0"),
+        ({"loses": 1.0}, "unknown: loses"),
+    ],
+)
+def test_wrong_values_are_named(changes: dict[str, object], message: str) -> None:
+    """Catches a foreign object taken for a record."""
+    text = json.dumps(json.loads(RECORD.to_json()) | changes)
+    with pytest.raises(ValueError, match=message):
+        StepRecord.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{}", "missing: comm_ms, exposed_ms"), ("[1]", "not an object")]
+)
+def test_missing_values_are_named(text: str, message: str) -> None:
+    """Catches defaults made up for what a line does not have."""
+    with pytest.raises(ValueError, match=message):
+        StepRecord.from_json(text)
+
+
+def test_speed_is_a_rank() -> None:
+    """Catches the speed of all ranks reported as that of one."""
+    assert speed(tokens=8000, flops=4e15, seconds=2.0, num_ranks=4, peak_tflops=1000.0) == Speed(
+        tgs=1000.0, tflops=500.0, mfu=0.5
+    )
+    assert speed(tokens=1, flops=1.0, seconds=1.0, num_ranks=1, peak_tflops=None).mfu is None
