@@ -23,7 +23,7 @@ find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
         is_new_enough "$PYTHON" && { echo "$PYTHON"; return; }
-        echo "error: PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 || true), not Python 3.11 or newer" >&2
+        echo "error: PYTHON=$PYTHON is no Python 3.11 or newer: $("$PYTHON" --version 2>&1 | head -n 1)" >&2
         return 1
     fi
     for candidate in python3 python3.11 python3.12 python3.13 python; do

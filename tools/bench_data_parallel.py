@@ -1,0 +1,127 @@
+"""Step time of our data parallel wrappers against torch's DistributedDataParallel, in one run.
+
+    python tools/bench_data_parallel.py --ranks 2 4 --steps 30
+
+Every rank holds one copy of the model for each wrapper and trains them in turn, a step each, the
+first one rotating, so that all see the same disturbances. A step is forward, backward with the
+gradients' reduction, and SGD. The slowest rank's time counts. Shown are the medians, and the median
+of the ratios to DistributedDataParallel of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from isp.comm import Channel
+from isp.data_parallel import DataParallelBucket, DataParallelNaive
+
+REFERENCE = "DistributedDataParallel"
+Step = Callable[[Tensor], None]
+
+
+def build(width: int, depth: int) -> nn.Module:
+    """A tower of residual-free MLP blocks, the same on every rank."""
+    torch.manual_seed(0)
+    blocks = []
+    for _ in range(depth):
+        blocks += [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU()]
+        blocks += [nn.Linear(4 * width, width)]
+    return nn.Sequential(*blocks)
+
+
+def steps_of(width: int, depth: int) -> dict[str, Step]:
+    """A training step for each wrapper, each with its own process group."""
+
+    def theirs(view: bool) -> Step:
+        model = DistributedDataParallel(
+            build(width, depth), process_group=dist.new_group(), gradient_as_bucket_view=view
+        )
+        return training_step(model, model.zero_grad)
+
+    def ours(kind: type[DataParallelBucket] | type[DataParallelNaive]) -> Step:
+        model = kind(build(width, depth), Channel(dist.new_group()))
+        return training_step(model, model.reset)
+
+    return {
+        REFERENCE: theirs(view=False),
+        "DDP, gradient_as_bucket_view": theirs(view=True),
+        "DataParallelBucket": ours(DataParallelBucket),
+        "DataParallelNaive": ours(DataParallelNaive),
+    }
+
+
+def training_step(model: nn.Module, begin: Callable[[], None]) -> Step:
+    """Forward, backward and SGD of one wrapper."""
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+
+    def step(x: Tensor) -> None:
+        begin()
+        model(x).square().mean().backward()
+        sgd.step()
+
+    return step
+
+
+def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+    """Run all wrappers in turn on this rank; rank 0 prints the table."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    steps = steps_of(options.width, options.depth)
+    x = torch.randn(options.batch, options.width)
+    names = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(options.warmup + options.steps):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[name](x)
+            seconds = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if i >= options.warmup:
+                times[name].append(seconds.item())
+    if rank == 0:
+        report(world, times)
+    dist.destroy_process_group()
+
+
+def report(world: int, times: dict[str, list[float]]) -> None:
+    """A line for each wrapper."""
+    print(f"{world} ranks (gloo)                median ms   fastest ms   of {REFERENCE}")
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times[REFERENCE], strict=True)]
+        print(
+            f"  {name:<30}{statistics.median(seconds) * 1e3:>10.1f}{min(seconds) * 1e3:>13.1f}"
+            f"{statistics.median(ratios):>10.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=256)
+    options = parser.parse_args()
+    parameters = sum(p.numel() for p in build(options.width, options.depth).parameters())
+    print(f"{parameters / 1e6:.1f}M float32 parameters, batch {options.batch}, 1 thread a rank")
+    for world in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, args=(world, str(Path(folder)), options), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()
