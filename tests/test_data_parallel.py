@@ -1,0 +1,195 @@
+"""Data parallel wrappers against the sum of the replicas' gradients in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, CommLog
+from isp.data_parallel import DataParallelBucket, DataParallelNaive
+from tests.ranks import run_ranks
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Three linears, one of them used twice, one only if asked for, and a frozen one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        for name in ("first", "shared", "optional", "last", "frozen"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH, dtype=dtype))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, use_optional: bool) -> Tensor:
+        x = self.shared(torch.tanh(self.shared(self.first(x))))
+        if use_optional:
+            x = self.optional(x)
+        return self.frozen(self.last(x))
+
+
+def net(seed: int, dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def batch(rank: int, index: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + index)
+    return torch.randn(3, WIDTH, generator=generator, dtype=dtype)
+
+
+def wrap(kind: str, module: nn.Module, log: CommLog | None = None) -> Any:
+    channel = Channel(torch.distributed.group.WORLD, log=log)
+    if kind == "naive":
+        return DataParallelNaive(module, channel)
+    return DataParallelBucket(module, channel, bucket_bytes=0 if kind == "each" else 256)
+
+
+def _gradients(
+    rank: int, kind: str, dtype: torch.dtype = torch.float64
+) -> dict[str, tuple[list, list]]:
+    """p.grad and main gradient after two micro-batches, in the second of two steps."""
+    model = wrap(kind, net(rank, dtype))
+    for _ in range(2):
+        model.reset()
+        with model.no_sync():
+            model(batch(rank, 0, dtype), rank == 0).square().sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+        model(batch(rank, 1, dtype), False).square().sum().backward()
+    trained = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+    return {
+        n: (p.grad.double().tolist(), model.main_grad(p).double().tolist())
+        for n, p in trained.items()
+    }
+
+
+def reference() -> dict[str, Tensor]:
+    """The sum over two ranks and two micro-batches, from the weights of rank 0."""
+    module = net(0)
+    for rank in range(2):
+        module(batch(rank, 0), rank == 0).square().sum().backward()
+        module(batch(rank, 1), False).square().sum().backward()
+    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["naive", "each", "bucket"])
+def test_gradients_are_the_sum_of_the_replicas(kind: str):
+    """Catches means, lost micro-batches, unequal starts, and parameters that some rank skips."""
+    first, second = run_ranks(2, _gradients, kind)
+    assert first == second
+    expected = reference()
+    assert first.keys() == expected.keys()
+    for name, (grad, main) in first.items():
+        assert grad == main
+        found = torch.tensor(grad, dtype=torch.float64)
+        # the four partial sums are added in another order
+        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_overlap_does_not_show_in_the_bits():
+    """Catches buckets that travel before their last gradient is in."""
+    assert run_ranks(2, _gradients, "each") == run_ranks(2, _gradients, "naive")
+
+
+def test_bfloat16_weights_get_float32_sums():
+    """Catches sums over ranks or micro-batches in bfloat16."""
+    first, _ = run_ranks(2, _gradients, "bucket", torch.bfloat16)
+    fine = 0
+    for grad, main in first.values():
+        rounded = torch.tensor(main).bfloat16().double()
+        assert torch.equal(rounded, torch.tensor(grad, dtype=torch.float64))
+        fine += int((rounded != torch.tensor(main, dtype=torch.float64)).sum())
+    assert fine > 0
+
+
+def _launches(rank: int, kind: str) -> tuple[list[int], list[str]]:
+    """All-reduces under way when backward reaches `last`, `first`; and all of them in order."""
+    log = CommLog()
+    model = wrap(kind, net(rank), log)
+    seen: list[int] = []
+    for name in ("last", "first"):
+        module = model.module.get_submodule(name)
+        module.register_full_backward_pre_hook(lambda *_: seen.append(len(log.transfers)))
+    log.take()
+    x = batch(rank, 0).requires_grad_()
+    model(x, True).square().sum().backward()
+    return seen, [t.label.removeprefix("gradients ") for t in log.take()]
+
+
+def test_buckets_travel_while_backward_runs():
+    """Catches reductions that all start at the end, and buckets of the wrong size."""
+    (seen, labels), _ = run_ranks(2, _launches, "bucket")
+    assert labels == ["last.bias .. optional.weight", "shared.bias .. first.weight"]
+    assert seen == [0, 1]
+    (seen, labels), _ = run_ranks(2, _launches, "naive")
+    assert labels[:2] == ["last.bias .. last.bias", "last.weight .. last.weight"]
+    assert (len(labels), seen) == (8, [0, 0])
+
+
+def _nothing_on_rank_1(rank: int) -> list:
+    model = wrap("bucket", net(0))
+    if rank == 0:
+        model(batch(0, 0), False).square().sum().backward()
+    model.finish()
+    return model.module.last.weight.grad.tolist()
+
+
+def test_a_rank_without_any_gradient_joins_in():
+    """Catches ranks that wait forever for one that has nothing to give."""
+    first, second = run_ranks(2, _nothing_on_rank_1)
+    module = net(0)
+    module(batch(0, 0), False).square().sum().backward()
+    assert first == second == module.last.weight.grad.tolist()
+
+
+def solo(module: nn.Module) -> DataParallelBucket:
+    return DataParallelBucket(module, Channel.solo())
+
+
+def test_no_sync_ends_with_an_exception():
+    """Catches a wrapper that never synchronises again after an error."""
+    model = solo(net(0))
+
+    def fails() -> None:
+        with model.no_sync():
+            model(batch(0, 0), False).sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert model.module.last.weight.grad is None
+    model(batch(0, 0), False).sum().backward()
+    plain = net(0)
+    (2 * plain(batch(0, 0), False).sum()).backward()
+    torch.testing.assert_close(model.module.last.weight.grad, plain.last.weight.grad)
+
+
+def test_a_failed_backward_is_followed_by_a_whole_one():
+    """Catches gradients of a pass that broke off, kept into the next step."""
+    model, plain = solo(net(0)), net(0)
+    broken = model.module.first.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0, 0).requires_grad_(), False).sum().backward()
+    broken.remove()
+    model.reset()
+    model(batch(0, 1), False).sum().backward()
+    plain(batch(0, 1), False).sum().backward()
+    for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+        expected = torch.zeros_like(one) if other.grad is None else other.grad
+        assert one.grad is None or torch.equal(one.grad, expected)
+    assert model.module.first.weight.grad is not None
+
+
+def test_a_step_without_reset_is_refused():
+    """Catches gradients of two steps that add up unnoticed."""
+    model = solo(net(0))
+    model(batch(0, 0), False).sum().backward()
+    with pytest.raises(RuntimeError, match="came after its last one"):
+        model(batch(0, 0), False).sum().backward()
+    model.reset()
+    assert all(p.grad is None for p in model.parameters())
+    model(batch(0, 0), False).sum().backward()
