@@ -1,0 +1,65 @@
+"""Ranks that try something together: all learn whether it went well, none is left waiting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from isp.checkpoint.plain import Plain, from_tensor, to_tensor
+from isp.comm import Channel
+
+__all__ = ["CheckpointError", "attempt", "exchange"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on all ranks alike.
+
+    The run itself is unharmed, and so are the checkpoints that were there before.
+    """
+
+
+def exchange(channel: Channel, value: Plain) -> list[Any]:
+    """The values of all ranks, in rank order."""
+    data = to_tensor(value)
+    length = torch.tensor([data.numel()])
+    lengths = channel.all_gather(length, label="lengths").wait().tolist()
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    rows = channel.all_gather(padded, label="values").wait().view(channel.size, -1)
+    return [from_tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+
+
+def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
+    """The results of `act` on all ranks, in rank order.
+
+    Raises CheckpointError on every rank if it raised on any, naming the ranks and their reasons.
+    """
+    result: Plain = None
+    fault = None
+    try:
+        result = act()
+    except CheckpointException as error:
+        # Raised on all ranks by torch, with the errors of those that had one.
+        own = error.failures.get(channel.rank)
+        fault = None if own is None else _describe(own[0])
+    except Exception as error:
+        logger.debug("%s failed", what, exc_info=True)
+        fault = _describe(error)
+    answers = exchange(channel, (fault, result))
+    faults = {rank: fault for rank, (fault, _) in enumerate(answers) if fault is not None}
+    if faults:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in faults.items())
+        raise CheckpointError(f"{what} failed on {reasons}")
+    return [result for _, result in answers]
+
+
+def _describe(error: BaseException) -> str:
+    """One line about an error; our own need no type."""
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

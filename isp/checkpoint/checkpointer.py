@@ -1,0 +1,349 @@
+"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from isp.checkpoint.agreement import CheckpointError, attempt, exchange
+from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.manifest import Damaged, FileRecord, Manifest
+from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
+from isp.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
+from isp.checkpoint.shards import Shard
+from isp.checkpoint.state import (
+    Resumed,
+    TrainState,
+    local_key,
+    num_elements,
+    saved_shards,
+    targets_for,
+)
+from isp.checkpoint.storage import CheckedWriter, SafeReader, read_metadata
+from isp.comm import Channel
+from isp.settings import CheckpointConfig
+
+__all__ = ["CheckpointInfo", "Checkpointer"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint whose every byte has been verified."""
+
+    path: Path
+    manifest: Manifest
+    passed_over: tuple[str, ...]
+    """Newer ones that are not good, and what became of saves that did not end: a line each."""
+
+    @property
+    def step(self) -> int:
+        """Steps done when it was saved."""
+        return self.manifest.step
+
+    def describe(self) -> str:
+        """Which it is and why, for people."""
+        skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
+        return f"{self.path} (step {self.step}) is the newest good checkpoint{skipped}"
+
+
+class Checkpointer:
+    """Checkpoints of a run in `folder`, which all ranks have to see.
+
+    All methods but `close` are collectives over the world: every rank calls them in the same
+    order. They travel over process groups of their own on CPU, which making this one opens (a
+    collective too), so that a save in the background does not meet the run's transfers.
+
+    With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and one
+    thread writes and publishes. One save at most is in flight.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        config: CheckpointConfig,
+        *,
+        world: Channel,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        self.folder = CheckpointFolder(Path(folder))
+        self._config = config
+        self._channel = _own_channel(world, timeout_seconds)
+        self._first = self._channel.rank == 0
+        self._flight: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        tokens: int,
+        shared: Mapping[str, Plain] | None = None,
+        local: Mapping[str, Plain] | None = None,
+    ) -> None:
+        """Save after `step` steps and `tokens` consumed tokens, and publish as `step_<step>`.
+
+        `shared` are plain values that are equal on all ranks (rank 0's are kept), `local` are each
+        rank's own, which only a run of the same layout gets back.
+
+        Raises CheckpointError on all ranks if it fails on any: the run may go on, and older
+        checkpoints are as they were. In async mode a failure is logged when it happens and raised
+        by `wait`; the next `save` waits for the last one and tries again, whatever became of it.
+        """
+        self._join()
+        self._failure = None
+        shards: dict[str, Shard] = {}
+
+        def collect() -> None:
+            mine = Shard.whole(local_key(self._channel.rank), to_tensor(dict(local or {})))
+            shards.update(saved_shards(state))
+            shards[mine.key] = mine
+            to_json(dict(shared or {}))
+            if self._config.async_mode == "async":
+                shards.update({key: shard.copy() for key, shard in shards.items()})
+
+        attempt(self._channel, f"collecting the state of step {step}", collect)
+        optimizer = state.optimizer
+        manifest = Manifest(
+            step=step,
+            tokens=tokens,
+            num_updates=-1 if optimizer is None else optimizer.state_dict()["step"],
+            topology=_plain_topology(state),
+            shared=dict(shared or {}),
+            saved_at=time.time(),
+            files={},
+        )
+        if self._config.async_mode == "async":
+            self._flight = threading.Thread(
+                target=self._write_in_background,
+                args=(manifest, shards),
+                name=f"checkpoint step {step}",
+                daemon=True,  # a run that ends with an error must not wait for the disk
+            )
+            self._flight.start()
+        else:
+            self._write(manifest, shards)
+
+    def wait(self) -> None:
+        """Wait for the save in flight. Raises what it raised, once."""
+        self._join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Finish the save in flight; see `wait`."""
+        self.wait()
+
+    def _join(self) -> None:
+        if self._flight is not None:
+            self._flight.join()
+            self._flight = None
+
+    def _write_in_background(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
+        try:
+            self._write(manifest, shards)
+        except Exception as error:
+            if self._first or not isinstance(error, CheckpointError):
+                logger.error("%s", error)
+            self._failure = error
+
+    def _write(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
+        step, begin = manifest.step, time.perf_counter()
+        what = f"saving {self.folder.published(step)}"
+        try:
+            self._attempt_first(what, lambda: self.folder.begin(step))
+            answers = attempt(self._channel, what, lambda: self._write_shards(step, shards))
+            files = {
+                name: FileRecord(*record) for answer in answers for name, record in answer.items()
+            }
+            complete = dataclasses.replace(manifest, files=files)
+            self._attempt_first(what, lambda: self._publish(complete))
+        except CheckpointError as error:
+            if self._first:
+                self.folder.abandon(step)
+            raise CheckpointError(f"{error}. Older checkpoints are as they were.") from None
+        if self._first:
+            seconds = time.perf_counter() - begin
+            mib = complete.num_bytes / 2**20
+            path = self.folder.published(step)
+            logger.info("saved %s: %.1f MiB in %.2f s", path, mib, seconds)
+            self._prune(step)
+
+    def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
+        """Write this rank's share. Returns (bytes, sha256) of each file it wrote."""
+        writer = CheckedWriter(self.folder.temporary(step))
+        with _quiet():
+            save(
+                shards,
+                storage_writer=writer,
+                planner=BoxSavePlanner(),
+                process_group=self._channel.group,
+                no_dist=self._channel.group is None,
+            )
+        return {name: list(record) for name, record in writer.records.items()}
+
+    def _publish(self, manifest: Manifest) -> None:
+        folder = self.folder.temporary(manifest.step)
+        try:
+            manifest.check(folder, contents=False)
+        except Damaged as fault:
+            raise CheckpointError(
+                f"{fault}: do all ranks write to the same file system, as they must?"
+            ) from None
+        manifest.write(folder)
+        self.folder.publish(manifest.step)
+
+    def _prune(self, step: int) -> None:
+        try:
+            self.folder.prune(self._config.keep_latest_k, newest=step)
+        except OSError as error:
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def choose(self, load_step: int | None = None) -> CheckpointInfo | None:
+        """The checkpoint of `load_step`, or the newest good one; None if there is none at all.
+
+        Reads and verifies every byte, each rank a share. Raises ValueError if there is no
+        checkpoint of `load_step`, and CheckpointError if it is damaged or all are.
+        """
+        self._join()
+        if self._first:
+            self.folder.restore()
+        steps, leftovers = exchange(  # as rank 0 sees it
+            self._channel, (self.folder.steps(), [path.name for path in self.folder.leftovers()])
+        )[0]
+        if load_step is not None and load_step not in steps:
+            there = ", ".join(str(s) for s in steps) or "none at all"
+            raise ValueError(
+                f"checkpoint.load_step={load_step}: {self.folder.path} has no such checkpoint;"
+                f" there are: {there}"
+            )
+        passed_over = [f"{name}: left over from a save that did not end" for name in leftovers]
+        for step in steps if load_step is None else [load_step]:
+            try:
+                return self._verified(step, tuple(passed_over))
+            except CheckpointError as fault:
+                passed_over.append(f"{self.folder.published(step).name}: {fault}")
+        if steps:
+            reasons = "".join(f"\n  {line}" for line in passed_over)
+            raise CheckpointError(
+                f"no good checkpoint in {self.folder.path}, where there should be one:{reasons}\n"
+                f"choose another by checkpoint.load_step, or start anew in another folder"
+            )
+        return None
+
+    def load(self, info: CheckpointInfo, state: TrainState) -> Resumed:
+        """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
+
+        Raises CheckpointError on all ranks if it is not of this model, or cannot be read.
+        """
+        what = f"loading {info.path}"
+        manifest, optimizer = info.manifest, state.optimizer
+        same_layout = manifest.topology == _plain_topology(state)
+        key = local_key(self._channel.rank)
+        local = torch.empty(0, dtype=torch.uint8)
+        tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
+
+        def prepare() -> None:
+            nonlocal local
+            metadata = read_metadata(info.path)
+            if optimizer is not None and manifest.num_updates < 0:
+                raise CheckpointError("it was saved without an optimizer")
+            shards, sources, required = targets_for(state, metadata)
+            if same_layout:
+                local = local.new_empty(num_elements(metadata, key))
+                shards[key], sources[key] = Shard.whole(key, local), key
+            planner = BoxLoadPlanner(sources, required=required)
+            tasks.append((shards, planner, SafeReader(info.path, metadata)))
+
+        attempt(self._channel, what, prepare)
+        attempt(self._channel, what, lambda: self._read(*tasks[0]))
+        if optimizer is not None:
+            loaded = optimizer.state_dict()
+            loaded["step"] = manifest.num_updates
+            optimizer.load_state_dict(loaded)
+        return Resumed(
+            step=manifest.step,
+            tokens=manifest.tokens,
+            shared=manifest.shared,
+            local=from_tensor(local) if same_layout else None,
+        )
+
+    def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:
+        with torch.no_grad(), _quiet():
+            load(
+                dict(shards),
+                storage_reader=reader,
+                planner=planner,
+                process_group=self._channel.group,
+                no_dist=self._channel.group is None,
+            )
+
+    def _verified(self, step: int, passed_over: tuple[str, ...]) -> CheckpointInfo:
+        """The checkpoint of `step`. Raises CheckpointError on all ranks if it is damaged."""
+        path = self.folder.published(step)
+        manifests: list[Manifest] = []
+
+        def check_share() -> None:
+            try:
+                manifest = Manifest.read(path)
+                by_size = sorted(manifest.files, key=lambda name: manifest.files[name].num_bytes)
+                manifest.check(path, by_size[self._channel.rank :: self._channel.size])
+            except Damaged as fault:
+                raise CheckpointError(str(fault)) from None
+            manifests.append(manifest)
+
+        attempt(self._channel, "verifying", check_share)
+        return CheckpointInfo(path=path, manifest=manifests[0], passed_over=passed_over)
+
+    def _attempt_first(self, what: str, act: Any) -> None:
+        """`attempt` something on rank 0 alone."""
+        attempt(self._channel, what, lambda: act() if self._first else None)
+
+
+def _own_channel(world: Channel, timeout_seconds: float) -> Channel:
+    """A channel over the same ranks that works on CPU tensors and is used by nobody else."""
+    if world.group is None:
+        return Channel.solo("checkpoint")
+    group = dist.new_group(
+        dist.get_process_group_ranks(world.group),
+        backend="gloo",
+        timeout=timedelta(seconds=timeout_seconds),
+        use_local_synchronization=True,
+    )
+    return Channel(group, name="checkpoint")
+
+
+def _plain_topology(state: TrainState) -> dict[str, Any]:
+    return {
+        key: value if isinstance(value, int) else str(value)
+        for key, value in dataclasses.asdict(state.topology).items()
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

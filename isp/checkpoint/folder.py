@@ -1,0 +1,121 @@
+"""The folder of a run's checkpoints: names, publishing by one rename, deleting old ones.
+
+    step_20              a checkpoint, published
+    step_30.tmp          one that is being written, or was when the run died
+    step_20.old          one that is being replaced; its name is given back if the run dies there
+    step_10.deleted      one that is being deleted
+
+Only rank 0 calls what changes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from isp.checkpoint.manifest import Damaged, Manifest, sync_folder
+
+__all__ = ["CheckpointFolder"]
+
+logger = logging.getLogger(__name__)
+
+_PUBLISHED = re.compile(r"step_(\d+)")
+_LEFT_OVER = re.compile(r"step_(\d+)\.(tmp|old|deleted)")
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The checkpoints under `path`, which need not exist."""
+
+    path: Path
+
+    def published(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, once it is complete."""
+        return self.path / f"step_{step}"
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of `step` is while it is written."""
+        return self.path / f"step_{step}.tmp"
+
+    def steps(self) -> list[int]:
+        """The steps that have been published, newest (highest) first."""
+        matches = [_PUBLISHED.fullmatch(path.name) for path in self._subfolders()]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def leftovers(self) -> list[Path]:
+        """What saves that did not come to an end have left behind."""
+        return [path for path in self._subfolders() if _LEFT_OVER.fullmatch(path.name)]
+
+    def restore(self) -> None:
+        """Give a checkpoint that was about to be replaced its name back [Note: Replacing]."""
+        for path in self.leftovers():
+            published = path.with_suffix("")
+            if path.suffix == ".old" and not published.exists():
+                path.rename(published)
+
+    def begin(self, step: int) -> None:
+        """Make an empty temporary folder for `step`, and remove leftovers."""
+        self.restore()
+        for path in self.leftovers():
+            logger.info("removing %s, left over from a save that did not end", path)
+            shutil.rmtree(path)
+        self.temporary(step).mkdir(parents=True)
+
+    def publish(self, step: int) -> None:
+        """Give the temporary folder of `step` its name.
+
+        [Note: Replacing] A folder cannot be renamed onto another one. A checkpoint of the same step
+        (a damaged one, or one of a run that went back) is moved aside first, and `restore` moves it
+        back if the process dies before the new one has taken its place.
+        """
+        published, old = self.published(step), self.published(step).with_suffix(".old")
+        sync_folder(self.temporary(step))
+        replaces = published.exists()
+        if replaces:
+            published.rename(old)
+        self.temporary(step).rename(published)
+        sync_folder(self.path)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)  # else `begin` of the next save removes it
+
+    def abandon(self, step: int) -> None:
+        """Remove the temporary folder of `step`, as far as that goes."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
+        with suppress(OSError):
+            self.restore()
+
+    def prune(self, keep: int, *, newest: int) -> None:
+        """Delete all but `keep` checkpoints; 0 keeps all.
+
+        What counts is what looks sound (manifest and file sizes). `newest`, the one just published,
+        is kept whatever its number is; nothing is deleted that is newer than all that are kept.
+        """
+        if not keep:
+            return
+        sound = [step for step in self.steps() if step != newest and self._looks_sound(step)]
+        kept = {newest, *sound[: keep - 1]}
+        for step in self.steps():
+            if step not in kept and step < max(kept):
+                self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: what is half deleted must not look like a checkpoint.
+        doomed = self.published(step).with_suffix(".deleted")
+        self.published(step).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _looks_sound(self, step: int) -> bool:
+        try:
+            Manifest.read(self.published(step)).check(self.published(step), contents=False)
+        except Damaged:
+            return False
+        return True
+
+    def _subfolders(self) -> list[Path]:
+        if not self.path.is_dir():
+            return []
+        return sorted(path for path in self.path.iterdir() if path.is_dir())

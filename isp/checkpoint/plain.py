@@ -1,0 +1,72 @@
+"""Plain values as JSON text: reading them back runs no code."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Plain", "from_json", "from_tensor", "to_json", "to_tensor"]
+
+Plain: TypeAlias = (
+    "bool | int | float | str | bytes | Tensor | Sequence[Plain] | Mapping[str, Plain] | None"
+)
+"""What may be kept beside the tensors of a model; lists, tuples and dicts of such values too."""
+
+
+def to_json(value: Plain) -> str:
+    """`value` as text. Raises TypeError, naming the place, for what is not plain."""
+    return json.dumps(_encode(value, "the value"), sort_keys=True, separators=(",", ":"))
+
+
+def from_json(text: str) -> Any:
+    """What `to_json` was given; tensors are on CPU."""
+    return json.loads(text, object_hook=_decode)
+
+
+def to_tensor(value: Plain) -> Tensor:
+    """`value` as a uint8 tensor, to be kept where only tensors can be."""
+    return torch.frombuffer(bytearray(to_json(value).encode()), dtype=torch.uint8)
+
+
+def from_tensor(data: Tensor) -> Any:
+    """What `to_tensor` was given."""
+    return from_json(data.numpy().tobytes().decode())
+
+
+def _encode(value: Plain, place: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$tensor": [dtype, list(value.shape), base64.b64encode(data).decode()]}
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(k, str) and k[:1] != "$" for k in value):
+        return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
+    raise TypeError(f"{place} is a {type(value).__name__}, which a checkpoint cannot keep")
+
+
+def _decode(encoded: dict[str, Any]) -> Any:
+    if len(encoded) == 1:
+        ((tag, content),) = encoded.items()
+        match tag:
+            case "$bytes":
+                return base64.b64decode(content)
+            case "$tuple":
+                return tuple(content)
+            case "$tensor":
+                dtype, shape, data = content
+                flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+                return flat.view(getattr(torch, dtype)).view(shape)
+    return encoded

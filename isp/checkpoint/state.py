@@ -1,0 +1,139 @@
+"""What of a run is saved, under which names, and where it goes when it is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from isp.checkpoint.shards import Shard
+from isp.layers.module import NamedParameter
+from isp.optim import Zero1Optimizer
+from isp.parallel import Topology
+
+__all__ = ["Resumed", "Targets", "TrainState", "local_key", "saved_shards", "targets_for"]
+
+MODEL = "model."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The tensors of a run on this rank; a checkpoint reads from them or writes into them."""
+
+    parameters: Sequence[NamedParameter]
+    """All parameters of this rank, under their names in the whole model."""
+    optimizer: Zero1Optimizer | None
+    """None to save or load the weights alone."""
+    topology: Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on; tensors have been written into the `TrainState`."""
+
+    step: int
+    """Steps done."""
+    tokens: int
+    """Tokens consumed."""
+    shared: Mapping[str, Any]
+    """The plain values that were saved."""
+    local: Mapping[str, Any] | None
+    """This rank's plain values; None if the run that saved them had another layout."""
+
+
+class Targets(NamedTuple):
+    """What is to be loaded: shards by key, the saved name of each, and what must not be left."""
+
+    shards: dict[str, Shard]
+    sources: dict[str, str]
+    required: list[str]
+
+
+def model_key(name: str) -> str:
+    """The name of a parameter in a checkpoint."""
+    return MODEL + name
+
+
+def optimizer_key(name: str, kind: str) -> str:
+    """The name of a parameter's `master`, `exp_avg` or `exp_avg_sq` in a checkpoint."""
+    return f"optimizer.{name}.{kind}"
+
+
+def local_key(rank: int) -> str:
+    """The name of a rank's own values in a checkpoint."""
+    return f"local.{rank}"
+
+
+def saved_shards(state: TrainState) -> dict[str, Shard]:
+    """Parameters and optimizer states on this rank; views, up to date."""
+    if state.optimizer is not None:
+        for item in state.parameters:
+            state.optimizer.published(item.parameter)
+    return _by_key(_shards(state))
+
+
+def targets_for(state: TrainState, metadata: Metadata) -> Targets:
+    """Where each tensor of `state` comes from in a checkpoint.
+
+    Weights whose dtype is not the saved one come from the master weights if there are any, and
+    master weights that were not saved, because they were the parameters, from the parameters.
+    Raises ValueError, with the names, if something is not in the checkpoint.
+    """
+    saved = metadata.state_dict_metadata
+    shards = _by_key(_shards(state))
+    sources = {key: key for key in shards}
+    for item in state.parameters:
+        weights, master = model_key(item.name), optimizer_key(item.name, "master")
+        if weights not in saved:
+            continue
+        best = master if master in saved else weights
+        if _dtype(saved[weights]) != item.parameter.dtype:
+            sources[weights] = best
+        if master in sources:
+            sources[master] = best
+    if missing := sorted(source for source in sources.values() if source not in saved):
+        raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
+    required = [key for key in saved if key.startswith(MODEL)]
+    return Targets(shards, sources, required)
+
+
+def _shards(state: TrainState) -> Iterator[Shard]:
+    for name, parameter, layout in state.parameters:
+        yield Shard.of_rows(model_key(name), parameter, layout)
+    if state.optimizer is None:
+        return
+    own = state.optimizer.state_dict()["parameters"]
+    for name, parameter, layout in state.parameters:
+        part = own[name]
+        start, stop = part["rows"]
+        tensors = {"exp_avg": part["exp_avg"], "exp_avg_sq": part["exp_avg_sq"]}
+        if part["master"].dtype != parameter.dtype:  # else it is the parameter itself
+            tensors["master"] = part["master"]
+        for kind, tensor in tensors.items():
+            yield Shard.of_rows(optimizer_key(name, kind), tensor, layout, (start, stop))
+
+
+def _by_key(shards: Iterable[Shard]) -> dict[str, Shard]:
+    return {shard.key: shard for shard in shards}
+
+
+def _dtype(saved: object) -> torch.dtype:
+    assert isinstance(saved, TensorStorageMetadata)
+    return saved.properties.dtype
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def num_elements(metadata: Metadata, key: str) -> int:
+    """Elements of a saved tensor."""
+    saved = metadata.state_dict_metadata[key]
+    assert isinstance(saved, TensorStorageMetadata)
+    return math.prod(saved.size)

@@ -1,0 +1,168 @@
+"""Files of a checkpoint: torch's format, checksums taken while writing, and reading it safely.
+
+[Note: What is pickled] torch keeps a checkpoint's table of contents in `.metadata`, which is a
+pickle by its design. It is read here by an unpickler that knows only the handful of classes which
+such a table consists of, so that a file from a stranger can run no code. Tensors are read by
+`torch.load(weights_only=True)`, and everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from isp.checkpoint.manifest import FileRecord
+
+__all__ = ["CheckedWriter", "SafeReader", "read_metadata"]
+
+METADATA = ".metadata"
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}
+
+
+class CheckedWriter(FileSystemWriter):
+    """Writes files through to the disk and keeps their sizes and checksums in `records`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self.fs: FileSystem = _CheckedFileSystem()
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """The files that this rank has written, by name."""
+        assert isinstance(self.fs, _CheckedFileSystem)
+        return self.fs.records
+
+    def storage_meta(self) -> StorageMeta:
+        # Without the folder, which has a temporary name while the checkpoint is written.
+        return StorageMeta()
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint as the note [What is pickled] says."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The table of contents of the checkpoint in `folder`.
+
+    Raises pickle.UnpicklingError if it contains what does not belong there.
+    """
+    with (folder / METADATA).open("rb") as file:
+        return cast(Metadata, _MetadataUnpickler(file).load())
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = name in _ALLOWED.get(module, ())
+        if not allowed and not (module == "torch" and _is_dtype(name)):
+            raise pickle.UnpicklingError(f"{METADATA} must not contain {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(vars(torch).get(name), torch.dtype)
+
+
+class _CheckedFileSystem(FileSystem):
+    """Files on a disk, whose checksums are known when they have been written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _CheckedFile(Path(path)) as file:
+            yield file
+        self.records[Path(path).name] = FileRecord(file.num_bytes, file.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _CheckedFile(io.IOBase):
+    """A file opened for writing that knows what was written.
+
+    torch.save answers a failing write with an error of its own, "unexpected pos". The first error
+    is kept here and raised in its place, because "No space left on device" is what helps.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._fault: OSError | None = None
+        self.num_bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._fault = self._fault or error
+            raise
+        self.num_bytes += written
+        self.digest.update(data)
+        return written
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def fileno(self) -> int:
+        # Asked for by who syncs the file: everything has to be in it by then.
+        self._file.flush()
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except OSError as failed:
+            self._fault = self._fault or failed
+        if self._fault is not None and error is not self._fault:
+            raise self._fault from None

@@ -1,0 +1,151 @@
+"""Small runs in any layout, whose every weight and moment is a known function of its place."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.checkpoint import TrainState
+from isp.comm import Channel, Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.module import bind_names, named_parameters
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.parallel import (
+    Axis,
+    Mode,
+    ParallelConfig,
+    TensorConfig,
+    Topology,
+    WeightConfig,
+    Zero1Config,
+)
+from isp.settings import OptimizerConfig
+from isp.weights.wp import LocalWeights
+
+__all__ = ["Layout", "Run", "clear", "expect", "fill", "make_run", "whole_value"]
+
+
+class Layout(NamedTuple):
+    """The sizes of a run."""
+
+    world: int = 1
+    mode: str = "isp"
+    tensor: int = 1
+    weight: int = 1
+    zero1: int = -1
+
+    @property
+    def topology(self) -> Topology:
+        parallel = ParallelConfig(
+            tensor=TensorConfig(size=self.tensor, mode=Mode(self.mode)),
+            weight=WeightConfig(size=self.weight),
+            zero1=Zero1Config(size=self.zero1),
+        )
+        return Topology.create(self.world, parallel)
+
+
+class Run(NamedTuple):
+    """What a trainer has on a rank."""
+
+    world: Channel
+    state: TrainState
+    optimizer: Zero1Optimizer
+
+
+class _Model(nn.Module):
+    """One of everything: fused, biased, uneven, tied, replicated, and empty on the last ranks."""
+
+    def __init__(self, layers: LayerFactory, *, wide: int) -> None:
+        super().__init__()
+        self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
+        self.wqkv = layers.column(wide, (8, 4, 4), bias=True, std=1.0)
+        self.wo = layers.row(8, wide, bias=True, std=1.0)
+        self.small = layers.head(wide, 5, std=1.0)  # on 4 ranks: 2, 2, 1 and 0 rows
+        self.norm = layers.rms_norm(wide, eps=1e-5)
+        self.head = layers.head(wide, 37, std=1.0, tied_to=self.embedding)
+        bind_names(self)
+
+
+def make_run(rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6) -> Run:
+    """A run on this rank, all zeros; needs a process group where there are several."""
+    topology = layout.topology
+    mesh = Mesh(topology, rank)
+    layers = LayerFactory(
+        mode=topology.mode,
+        tensor=mesh[Axis.TENSOR],
+        weight=mesh[Axis.WEIGHT],
+        communicator=LocalWeights(),  # nothing is computed here
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+    parameters = list(named_parameters(_Model(layers, wide=wide)))
+    optimizer = Zero1Optimizer(MainGradients(parameters, mesh), mesh, OptimizerConfig())
+    state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
+    run = Run(mesh[Axis.WORLD], state, optimizer)
+    clear(run)
+    return run
+
+
+@torch.no_grad()
+def clear(run: Run) -> None:
+    """Forget every weight and moment."""
+    state = run.optimizer.state_dict()
+    for part in state["parameters"].values():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            part[kind].zero_()  # type: ignore[literal-required]
+    for item in run.state.parameters:
+        item.parameter.zero_()
+    state["step"] = 0
+    run.optimizer.load_state_dict(state)
+
+
+def whole_value(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """The whole tensor that stands for `kind` of a parameter: float64, no two elements alike."""
+    seed = int.from_bytes(hashlib.sha256(f"{name}/{kind}".encode()).digest()[:4], "little")
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def fill(run: Run) -> None:
+    """Give every weight and moment its value, as if the optimizer had made 7 updates."""
+    state = run.optimizer.state_dict()
+    for name, parameter, layout in run.state.parameters:
+        part = state["parameters"][name]
+        start, stop = part["rows"]
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            local = layout.shard(whole_value(name, kind, layout.global_shape))
+            part[kind].copy_(local[start:stop])  # type: ignore[literal-required]
+        parameter.copy_(layout.shard(whole_value(name, "master", layout.global_shape)))
+    state["step"] = 7
+    run.optimizer.load_state_dict(state)
+
+
+def expect(run: Run, through: torch.dtype | None = None) -> int:
+    """Check every weight and moment of this rank bit by bit; how many elements were compared.
+
+    `through` is the dtype of the master weights and moments of the run that saved, where it is
+    narrower than this one's.
+    """
+    compared = 0
+    state = run.optimizer.state_dict()
+    assert state["step"] == 7
+    for name, parameter, layout in run.state.parameters:
+        part = state["parameters"][name]
+        start, stop = part["rows"]
+        tensors = {
+            "master": (part["master"], slice(start, stop)),
+            "exp_avg": (part["exp_avg"], slice(start, stop)),
+            "exp_avg_sq": (part["exp_avg_sq"], slice(start, stop)),
+            "weights": (parameter.detach(), slice(None)),
+        }
+        for kind, (tensor, rows) in tensors.items():
+            whole = whole_value(name, kind.replace("weights", "master"), layout.global_shape)
+            wanted = layout.shard(whole if through is None else whole.to(through))[rows]
+            if tensor.dtype == torch.bfloat16:
+                wanted = wanted.float()  # the master weights are rounded, not the value itself
+            assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, kind)
+            compared += tensor.numel()
+    return compared
