@@ -164,9 +164,17 @@ class MetricsConfig:
 
     log_freq: int = 1
     """Print and write the numbers of every this many steps."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of a device, which mfu is a fraction of; null: that of a known GPU in dense
+    bfloat16, and no mfu on others."""
 
     def __post_init__(self) -> None:
-        _refuse(_at_least("metrics.log_freq", self.log_freq, 1))
+        peak = self.peak_tflops
+        peak_rule = "must be above 0, or null for that of a known GPU"
+        _refuse(
+            _at_least("metrics.log_freq", self.log_freq, 1),
+            _unless(peak is None or 0 < peak < math.inf, "metrics.peak_tflops", peak, peak_rule),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
