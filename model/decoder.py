@@ -17,12 +17,26 @@ from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.parallel.config import LaunchPoint
+from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from model.config import ModelConfig
 
 __all__ = ["Attention", "Block", "Decoder", "FeedForward"]
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin of the positions of this rank's tokens."""
+
+
+class CoreAttention(nn.Module):
+    """The attention of one block: a place that the communicator can see being passed."""
+
+    def __init__(self, attention: DistributedAttention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """q [B, S', H', d], k and v [B, S', K', d] -> [B, S', H', d]."""
+        return self.attention(q, k, v, mask=mask)
 
 
 class Attention(nn.Module):
@@ -40,7 +54,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = layers.rms_norm(d, eps=config.norm_eps, per_head=True)
             self.k_norm = layers.rms_norm(d, eps=config.norm_eps, per_head=True)
-        self.core = core
+        self.core = CoreAttention(core)
         self.wo = layers.row(q, config.hidden_size, std=std / math.sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
@@ -51,7 +65,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        out = self.core(q, k, v, mask=mask)  # [B, S', H', d]
+        out = self.core(q, k, v, mask)  # [B, S', H', d]
         projected: Tensor = self.wo(out.flatten(2))
         return projected
 
@@ -87,6 +101,18 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         y: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return y
+
+
+    def weight_visits(self) -> tuple[DeclaredVisit, ...]:
+        """The linears of the block in forward order, and where the next may be launched."""
+        attention, mlp, at = self.attention, self.feed_forward, LaunchPoint
+        return (
+            DeclaredVisit(name="wqkv", layer=attention.wqkv, launch_point=at.WQKV),
+            DeclaredVisit(name="attn", at=attention.core, launch_point=at.ATTN),
+            DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO),
+            DeclaredVisit(name="w1", layer=mlp.w13, launch_point=at.W1),
+            DeclaredVisit(name="w2", layer=mlp.w2),
+        )
 
 
 class Decoder(nn.Module):
@@ -128,6 +154,21 @@ class Decoder(nn.Module):
             x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
+        """What is gathered in a forward, in order: embedding, blocks, head."""
+        table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
+        head = DeclaredVisit(name="head", layer=self.head)
+        blocks = (
+            DeclaredBlock(name=f"layers.{i}", module=block, visits=block.weight_visits())
+            for i, block in enumerate(self.layers)
+            if isinstance(block, Block)
+        )
+        return (
+            DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)),
+            *blocks,
+            DeclaredBlock(name="head", module=self.head, visits=(head,)),
+        )
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""

@@ -31,7 +31,7 @@ class _Embedding(torch.autograd.Function):
         table = layer.communicator.weight_hook(weight, module=layer, phase=Phase.FORWARD)
         ctx.layer, ctx.num_rows = layer, table.shape[0]
         foreign = None
-        if not layer.communicator.reduces_gradients and layer.layouts["weight"].sharded:
+        if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
             ids = (ids - start).masked_fill(foreign, 0)
@@ -61,6 +61,7 @@ class VocabParallelEmbedding(ParallelModule):
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None = None
 
     def __init__(
         self,

@@ -55,6 +55,8 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
+        if need_x:
+            communicator.prefetch_hook(module=layer, phase=Phase.BACKWARD)
         dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
         x_arriving = Pending.ready(x)
         if moves.regather_x and need_w:
@@ -77,7 +79,7 @@ class _Linear(torch.autograd.Function):
                 db = communicator.grad_hook(dy.flatten(0, -2).sum(0), module=layer, is_bias=True)
             return dw, db
 
-        if communicator.reduces_gradients:
+        if communicator.gathers_weights:
             dw, db = weight_gradients()
             dx = input_gradient()
         else:

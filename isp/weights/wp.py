@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.parallel.layout import ParameterLayout
+from isp.weights.declare import WeightHolder
 from isp.weights.phase import Phase
-from isp.weights.rows import gather_rows, reduce_rows
 
-__all__ = ["GatheredWeights", "LocalWeights", "WPCommunicator", "WeightHolder"]
-
-
-class WeightHolder(Protocol):
-    """A layer as the communicator sees it."""
-
-    name: str
-    layouts: dict[str, ParameterLayout]
+__all__ = ["LocalWeights", "WPCommunicator"]
 
 
 class WPCommunicator(ABC):
     """What a layer asks when it needs a weight, and tells when it has a gradient.
 
-    A parameter never changes identity: `module.weight` is the shard, always. The full weight is a
+    A parameter never changes identity: `layer.weight` is the shard, always. The full weight is a
     value that the layer may read between `weight_hook` and `release_hook`.
     """
 
-    reduces_gradients: bool
-    """Whether gradients travel: then a layer computes dw before dx, which hides its trip."""
+    gathers_weights: bool
+    """Whether weights, and so their gradients, travel."""
 
     @property
     @abstractmethod
     def communication_mode(self) -> str:
-        """`wp` if weights are gathered over a weight group, `tp` if they stay where they are."""
+        """`isp` if weights are gathered over a weight group, `tp` if they stay where they are."""
+
+    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
+        """The layer has been reached; it will ask for its weight after some work of its own."""
 
     @abstractmethod
     def weight_hook(
         self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
     ) -> Tensor:
-        """The full tensor of which `shard` is this rank's part: [n, ..] -> [N, ..]."""
+        """The full tensor of which `shard` is this rank's part: [n, ..] -> [N, ..].
+
+        The weight is asked for before the bias.
+        """
 
     @abstractmethod
     def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        """The layer has issued its last read of the full weight in this phase."""
+        """The layer has issued its last read of weight and bias in this visit."""
 
     @abstractmethod
     def grad_hook(
@@ -60,7 +56,7 @@ class WPCommunicator(ABC):
 class LocalWeights(WPCommunicator):
     """Weights used as they lie: the modes that split the computation and not only the weights."""
 
-    reduces_gradients = False
+    gathers_weights = False
 
     @property
     def communication_mode(self) -> str:
@@ -76,30 +72,3 @@ class LocalWeights(WPCommunicator):
 
     def grad_hook(self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
         return grad
-
-
-class GatheredWeights(WPCommunicator):
-    """Weights gathered at the moment of use and gradients reduced at once: nothing overlaps."""
-
-    reduces_gradients = True
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-
-    @property
-    def communication_mode(self) -> str:
-        return "wp"
-
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        name = "bias" if is_bias else "weight"
-        rows = module.layouts[name].global_shape[0]
-        return gather_rows(self.channel, shard, rows, label=f"{module.name}.{name}").wait()
-
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        pass
-
-    def grad_hook(self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
-        name = "bias" if is_bias else "weight"
-        return reduce_rows(self.channel, grad, label=f"{module.name}.{name}.grad").wait()

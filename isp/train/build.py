@@ -1,0 +1,64 @@
+"""From a configuration to a model on this rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from isp.attention import DistributedAttention, make_local_attention
+from isp.comm import Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.module import init_weights
+from isp.parallel import Axis, Mode
+from isp.parallel.config import WeightConfig
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.wp import LocalWeights
+from model.config import ModelConfig
+from model.decoder import Decoder
+
+__all__ = ["BuiltModel", "build_model"]
+
+
+class BuiltModel(NamedTuple):
+    """A model, and what drives its weights where they travel."""
+
+    model: Decoder
+    communicator: ISPCommunicator | None
+    """None where weights stay on their rank."""
+
+
+def build_model(
+    config: ModelConfig,
+    weight: WeightConfig,
+    mesh: Mesh,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BuiltModel:
+    """This rank's shards of the model, with the initial weights that `seed` stands for."""
+    mode, communicator = mesh.topology.mode, None
+    if mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
+        communicator = ISPCommunicator(
+            mesh[Axis.WEIGHT],
+            ISPCommModelConfig(device=device),
+            overlap=weight.overlap,
+            enable_memory_pool=weight.memory_pool,
+            launch_allgather_before=weight.launch_allgather_before,
+            forward_overlap_per=weight.forward_overlap_per,
+        )
+    layers = LayerFactory(
+        mode=mode,
+        tensor=mesh[Axis.TENSOR],
+        weight=mesh[Axis.WEIGHT],
+        communicator=communicator or LocalWeights(),
+        device=device,
+        dtype=dtype,
+    )
+    attention = make_local_attention(device=device, dtype=dtype)
+    model = Decoder(config, layers, DistributedAttention(attention, layers.attention_channel))
+    init_weights(model, seed)
+    if communicator is not None:
+        communicator.declare([model.weight_blocks()])
+    return BuiltModel(model, communicator)

@@ -1,0 +1,367 @@
+"""`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
+
+[Note: Plan and cursor] What to do where is decided by the plan (`isp.weights.plan`), which knows
+the order of the whole step. The layers report where they are: `prefetch_hook` and `weight_hook`
+before a visit, `release_hook` after it, a module hook at launch points without a weight. A cursor
+walks along the plan with them, and its acts are executed. A visit that the plan does not have (a
+module called once more than declared, an evaluation nobody announced) gathers for itself and leaves
+the cursor alone; a visit that did not happen is caught up with when a later one does.
+
+[Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
+last reduce-scatter: no compute is left when it is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.weights.cursor import PlanCursor
+from isp.weights.declare import DeclaredBlock, DeclaredVisit, WeightHolder, as_chunks
+from isp.weights.gathers import GatheredLayer, WeightGatherer
+from isp.weights.phase import Phase
+from isp.weights.plan import Act, ActKind, Plan, Step, plan
+from isp.weights.pool import MemoryPool
+from isp.weights.reductions import GradientReducer, GradientSink
+from isp.weights.trace import Action, Site, sequential_actions
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ISPCommModelConfig:
+    """What the communicator has to know of a model's numbers."""
+
+    device: torch.device
+    """Where the weights are."""
+    reduce_dtype: torch.dtype | None = torch.float32
+    """Gradients are summed and delivered in it if it is wider than their own; None: in their own."""
+    max_reduce_bytes: int = 1 << 28
+    """Full gradients kept at most while their sums are under way, in bytes."""
+
+
+@dataclass(eq=False)
+class ISPOverlapState:
+    """What one model chunk has gathered, flying or there, by the weight's name."""
+
+    gathered: dict[str, GatheredLayer] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Visit:
+    """The visit that the layers are in."""
+
+    layer: WeightHolder
+    phase: Phase
+    step: Step | None
+    """Its step of the plan, if it has one."""
+    launched: bool = False
+    """Whether the gathers of the step have been launched."""
+    own: GatheredLayer | None = None
+    """Gathered for this visit alone."""
+
+
+class ISPCommunicator(WPCommunicator):
+    """Overlapped weight all-gather and gradient reduce-scatter for the layers of a model.
+
+        communicator = ISPCommunicator(channel, config)
+        model = ...                                   # its layers made with this communicator
+        communicator.declare([model.weight_blocks()])
+        communicator.begin(sequential_actions(n))     # as soon as the optimizer has published
+        ...                                           # n times forward and backward
+        communicator.finish()                         # the gradients are delivered
+
+    Who does not call `begin` gets the plan of one forward and one backward, again and again.
+    `overlap` and `enable_memory_pool` change when and where things happen, never a bit of the
+    result. Several communicators may live in one process; each serves one thread.
+    """
+
+    gathers_weights = True
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: ISPCommModelConfig,
+        *,
+        overlap: bool = True,
+        enable_memory_pool: bool = True,
+        launch_allgather_before: LaunchPoint = LaunchPoint.WO,
+        forward_overlap_per: OverlapUnit = OverlapUnit.LAYER,
+        reduce_channel: Channel | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.overlap = overlap
+        self.launch_allgather_before = launch_allgather_before
+        self.forward_overlap_per = forward_overlap_per
+        self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
+        self.model_chunk = 0
+        """The chunk that runs; see `switch_current_model_chunk`."""
+        self._stream = torch.cuda.Stream(config.device) if config.device.type == "cuda" else None
+        self._gatherer = WeightGatherer(channel, self.pool, self._stream)
+        self._reducer = GradientReducer(
+            reduce_channel or channel,
+            self.pool,
+            dtype=config.reduce_dtype,
+            max_bytes_in_flight=config.max_reduce_bytes if overlap else 0,
+        )
+        self._chunks: tuple[tuple[DeclaredBlock, ...], ...] = ()
+        self._states: list[ISPOverlapState] = []
+        self._names: dict[int, str] = {}
+        self._homes: dict[str, tuple[int, WeightHolder, nn.Module]] = {}
+        """Chunk, layer and block of each weight; of its first visit, if there are several."""
+        self._prerequisites: list[Callable[[nn.Module], None]] = []
+        self._cursor: PlanCursor | None = None
+        self._automatic = True
+        self._visit: _Visit | None = None
+        self._recomputing = False
+        self._failure: BaseException | None = None
+
+    @property
+    def communication_mode(self) -> str:
+        return "isp"
+
+    # -- before training ---------------------------------------------------------------------
+
+    def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
+        """Take up the model: its chunks, each with its blocks in forward order."""
+        if self._chunks:
+            raise RuntimeError("this communicator has a model: make another for another model")
+        self._chunks = tuple(tuple(chunk) for chunk in chunks)
+        self._states = [ISPOverlapState() for _ in self._chunks]
+        for site, block, visit in self._declared():
+            if visit.layer is not None:
+                name = f"{visit.layer.name}.weight"
+                name = self._names.setdefault(id(visit.layer.weight), name)
+                self._homes.setdefault(name, (site[0], visit.layer, block.module))
+            elif visit.at is not None:
+                visit.at.register_forward_pre_hook(self._passes(site))
+
+    def deliver_to(self, sink: GradientSink) -> None:
+        """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
+        self._reducer.sink = sink
+
+    def register_prerequisite_for_forward_prefetch_hooks(
+        self, fn: Callable[[nn.Module], None]
+    ) -> None:
+        """Call `fn` with a block before its weights are gathered, e.g. to wait for the optimizer.
+
+        Raises TypeError if `fn` is not callable.
+        """
+        if not callable(fn):
+            raise TypeError(f"a prerequisite must be callable, got {type(fn).__name__}")
+        self._prerequisites.append(fn)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def plan(self, actions: Sequence[Action]) -> Plan:
+        """The acts of a step of these actions."""
+        return plan(
+            as_chunks(self._chunks, self._names),
+            tuple(actions),
+            unit=self.forward_overlap_per,
+            launch=self.launch_allgather_before,
+            overlap=self.overlap,
+        )
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Follow the plan of `actions` from here on, and launch its first gathers.
+
+        To be called as soon as the weights of the next step are published. What an earlier plan
+        left behind is drained.
+        """
+        self._automatic = False
+        self._begin(actions)
+
+    def finish(self) -> None:
+        """Deliver all gradients and give all buffers back; to be called after the last backward."""
+        self._check()
+        with self._fails_for_good():
+            self._reducer.finish()
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
+        self._check()
+        self._cursor = self._visit = None
+        with self._fails_for_good():
+            for state in self._states:
+                while state.gathered:
+                    state.gathered.popitem()[1].drop()
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Forward passes in this context compute again what a backward is about to need."""
+        before, self._recomputing = self._recomputing, True
+        try:
+            yield
+        finally:
+            self._recomputing = before
+
+    def switch_current_model_chunk(self, chunk: int) -> None:
+        """Say which chunk's forward or backward runs from here on."""
+        if not 0 <= chunk < len(self._chunks):
+            raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
+        self.model_chunk = chunk
+
+    # -- the layers' hooks -------------------------------------------------------------------
+
+    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
+        self._launch_gathers(self._enter(module, phase))
+
+    def weight_hook(
+        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
+    ) -> Tensor:
+        visit = self._visit
+        if visit is None or visit.layer is not module or visit.phase is not self._true(phase):
+            visit = self._enter(module, phase)
+        with self._fails_for_good():
+            gathered = self._gathered(visit)
+            if is_bias:
+                return gathered.bias()
+            weight = gathered.weight()
+        # Only now: what is needed at once does not share the wire with what is needed next.
+        self._launch_gathers(visit)
+        return weight
+
+    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
+        visit, self._visit = self._visit, None
+        assert visit is not None and visit.layer is module, "released without having been asked for"
+        if visit.own is not None:
+            visit.own.drop()
+        if visit.step is not None:
+            self._execute(visit.step.after)
+
+    def grad_hook(self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False) -> None:
+        self._check()
+        local = "bias" if is_bias else "weight"
+        parameter = module.bias if is_bias else module.weight
+        assert parameter is not None
+        with self._fails_for_good():
+            self._reducer.launch(parameter, grad, label=f"{module.name}.{local}.grad")
+            if not self.overlap:
+                self._reducer.finish()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _declared(self) -> Iterator[tuple[tuple[int, int, int], DeclaredBlock, DeclaredVisit]]:
+        for c, chunk in enumerate(self._chunks):
+            for b, block in enumerate(chunk):
+                for v, visit in enumerate(block.visits):
+                    yield (c, b, v), block, visit
+
+    def _passes(self, place: tuple[int, int, int]) -> Callable[..., None]:
+        def passes(*_: Any) -> None:
+            if (step := self._arrive(place, Phase.FORWARD)) is not None:
+                self._execute((*step.before, *step.after))
+
+        return passes
+
+    def _key_of(self, site: Site) -> Hashable:
+        layer = self._chunks[site.chunk][site.block].visits[site.visit].layer
+        return (site.chunk, site.block, site.visit) if layer is None else id(layer)
+
+    def _true(self, phase: Phase) -> Phase:
+        """A layer does not know that its forward is a recompute."""
+        return Phase.RECOMPUTE if phase is Phase.FORWARD and self._recomputing else phase
+
+    def _begin(self, actions: Sequence[Action]) -> None:
+        self.drain()
+        self._cursor = PlanCursor(self.plan(actions), self._key_of)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # the weights are written there
+        self._execute(self._cursor.plan.start)
+
+    def _enter(self, layer: WeightHolder, phase: Phase) -> _Visit:
+        step = self._arrive(id(layer), phase)
+        self._visit = _Visit(layer, self._true(phase), step)
+        return self._visit
+
+    def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
+        """The planned step of a visit; what was planned on the way to it is done."""
+        self._check()
+        phase = self._true(phase)
+        found = None if self._cursor is None else self._cursor.arrive(key, phase)
+        if found is None and self._automatic and self._starts(key, phase):
+            self._begin(sequential_actions(1))
+            assert self._cursor is not None
+            found = self._cursor.arrive(key, phase)
+        if found is None:
+            return None
+        step, skipped = found
+        for passed in skipped:
+            self._execute((*passed.before, *passed.after))
+        return step
+
+    def _starts(self, key: Hashable, phase: Phase) -> bool:
+        """Whether this is the first visit of a forward."""
+        return phase is Phase.FORWARD and any(
+            key == self._key_of(Site(phase, c, 0, 0)) for c in range(len(self._chunks))
+        )
+
+    def _launch_gathers(self, visit: _Visit) -> None:
+        if visit.step is not None and not visit.launched:
+            visit.launched = True
+            self._execute(act for act in visit.step.before if act.kind is ActKind.GATHER)
+
+    def _execute(self, acts: Iterable[Act]) -> None:
+        """Do what the plan says; a wait is the layer's own, and what is done already is left."""
+        for kind, name in acts:
+            chunk, layer, block = self._homes[name]
+            gathered = self._states[chunk].gathered
+            if kind is ActKind.GATHER and name not in gathered:
+                assert self._cursor is not None
+                with_bias = layer.bias is not None and not self._cursor.waits_in_backward(name)
+                gathered[name] = self._gather(layer, block, with_bias=with_bias)
+            elif kind is ActKind.FREE and name in gathered:
+                gathered.pop(name).drop()
+
+    def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:
+        for fn in self._prerequisites:
+            fn(block)
+        with self._fails_for_good():
+            return self._gatherer.launch(layer, with_bias=with_bias)
+
+    def _gathered(self, visit: _Visit) -> GatheredLayer:
+        """What the visit reads: as planned, or gathered for it alone."""
+        name = self._names.get(id(visit.layer.weight))
+        chunk, _, block = self._homes[name] if name is not None else (0, None, None)
+        planned = self._states[chunk].gathered if name is not None else {}
+        if visit.own is not None:
+            return visit.own
+        if name in planned and planned[name].stale:
+            planned.pop(name).drop()
+        if name in planned and planned[name].serves(visit.layer, visit.phase):
+            return planned[name]
+        for fn in self._prerequisites if block is not None else ():
+            fn(block)
+        with_bias = visit.layer.bias is not None and visit.phase is not Phase.BACKWARD
+        gathered = self._gatherer.launch(visit.layer, with_bias=with_bias)
+        if visit.step is not None and name is not None and name not in planned:
+            planned[name] = gathered
+        else:
+            visit.own = gathered
+        return gathered
+
+    @contextmanager
+    def _fails_for_good(self) -> Iterator[None]:
+        """A collective that failed leaves the ranks of its group in different places."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"a collective of this communicator failed ({self._failure}): its ranks are no"
+                f" longer at the same place; end the run and resume from the last checkpoint"
+            ) from self._failure

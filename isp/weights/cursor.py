@@ -1,0 +1,54 @@
+"""`PlanCursor`, which walks along a plan as the layers report where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from isp.weights.phase import Phase
+from isp.weights.plan import ActKind, Plan, Step
+from isp.weights.trace import Site
+
+__all__ = ["PlanCursor"]
+
+
+class PlanCursor:
+    """A place in a plan. `key_of` names the visit at a site, as `arrive` will name it."""
+
+    def __init__(self, plan: Plan, key_of: Callable[[Site], Hashable]) -> None:
+        self.plan = plan
+        self.position = 0
+        """The next step that has not been arrived at."""
+        self._key_of = key_of
+
+    def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
+        """The step of this visit and those skipped on the way to it; None if it is not planned.
+
+        Looks through the rest of the current action, and through the first block of the next one:
+        further away lies another visit of the same layer, which this one is not.
+        """
+        steps, start = self.plan.steps, self.position
+        current = _action(steps[start - 1]) if start else None
+        action_ahead: tuple[int, int, bool] | None = None
+        for index in range(start, len(steps)):
+            step = steps[index]
+            if _action(step) != current:
+                if action_ahead is None:
+                    action_ahead, first_block = _action(step), step.site.block
+                if _action(step) != action_ahead or step.site.block != first_block:
+                    return None
+            if step.site.phase is phase and self._key_of(step.site) == key:
+                self.position = index + 1
+                return step, steps[start:index]
+        return None
+
+    def waits_in_backward(self, weight: str) -> bool:
+        """Whether the next wait for `weight` is in a backward, which reads no bias."""
+        for step in self.plan.steps[max(0, self.position - 1) :]:
+            for act in step.before:
+                if act.kind is ActKind.WAIT and act.weight == weight:
+                    return step.site.phase is Phase.BACKWARD
+        return False
+
+
+def _action(step: Step) -> tuple[int, int, bool]:
+    return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD

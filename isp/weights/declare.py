@@ -1,0 +1,70 @@
+"""How a model tells a communicator what it is made of: its linears, in order.
+
+Nothing is found by matching names, so any model can be driven: it lists its blocks, and in each the
+places that a forward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from isp.parallel.config import LaunchPoint
+from isp.parallel.layout import ParameterLayout
+from isp.weights.trace import Block, Chunks, Visit
+
+__all__ = ["DeclaredBlock", "DeclaredVisit", "WeightHolder", "as_chunks"]
+
+
+class WeightHolder(Protocol):
+    """A layer with a sharded weight, as the communicator sees it."""
+
+    name: str
+    layouts: dict[str, ParameterLayout]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeclaredVisit:
+    """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
+
+    name: str
+    """For people: `wqkv`, `attn`, ..."""
+    layer: WeightHolder | None = None
+    """The layer whose weight is read here."""
+    at: nn.Module | None = None
+    """Where there is no layer: the module whose call marks the place."""
+    launch_point: LaunchPoint | None = None
+    """What the configuration calls this place."""
+    in_recompute: bool = True
+    """False where a recompute does not come by."""
+    weight_in_backward: bool = True
+    """False where backward does not read the weight: an embedding, an input without gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeclaredBlock:
+    """A part of a model whose weights are gathered as one unit."""
+
+    name: str
+    module: nn.Module
+    """Given to the prerequisites of its prefetch."""
+    visits: tuple[DeclaredVisit, ...]
+    recomputed: bool = False
+    """Whether its activations are recomputed in backward."""
+
+
+def as_chunks(declared: tuple[tuple[DeclaredBlock, ...], ...], weights: dict[int, str]) -> Chunks:
+    """The declaration as the plan wants it; `weights` names each shard, by its id."""
+
+    def visit(v: DeclaredVisit) -> Visit:
+        weight = None if v.layer is None else weights[id(v.layer.weight)]
+        return Visit(v.name, weight, v.launch_point, v.in_recompute, v.weight_in_backward)
+
+    return tuple(
+        tuple(Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed) for b in chunk)
+        for chunk in declared
+    )

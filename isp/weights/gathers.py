@@ -1,0 +1,111 @@
+"""Weights on their way and weights that are there: what a communicator holds between acts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, Pending
+from isp.weights.declare import WeightHolder
+from isp.weights.phase import Phase
+from isp.weights.pool import Lease, MemoryPool
+from isp.weights.rows import pad_rows, rows_per_rank
+
+__all__ = ["GatheredLayer", "WeightGatherer"]
+
+
+@dataclass(slots=True, eq=False)
+class _Full:
+    """A full tensor, flying or there.
+
+    [Note: Versions] torch counts the in-place changes of a tensor. A full tensor whose shard has
+    changed since its gather was launched is stale: it is not used, but gathered anew.
+    """
+
+    shard: nn.Parameter
+    version: int
+    pending: Pending
+    lease: Lease | None
+
+    def drop(self) -> None:
+        """Wait for the transfer, if it is still under way, and give the buffer back."""
+        self.pending.wait()
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass(slots=True, eq=False)
+class GatheredLayer:
+    """The full weight of a layer, and its bias where one is read."""
+
+    _weight: _Full
+    _bias: _Full | None
+
+    @property
+    def stale(self) -> bool:
+        """Whether a shard has changed since its gather was launched."""
+        return any(full.shard._version != full.version for full in self._parts)
+
+    @property
+    def _parts(self) -> tuple[_Full, ...]:
+        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+
+    def serves(self, layer: WeightHolder, phase: Phase) -> bool:
+        """Whether all that `layer` reads in `phase` is here."""
+        return phase is Phase.BACKWARD or layer.bias is None or self._bias is not None
+
+    def weight(self) -> Tensor:
+        """The full weight; waits for it."""
+        return self._weight.pending.wait()
+
+    def bias(self) -> Tensor:
+        """The full bias; waits for it."""
+        assert self._bias is not None
+        return self._bias.pending.wait()
+
+    def drop(self) -> None:
+        """Wait for what is under way, and give the buffers back."""
+        for full in self._parts:
+            full.drop()
+
+
+class WeightGatherer:
+    """Launches gathers of shards into buffers of a pool.
+
+    Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
+    no copy. Elsewhere see `isp.weights.rows`.
+    """
+
+    def __init__(
+        self, channel: Channel, pool: MemoryPool, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.channel = channel
+        self.pool = pool
+        self.stream = stream
+
+    def launch(self, layer: WeightHolder, *, with_bias: bool) -> GatheredLayer:
+        """Set the full weight of `layer` on its way, and its bias if asked for."""
+        bias = None
+        weight = self._launch(layer.weight, layer, "weight")
+        if with_bias:
+            assert layer.bias is not None
+            bias = self._launch(layer.bias, layer, "bias")
+        return GatheredLayer(weight, bias)
+
+    def _launch(self, shard: nn.Parameter, layer: WeightHolder, local: str) -> _Full:
+        version, source = shard._version, shard.detach()
+        if self.channel.size == 1:
+            return _Full(shard, version, Pending.ready(source), None)
+        num_rows = layer.layouts[local].global_shape[0]
+        chunk = rows_per_rank(num_rows, self.channel.size)
+        # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
+        # buffer, and what published the weight. It does not wait for compute queued before it.
+        with torch.cuda.stream(self.stream):
+            shape = (self.channel.size * chunk, *shard.shape[1:])
+            lease = self.pool.lease(shape, shard.dtype, shard.device)
+            pending = self.channel.all_gather_into(
+                lease.tensor, pad_rows(source, chunk), label=f"{layer.name}.{local}"
+            )
+        return _Full(shard, version, pending.then(lambda full: full[:num_rows]), lease)
