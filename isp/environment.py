@@ -1,0 +1,95 @@
+"""What a run runs on: for `env.json`, so that its numbers can be explained later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from isp.metrics.device import device_name
+
+__all__ = ["Environment", "RankPlace"]
+
+
+class RankPlace(NamedTuple):
+    """Where a rank runs; plain text, to be gathered over the ranks."""
+
+    hostname: str
+    device: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> RankPlace:
+        """The place of this rank, which computes on `device`."""
+        return cls(socket.gethostname(), device_name(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The software and machines of a run."""
+
+    python: str
+    torch: str
+    cuda: str | None
+    """CUDA or ROCm that torch was built for; None: neither."""
+    platform: str
+    command: list[str]
+    """The words this process was started with."""
+    git_commit: str | None
+    """Of the source that runs, `-dirty` if it was changed; None if it is installed."""
+    world_size: int
+    hostnames: list[str]
+    """Each once, in the order of their ranks."""
+    devices: dict[str, int]
+    """How many ranks compute on each kind of device."""
+    packages: dict[str, str]
+    """Versions of what is installed."""
+
+    @classmethod
+    def of(cls, places: Sequence[RankPlace]) -> Environment:
+        """The environment of this process, in a run whose ranks are at `places`."""
+        devices = [place.device for place in places]
+        return cls(
+            python=platform.python_version(),
+            torch=torch.__version__,
+            cuda=torch.version.cuda or torch.version.hip,
+            platform=platform.platform(),
+            command=list(sys.orig_argv),
+            git_commit=_git_commit(Path(__file__)),
+            world_size=len(places),
+            hostnames=list(dict.fromkeys(place.hostname for place in places)),
+            devices={name: devices.count(name) for name in dict.fromkeys(devices)},
+            packages=_packages(),
+        )
+
+    def to_json(self) -> str:
+        """The environment as JSON, for people and programs."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def _packages() -> dict[str, str]:
+    named = [d for d in distributions() if d.name]  # the rest of a broken installation has none
+    return {d.name: d.version for d in sorted(named, key=lambda d: d.name.lower())}
+
+
+def _git_commit(file: Path) -> str | None:
+    """The commit that `file` is checked out from; None if its repository does not know it."""
+    tracked = ["ls-files", "--error-unmatch", file.name]
+    described = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        for words in (tracked, described):
+            git = ["git", "-C", str(file.parent), *words]
+            result = subprocess.run(git, capture_output=True, text=True, timeout=10)
+            if result.returncode:
+                return None
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that hangs
+        return None
+    return result.stdout.strip()

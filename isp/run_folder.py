@@ -1,0 +1,206 @@
+"""The folder of a run, `outputs/<job>/<time>/`, and everything in it.
+
+    config.yaml      the whole configuration       (config.1.yaml: that before the run was resumed)
+    env.json         software and machines         (env.1.json)
+    metrics.jsonl    a line a step: see `isp.metrics`
+    logs/            rank_0.log ...
+    checkpoint/      see `isp.checkpoint`
+
+Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
+for each rank's own log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from isp.environment import Environment
+from isp.metrics import MetricsFile
+from isp.settings import JobSection
+
+__all__ = ["RunFolder", "earlier_runs", "run_name"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
+_PROBE_BYTES = 2**16
+
+
+def run_name(now: datetime | None = None) -> str:
+    """The name of a run that starts now (in local time), such as `2026-11-21_03-06-12`."""
+    return (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def earlier_runs(job: JobSection) -> list[RunFolder]:
+    """The runs of `job`, newest first; its `checkpoint_folder` tells if one can be resumed."""
+    folder = Path(job.dump_folder) / job.name
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((match[1], int(match[2] or 1), path))
+    return [RunFolder(path) for _, _, path in sorted(found, reverse=True)]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of the run at `path`, which rank 0 makes by `create` or `reopen`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, job: JobSection, name: str) -> RunFolder:
+        """The folder of a new run of `job`, called `name`, or `name_2` ... if that is taken.
+
+        On rank 0, which tells the others its `path`. Raises ValueError if it cannot be written to.
+        """
+        folder = Path(job.dump_folder) / job.name
+        assert _NAME.fullmatch(name)
+        with _explain(job.dump_folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            run = cls(_make_unique(folder.absolute(), name))
+            try:
+                run._prepare()
+            except OSError:
+                shutil.rmtree(run.path, ignore_errors=True)
+                raise
+        return run
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that is to be resumed, on rank 0.
+
+        Raises ValueError if there is none, or it cannot be written to.
+        """
+        run = cls(Path(path).absolute())
+        if not run.path.is_dir():
+            raise ValueError(f"{run.path}: no such run to resume")
+        with _explain(str(run.path.parent.parent)):
+            run._prepare()
+        return run
+
+    @classmethod
+    def join(cls, path: str | Path) -> RunFolder:
+        """The folder that rank 0 has made, on any rank; made for its log on a separate disk."""
+        run = cls(Path(path))
+        with _explain(str(run.path.parent.parent)):
+            run.log_folder.mkdir(parents=True, exist_ok=True)
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        """The whole configuration as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        """Software and machines as JSON."""
+        return self.path / "env.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The numbers of each step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_folder(self) -> Path:
+        """The folder of the ranks' logs."""
+        return self.path / "logs"
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoint"
+
+    def log_file(self, rank: int) -> Path:
+        """The log of `rank`."""
+        return self.log_folder / f"rank_{rank}.log"
+
+    def write_config(self, text: str) -> None:
+        """Write the configuration; a different one, from before resuming, is kept next to it."""
+        _replace(self.config_file, text)
+
+    def write_environment(self, environment: Environment) -> None:
+        """Write the environment; a different one, from before resuming, is kept next to it."""
+        _replace(self.environment_file, environment.to_json())
+
+    def open_metrics(self, *, last_step: int) -> MetricsFile:
+        """The metrics file to write on after `last_step`, 0 in a new run."""
+        return MetricsFile(self.metrics_file, last_step=last_step)
+
+    def _prepare(self) -> None:
+        """Make the subfolders and the link, and try whether files can be written."""
+        self.log_folder.mkdir(exist_ok=True)
+        self.checkpoint_folder.mkdir(exist_ok=True)
+        probe = self.path / ".probe"
+        try:
+            _write_synced(probe, bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+        _link_latest(self.path)
+
+
+def _make_unique(folder: Path, name: str) -> Path:
+    """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that nobody has made."""
+    for number in itertools.count(1):
+        path = folder / (name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+def _link_latest(path: Path) -> None:
+    """Let `latest` lead to `path`: the old link is there until the new one is."""
+    link, new = path.parent / "latest", path.parent / f".latest_{path.name}"
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name, target_is_directory=True)
+        os.replace(new, link)
+    except OSError as error:  # no links on this file system, or a folder of that name
+        new.unlink(missing_ok=True)
+        logger.warning("cannot link %s to this run: %s", link, error.strerror)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` to `path` in one piece; what it said before goes to a numbered neighbour."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    new = path.with_name(f".{path.name}")
+    _write_synced(new, text.encode())
+    if path.exists():
+        numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+        os.replace(path, next(old for old in numbered if not old.exists()))
+    os.replace(new, path)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems tell only here that they are full
+
+
+@contextmanager
+def _explain(dump_folder: str) -> Iterator[None]:
+    """Turn what the system says about a file into what the user can do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder={dump_folder}: cannot write to {error.filename or 'it'}"
+            f" ({error.strerror}): name a folder that can be written to, with room for checkpoints"
+        ) from error

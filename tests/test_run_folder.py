@@ -1,0 +1,186 @@
+"""The folder of a run: made, linked, found again, resumed, and refused where it cannot be used."""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from isp.environment import Environment, RankPlace
+from isp.metrics import read_metrics
+from isp.run_folder import RunFolder, earlier_runs, run_name
+from isp.settings import JobSection
+from tests.metrics.test_record import RECORD
+
+NAME = "2026-11-21_03-06-12"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobSection:
+    return JobSection(name="words", dump_folder=str(tmp_path / "outputs"))
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk on which no file can grow beyond `size`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_name_is_the_time() -> None:
+    """Catches names that do not sort by time."""
+    assert run_name(datetime(2026, 11, 21, 3, 6, 12)) == NAME
+    assert abs(datetime.strptime(run_name(), "%Y-%m-%d_%H-%M-%S") - datetime.now()).seconds < 60
+
+
+def test_new_run(job: JobSection) -> None:
+    """Catches a folder that is not where the docs say, or lacks a part."""
+    run = RunFolder.create(job, NAME)
+    run.write_config("a: 1\n")
+    run.write_environment(Environment.of([RankPlace("host", "cpu")]))
+    run.open_metrics(last_step=0).close()
+    assert run.path == Path(job.dump_folder, "words", NAME)
+    found = {p.name for p in run.path.iterdir()}
+    assert found == {"config.yaml", "env.json", "metrics.jsonl", "logs", "checkpoint"}
+    assert run.config_file.read_text() == "a: 1\n"
+    assert run.log_file(3) == run.path / "logs" / "rank_3.log"
+    assert run.checkpoint_folder == run.path / "checkpoint"
+
+
+def test_relative_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that loses its folder when the working directory changes."""
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create(JobSection(name="words"), NAME)
+    assert run.path == tmp_path / "outputs" / "words" / NAME
+
+
+def test_runs_of_the_same_second(job: JobSection) -> None:
+    """Catches two runs that share a folder, and the tenth sorted before the second."""
+    names = [RunFolder.create(job, NAME).path.name for _ in range(11)]
+    assert names == [NAME, *(f"{NAME}_{n}" for n in range(2, 12))]
+    assert [run.path.name for run in earlier_runs(job)] == names[::-1]
+
+
+def test_latest_follows_creating_and_resuming(job: JobSection) -> None:
+    """Catches a link that stays behind, dangles when the tree is moved, or is not replaced."""
+    first, second = RunFolder.create(job, NAME), RunFolder.create(job, "2026-11-22_00-00-00")
+    latest = first.path.parent / "latest"
+    assert os.readlink(latest) == second.path.name
+    RunFolder.reopen(first.path)
+    assert os.readlink(latest) == first.path.name
+    assert sorted(p.name for p in latest.parent.iterdir()) == [NAME, second.path.name, "latest"]
+
+
+def test_something_called_latest(job: JobSection, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a folder of the user removed, or a run refused, for the sake of the link."""
+    mine = Path(job.dump_folder, "words", "latest")
+    mine.mkdir(parents=True)
+    RunFolder.create(job, NAME)
+    assert not mine.is_symlink()
+    assert "cannot link" in caplog.text
+    assert sorted(p.name for p in mine.parent.iterdir()) == [NAME, "latest"]
+
+
+def test_earlier_runs(job: JobSection) -> None:
+    """Catches the wrong order, another job's run, and a link or a stranger taken for a run."""
+    assert earlier_runs(job) == []
+    names = ["2026-01-02_00-00-00", "2025-12-31_23-59-59", "2026-01-01_00-00-00"]
+    for name in names:
+        RunFolder.create(job, name)
+    RunFolder.create(replace(job, name="other"), NAME)
+    folder = Path(job.dump_folder, "words")
+    (folder / "notes").mkdir()
+    (folder / NAME).write_text("a file")
+    assert [run.path.name for run in earlier_runs(job)] == sorted(names, reverse=True)
+
+
+def test_resuming_writes_on_in_the_same_folder(job: JobSection) -> None:
+    """Catches metrics of lost steps kept, earlier ones lost, or the first configuration lost."""
+    run = RunFolder.create(job, NAME)
+    run.write_config("steps: 3\n")
+    with run.open_metrics(last_step=0) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(replace(RECORD, step=step))
+    for config in ("steps: 3\n", "steps: 4\n", "steps: 5\n"):
+        again = RunFolder.reopen(run.path)
+        again.write_config(config)
+    with again.open_metrics(last_step=2) as metrics:
+        metrics.write(replace(RECORD, step=3, loss=1.0))
+    assert again == run
+    assert [record.step for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+    assert read_metrics(run.metrics_file)[-1].loss == 1.0
+    configs = {p.name: p.read_text() for p in run.path.glob("config*")}
+    assert configs == {
+        "config.1.yaml": "steps: 3\n",
+        "config.2.yaml": "steps: 4\n",
+        "config.yaml": "steps: 5\n",
+    }
+
+
+def test_other_ranks_join(job: JobSection, tmp_path: Path) -> None:
+    """Catches a rank on a machine of its own disk that has no folder for its log."""
+    run = RunFolder.create(job, NAME)
+    assert RunFolder.join(run.path) == run
+    elsewhere = tmp_path / "other disk" / "words" / NAME
+    assert RunFolder.join(elsewhere).log_folder.is_dir()
+
+
+def test_resuming_what_is_not_there(tmp_path: Path) -> None:
+    """Catches an empty run made up in place of the one asked for."""
+    with pytest.raises(ValueError, match="gone: no such run to resume"):
+        RunFolder.reopen(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_dump_folder_that_is_a_file(tmp_path: Path) -> None:
+    """Catches a trace of the file system's error in place of the key to change."""
+    file = tmp_path / "file"
+    file.write_text("text")
+    for folder in (file, file / "below"):
+        with pytest.raises(ValueError, match=r"job\.dump_folder=.*cannot write to .*directory"):
+            RunFolder.create(JobSection(dump_folder=str(folder)), NAME)
+    with pytest.raises(ValueError, match=r"job\.dump_folder="):
+        RunFolder.join(file / "words" / NAME)
+    assert file.read_text() == "text"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_dump_folder_of_someone_else(tmp_path: Path) -> None:
+    """Catches a run that finds out at its first checkpoint that it may not write."""
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(ValueError, match=r"job\.dump_folder=.*Permission denied"):
+            RunFolder.create(JobSection(dump_folder=str(tmp_path)), NAME)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_full_disk_before_the_run(job: JobSection) -> None:
+    """Catches training that starts where nothing can be kept, and half a run left behind."""
+    run = RunFolder.create(job, NAME)
+    with files_up_to(1000):
+        with pytest.raises(ValueError, match=r"job\.dump_folder=.*room for checkpoints"):
+            RunFolder.create(job, NAME)
+        with pytest.raises(ValueError, match=r"job\.dump_folder="):
+            RunFolder.reopen(run.path)
+    assert earlier_runs(job) == [run]
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoint", "logs"]
+    assert (run.path.parent / "latest").resolve() == run.path
+
+
+def test_config_is_replaced_in_one_piece(job: JobSection) -> None:
+    """Catches half a configuration, or none, on a disk that fills up."""
+    run = RunFolder.create(job, NAME)
+    run.write_config("first\n")
+    with files_up_to(3), pytest.raises(OSError, match="File too large"):
+        run.write_config("second\n")
+    assert run.config_file.read_text() == "first\n"
+    assert not list(run.path.glob("config.*.yaml"))
