@@ -39,11 +39,12 @@ class Transfer:
 
 
 class CommTotals(NamedTuple):
-    """Sums over the transfers of a step."""
+    """What the transfers of a step come to."""
 
     num_transfers: int
     sent_bytes: int
     comm_seconds: float
+    """For which at least one transfer was under way."""
     exposed_seconds: float
 
 
@@ -82,10 +83,21 @@ class CommLog:
 
     @staticmethod
     def totals(transfers: list[Transfer]) -> CommTotals:
-        """Count, bytes, duration and exposed time summed over `transfers`."""
+        """Count, bytes and exposed time summed over `transfers`, and the time they cover."""
         return CommTotals(
             num_transfers=len(transfers),
             sent_bytes=sum(t.sent_bytes for t in transfers),
-            comm_seconds=sum(t.duration for t in transfers),
+            comm_seconds=_covered(transfers),
             exposed_seconds=sum(t.exposed for t in transfers),
         )
+
+
+def _covered(transfers: list[Transfer]) -> float:
+    """Length of the union of the transfers' intervals, in seconds."""
+    covered, reached = 0.0, 0.0
+    for transfer in sorted(transfers, key=lambda t: t.launched):
+        begin = max(transfer.launched, reached)
+        if transfer.ended > begin:
+            covered += transfer.ended - begin
+            reached = transfer.ended
+    return covered

@@ -73,10 +73,19 @@ class Mesh:
         self.log = CommLog() if log is None else log
         self.link = link
         self._channels = {axis: self.open(axis) for axis in Axis}
+        self.host = self._open_host()
+        """All ranks, for values in CPU memory whatever the device."""
 
     def __getitem__(self, axis: Axis) -> Channel:
         """The channel of this rank's group along `axis`."""
         return self._channels[axis]
+
+    def _open_host(self) -> Channel:
+        world = self[Axis.WORLD]
+        if world.group is None or dist.get_backend(world.group) == "gloo":
+            return world
+        ranks = list(range(self.topology.world_size))
+        return Channel(dist.new_group(ranks, backend="gloo"), name="host")
 
     def open(self, axis: Axis, name: str = "") -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""

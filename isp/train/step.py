@@ -60,6 +60,11 @@ class TrainStep:
             self.communicator.deliver_to(gradients)
             self.communicator.begin(self._actions)
 
+    def weights_changed(self) -> None:
+        """Weights were loaded: what was gathered of the old ones is dropped."""
+        if self.communicator is not None:
+            self.communicator.begin(self._actions)
+
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
         """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`."""
         valid = self._sum(Axis.DATA, _count_valid(batches))

@@ -331,23 +331,24 @@ class ISPCommunicator(WPCommunicator):
 
     def _gathered(self, visit: _Visit) -> GatheredLayer:
         """What the visit reads: as planned, or gathered for it alone."""
-        name = self._names.get(id(visit.layer.weight))
-        chunk, _, block = self._homes[name] if name is not None else (0, None, None)
-        planned = self._states[chunk].gathered if name is not None else {}
         if visit.own is not None:
             return visit.own
+        with_bias = visit.layer.bias is not None and visit.phase is not Phase.BACKWARD
+        name = self._names.get(id(visit.layer.weight))
+        if name is None:  # nobody has declared this layer
+            visit.own = self._gatherer.launch(visit.layer, with_bias=with_bias)
+            return visit.own
+        chunk, _, block = self._homes[name]
+        planned = self._states[chunk].gathered
         if name in planned and planned[name].stale:
             planned.pop(name).drop()
         if name in planned and planned[name].serves(visit.layer, visit.phase):
             return planned[name]
-        for fn in self._prerequisites if block is not None else ():
-            fn(block)
-        with_bias = visit.layer.bias is not None and visit.phase is not Phase.BACKWARD
-        gathered = self._gatherer.launch(visit.layer, with_bias=with_bias)
-        if visit.step is not None and name is not None and name not in planned:
-            planned[name] = gathered
-        else:
+        gathered = self._gather(visit.layer, block, with_bias=with_bias)
+        if visit.step is None or name in planned:
             visit.own = gathered
+        else:
+            planned[name] = gathered
         return gathered
 
     @contextmanager

@@ -1,0 +1,111 @@
+"""The micro-batches of each step on this rank: read by the first of a tensor group, then shared."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from isp.comm import Channel, Mesh
+from isp.config import JobConfig
+from isp.data import BatchSampler, Datasets, MicroBatch, Prefetcher, open_datasets
+from isp.data.batch import held_out_micro_batches
+from isp.parallel import Axis, Topology
+from isp.train.batches import share_micro_batches
+
+__all__ = ["StepData", "open_for_rank"]
+
+
+def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:
+    """The datasets if this rank reads them, and None if another one of its group does.
+
+    Raises ValueError or FileNotFoundError if they cannot be read, or do not fit the model.
+    """
+    if topology.index(Axis.TENSOR, rank) != 0:
+        return None
+    datasets = open_datasets(config.data, seed=config.training.seed)
+    entries = datasets.tokenizer.vocab_size
+    if entries > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {entries} entries of"
+            f" data.tokenizer={config.data.tokenizer}: use at least {entries}"
+        )
+    if config.validation.freq and datasets.valid is None:
+        raise ValueError(
+            f"validation.freq={config.validation.freq} needs held-out text: give"
+            f" data.valid_source, or data.valid_fraction=0.01"
+        )
+    return datasets
+
+
+class StepData:
+    """Micro-batches by step; a context, in which the next step is read ahead."""
+
+    def __init__(
+        self, config: JobConfig, datasets: Datasets | None, mesh: Mesh, device: torch.device
+    ) -> None:
+        self._data = config.data
+        self._tensor: Channel = mesh[Axis.TENSOR]
+        self._replica: Channel = mesh[Axis.DATA]
+        self._device = device
+        self._valid_steps = config.validation.steps
+        self._valid = None if datasets is None else datasets.valid
+        self._reader: Prefetcher[list[MicroBatch]] | None = None
+        if datasets is not None:
+            sampler = BatchSampler(
+                dataset=datasets.train,
+                micro_bsz=config.data.micro_bsz,
+                micro_num=config.data.micro_num,
+            )
+            rank, size = self._replica.rank, self._replica.size
+            self._reader = Prefetcher(
+                lambda step: sampler.micro_batches(step, rank, size),
+                num_steps=config.training.steps,
+            )
+
+    def training(self, step: int) -> list[MicroBatch]:
+        """The `micro_num` micro-batches of `step`, counted from 0."""
+        read = None if self._reader is None else self._reader.get(step)
+        return self._share(read, self._data.micro_num)
+
+    def validation(self) -> list[MicroBatch]:
+        """The held-out micro-batches, the same each time."""
+        read = None
+        if self._valid is not None:
+            read = list(
+                held_out_micro_batches(
+                    self._valid,
+                    micro_bsz=self._data.micro_bsz,
+                    data_rank=self._replica.rank,
+                    data_size=self._replica.size,
+                    max_samples=self._valid_steps * self._data.micro_bsz * self._replica.size,
+                )
+            )
+        count = torch.tensor([0 if read is None else len(read)], device=self._device)
+        self._tensor.broadcast_(count, label="data").wait()
+        return self._share(read, int(count.item()))
+
+    def _share(self, read: list[MicroBatch] | None, count: int) -> list[MicroBatch]:
+        data = self._data
+        rows = (1, data.micro_bsz * data.seq_len) if data.pack else (data.micro_bsz, data.seq_len)
+        return share_micro_batches(
+            read,
+            shape=rows,
+            micro_num=count,
+            packed=data.pack,
+            tensor=self._tensor,
+            device=self._device,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._reader is not None:
+            self._reader.close()

@@ -1,0 +1,111 @@
+"""A run from start to end: `main` is what `isp train` does on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+
+import torch
+
+from isp.checkpoint.agreement import exchange
+from isp.checkpoint.folder import CheckpointFolder
+from isp.comm import Mesh, World
+from isp.config import JobConfig, to_yaml
+from isp.environment import Environment, RankPlace
+from isp.run_folder import RunFolder, earlier_runs, run_name
+from isp.run_logging import run_logging
+from isp.signals import StopRequest
+from isp.train.data import StepData, open_for_rank
+from isp.train.trainer import Trainer
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def main(config: JobConfig) -> None:
+    """Train as `config` says, on this rank of the world that torchrun has set (or alone).
+
+    Raises ValueError (or OSError), before any process group starts, for what the user can put
+    right.
+    """
+    device = choose_device(config)
+    world = World(device)
+    topology = config.topology(world.size)
+    datasets = open_for_rank(config, topology, world.rank)
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(world)
+        mesh = Mesh(topology, world.rank)
+        folder, resumes = _open_folder(config, mesh)
+        stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
+        places = exchange(mesh.host, tuple(RankPlace.here(device)))
+        if world.rank == 0:
+            folder.write_config(to_yaml(config))
+            folder.write_environment(Environment.of([RankPlace(*place) for place in places]))
+        logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
+        data = stack.enter_context(StepData(config, datasets, mesh, device))
+        trainer = Trainer(config, mesh, device, folder=folder, data=data, stop=stop)
+        trainer.run(resumes=resumes)
+
+
+def choose_device(config: JobConfig) -> torch.device:
+    """The device of this rank.  Raises ValueError if it is asked for and not there."""
+    wanted, available = config.training.device, torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ValueError(
+            "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
+            " torch build for your CUDA driver"
+        )
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"this machine has {count} CUDA devices and rank {local_rank} needs one of its own:"
+            f" start at most {count} ranks on it, or use training.device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _open_folder(config: JobConfig, mesh: Mesh) -> tuple[RunFolder, bool]:
+    """The folder to write to, made by rank 0, and whether it is that of a run to go on with."""
+    path, resumes, fault = None, False, None
+    if mesh.rank == 0:
+        try:
+            earlier = _run_to_resume(config)
+            resumes = earlier is not None
+            folder = (
+                RunFolder.create(config.job, run_name())
+                if earlier is None
+                else RunFolder.reopen(earlier.path)
+            )
+            path = str(folder.path)
+        except ValueError as error:
+            fault = str(error)
+    path, resumes, fault = exchange(mesh.host, (path, resumes, fault))[0]
+    if fault is not None:
+        raise ValueError(fault)
+    return RunFolder.join(path), resumes
+
+
+def _run_to_resume(config: JobConfig) -> RunFolder | None:
+    """The newest run of the job that has a checkpoint, unless it is finished."""
+    wanted = config.checkpoint.load_step
+    if config.checkpoint.folder is not None or not (
+        config.checkpoint.auto_resume or wanted is not None
+    ):
+        return None
+    for run in earlier_runs(config.job):
+        if steps := CheckpointFolder(run.checkpoint_folder).steps():
+            finished = wanted is None and steps[0] >= config.training.steps
+            return None if finished else run
+    if wanted is not None:
+        raise ValueError(
+            f"checkpoint.load_step={wanted}: no run of job.name={config.job.name} under"
+            f" job.dump_folder={config.job.dump_folder} has a checkpoint"
+        )
+    return None

@@ -1,0 +1,210 @@
+"""`Trainer`: the loop over steps, with its records, its checkpoints and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from isp.checkpoint import Checkpointer, CheckpointError, TrainState
+from isp.comm import Mesh
+from isp.config import JobConfig
+from isp.data import MicroBatch
+from isp.layers.module import named_parameters
+from isp.metrics import MetricsFile, describe_mfu, device_name, peak_tflops
+from isp.optim import MainGradients, Zero1Optimizer, learning_rate
+from isp.parallel import Axis
+from isp.run_folder import RunFolder
+from isp.signals import StopRequest
+from isp.train.build import build_model
+from isp.train.data import StepData
+from isp.train.meter import StepMeter, model_flops
+from isp.train.step import StepOutcome, TrainStep
+from model.flops import FLOP_RULE
+
+__all__ = ["Trainer"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer:
+    """Model, optimizer and checkpoints of a run on this rank, and the loop over its steps."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        folder: RunFolder,
+        data: StepData,
+        stop: StopRequest,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.folder = folder
+        self.data = data
+        self.stop = stop
+        built = build_model(
+            config.model,
+            config.parallel.weight,
+            mesh,
+            seed=config.training.seed,
+            device=device,
+            dtype=_DTYPES[config.training.dtype],
+        )
+        parameters = list(named_parameters(built.model))
+        gradients = MainGradients(parameters, mesh)
+        self.optimizer = Zero1Optimizer(
+            gradients, mesh, config.optimizer, max_norm=config.training.max_norm
+        )
+        self.state = TrainState(
+            parameters=parameters, optimizer=self.optimizer, topology=mesh.topology
+        )
+        checkpoints = config.checkpoint.folder
+        self.checkpointer = Checkpointer(
+            folder.checkpoint_folder if checkpoints is None else Path(checkpoints),
+            config.checkpoint,
+            world=mesh[Axis.WORLD],
+        )
+        self.train_step = TrainStep(
+            built, gradients, self.optimizer, mesh, micro_num=config.data.micro_num
+        )
+        self.step = 0
+        """Steps done."""
+        name = device_name(device)
+        peak = peak_tflops(name, config.metrics.peak_tflops)
+        ranks = mesh.topology.world_size
+        self._meter = StepMeter(mesh.log, device, num_ranks=ranks, peak_tflops=peak)
+        logger.info(
+            "model       %s parameters, %s, on %s",
+            f"{config.model.num_parameters:,}",
+            config.training.dtype,
+            name,
+        )
+        logger.info("%s", describe_mfu(FLOP_RULE, name, peak))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        data = self.config.data
+        return data.micro_bsz * data.micro_num * data.seq_len * self.mesh[Axis.DATA].size
+
+    def run(self, *, resumes: bool) -> None:
+        """Train to the last step or until asked to stop, and save.
+
+        `resumes` from the checkpoints in the run's folder; those in `checkpoint.folder` are looked
+        at in any case.
+        """
+        if resumes or self.config.checkpoint.folder is not None:
+            self._resume()
+        stopped = False
+        with ExitStack() as stack:
+            metrics = None
+            if self.mesh.rank == 0:
+                metrics = stack.enter_context(self.folder.open_metrics(last_step=self.step))
+            self._meter.restart()
+            while self.step < self.config.training.steps and not stopped:
+                stopped = self._train_step(metrics)
+        self._end(stopped)
+
+    def _resume(self) -> None:
+        info = self.checkpointer.choose(self.config.checkpoint.load_step)
+        if info is None:
+            return
+        resumed = self.checkpointer.load(info, self.state)
+        self.step = resumed.step
+        self.train_step.weights_changed()
+        logger.info("resumed from %s", info.describe())
+
+    def _train_step(self, metrics: MetricsFile | None) -> bool:
+        """One step, its record and its checkpoint. Returns whether the run was asked to stop."""
+        config = self.config
+        lr = learning_rate(
+            self.step,
+            peak=config.optimizer.lr,
+            total_steps=config.training.steps,
+            config=config.lr_scheduler,
+        )
+        batches = self.data.training(self.step)
+        outcome = self.train_step(batches, lr)
+        self.step += 1
+        if outcome.skipped:
+            self._tell_skipped(outcome)
+        stopped, flops = self._agree(batches)
+        self._meter.count(tokens=self.tokens_per_step, flops=flops)
+        last = stopped or self.step == config.training.steps
+        self._report(outcome, lr, metrics, last=last)
+        if config.checkpoint.interval and self.step % config.checkpoint.interval == 0 and not last:
+            self._save_and_go_on()
+        return stopped
+
+    def _agree(self, batches: list[MicroBatch]) -> tuple[bool, float]:
+        """Whether any rank was asked to stop, and the FLOPs of the global batch."""
+        own = 0.0
+        if self.mesh[Axis.TENSOR].rank == 0:
+            own = float(model_flops(self.config.model, batches))
+        facts = torch.tensor([float(self.stop.requested), own], dtype=torch.float64)
+        stop, flops = self.mesh.host.all_reduce(facts, label="metrics").wait().tolist()
+        return stop > 0, flops
+
+    def _report(
+        self, outcome: StepOutcome, lr: float, metrics: MetricsFile | None, *, last: bool
+    ) -> None:
+        freq = self.config.validation.freq
+        evaluates = freq > 0 and (self.step % freq == 0 or last)
+        if not (evaluates or last or self.step % self.config.metrics.log_freq == 0):
+            return
+        memory = self._meter.memory_gib()
+        record = self._meter.record(
+            outcome,
+            step=self.step,
+            tokens=self.step * self.tokens_per_step,
+            lr=lr,
+            mem_gib=self.mesh[Axis.WORLD].all_reduce(memory, op="max").wait().item(),
+        )
+        if evaluates:
+            val_loss = self.train_step.evaluate(self.data.validation())
+            record = dataclasses.replace(record, val_loss=val_loss)
+        logger.info("%s", record.line(self.config.training.steps))
+        if metrics is not None:
+            metrics.write(record)
+        self._meter.restart()
+
+    def _tell_skipped(self, outcome: StepOutcome) -> None:
+        logger.warning(
+            "step %d: the gradient norm is %s, so the weights were left as they are (%d steps were"
+            " skipped so far)",
+            self.step,
+            outcome.grad_norm,
+            self.optimizer.num_skipped,
+        )
+
+    def _save(self) -> None:
+        tokens = self.step * self.tokens_per_step
+        self.checkpointer.save(self.step, self.state, tokens=tokens)
+
+    def _save_and_go_on(self) -> None:
+        try:
+            self._save()
+        except CheckpointError as error:
+            logger.error("%s The run goes on.", error)
+        self._meter.restart()
+
+    def _end(self, stopped: bool) -> None:
+        """Save what the run has come to. Raises CheckpointError if that fails."""
+        self._save()
+        self.checkpointer.close()
+        if stopped and self.step < self.config.training.steps:
+            logger.info(
+                "stopped after step %d of %d, as asked; the same command goes on from there",
+                self.step,
+                self.config.training.steps,
+            )
+        else:
+            logger.info("done: %d steps, in %s", self.step, self.folder.path)
