@@ -3,6 +3,7 @@
 from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.checkpointer import Checkpointer, CheckpointInfo
 from isp.checkpoint.plain import Plain
+from isp.checkpoint.report import Verdict, inspect, verify
 from isp.checkpoint.state import Resumed, TrainState
 
 __all__ = [
@@ -12,4 +13,7 @@ __all__ = [
     "Plain",
     "Resumed",
     "TrainState",
+    "Verdict",
+    "inspect",
+    "verify",
 ]

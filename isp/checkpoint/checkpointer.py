@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from isp.checkpoint.agreement import CheckpointError, attempt, exchange
+from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
@@ -48,6 +48,8 @@ class CheckpointInfo:
 
     path: Path
     manifest: Manifest
+    reason: str
+    """Why it was chosen."""
     passed_over: tuple[str, ...]
     """Newer ones that are not good, and what became of saves that did not end: a line each."""
 
@@ -59,7 +61,7 @@ class CheckpointInfo:
     def describe(self) -> str:
         """Which it is and why, for people."""
         skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
-        return f"{self.path} (step {self.step}) is the newest good checkpoint{skipped}"
+        return f"{self.path}, {self.reason}{skipped}"
 
 
 class Checkpointer:
@@ -227,11 +229,7 @@ class Checkpointer:
         checkpoint of `load_step`, and CheckpointError if it is damaged or all are.
         """
         self._join()
-        if self._first:
-            self.folder.restore()
-        steps, leftovers = exchange(  # as rank 0 sees it
-            self._channel, (self.folder.steps(), [path.name for path in self.folder.leftovers()])
-        )[0]
+        steps, leftovers = self._attempt_first(f"reading {self.folder.path}", self._listing)
         if load_step is not None and load_step not in steps:
             there = ", ".join(str(s) for s in steps) or "none at all"
             raise ValueError(
@@ -239,11 +237,17 @@ class Checkpointer:
                 f" there are: {there}"
             )
         passed_over = [f"{name}: left over from a save that did not end" for name in leftovers]
+        reason = "the newest good one" if load_step is None else f"as load_step={load_step} says"
         for step in steps if load_step is None else [load_step]:
+            path = self.folder.published(step)
             try:
-                return self._verified(step, tuple(passed_over))
+                manifest = self._verified(step)
             except CheckpointError as fault:
-                passed_over.append(f"{self.folder.published(step).name}: {fault}")
+                passed_over.append(f"{path.name}: {fault}")
+                continue
+            return CheckpointInfo(
+                path=path, manifest=manifest, reason=reason, passed_over=tuple(passed_over)
+            )
         if steps:
             reasons = "".join(f"\n  {line}" for line in passed_over)
             raise CheckpointError(
@@ -299,8 +303,8 @@ class Checkpointer:
                 no_dist=self._channel.group is None,
             )
 
-    def _verified(self, step: int, passed_over: tuple[str, ...]) -> CheckpointInfo:
-        """The checkpoint of `step`. Raises CheckpointError on all ranks if it is damaged."""
+    def _verified(self, step: int) -> Manifest:
+        """What `step` consists of, verified; raises CheckpointError on all ranks if damaged."""
         path = self.folder.published(step)
         manifests: list[Manifest] = []
 
@@ -314,11 +318,16 @@ class Checkpointer:
             manifests.append(manifest)
 
         attempt(self._channel, "verifying", check_share)
-        return CheckpointInfo(path=path, manifest=manifests[0], passed_over=passed_over)
+        return manifests[0]
 
-    def _attempt_first(self, what: str, act: Any) -> None:
-        """`attempt` something on rank 0 alone."""
-        attempt(self._channel, what, lambda: act() if self._first else None)
+    def _listing(self) -> tuple[list[int], list[str]]:
+        """The published steps, newest first, and the names of what else is there."""
+        self.folder.restore()
+        return self.folder.steps(), [path.name for path in self.folder.leftovers()]
+
+    def _attempt_first(self, what: str, act: Callable[[], Plain]) -> Any:
+        """What `act` gives on rank 0, on all ranks; see `attempt`."""
+        return attempt(self._channel, what, lambda: act() if self._first else None)[0]
 
 
 def _own_channel(world: Channel, timeout_seconds: float) -> Channel:

@@ -33,6 +33,11 @@ class CheckpointFolder:
 
     path: Path
 
+    @staticmethod
+    def names(path: Path) -> bool:
+        """Whether `path` is an existing folder that has the name of a checkpoint."""
+        return path.is_dir() and _PUBLISHED.fullmatch(path.name) is not None
+
     def published(self, step: int) -> Path:
         """Where the checkpoint of `step` is, once it is complete."""
         return self.path / f"step_{step}"

@@ -67,6 +67,6 @@ def _decode(encoded: dict[str, Any]) -> Any:
                 return tuple(content)
             case "$tensor":
                 dtype, shape, data = content
-                flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+                flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8)
                 return flat.view(getattr(torch, dtype)).view(shape)
     return encoded

@@ -6,10 +6,12 @@ import hashlib
 from typing import NamedTuple
 
 import torch
+import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isp.checkpoint import TrainState
-from isp.comm import Channel, Mesh
+from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names, named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
@@ -72,7 +74,7 @@ class _Model(nn.Module):
 def make_run(rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
-    mesh = Mesh(topology, rank)
+    mesh = _channels(topology, rank)
     layers = LayerFactory(
         mode=topology.mode,
         tensor=mesh[Axis.TENSOR],
@@ -87,6 +89,23 @@ def make_run(rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6) ->
     run = Run(mesh[Axis.WORLD], state, optimizer)
     clear(run)
     return run
+
+
+def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
+    """Channels that know their sizes; only those of WORLD and ZERO1 can carry anything.
+
+    Nothing else travels here, and each gloo group takes long to connect.
+    """
+    channels = {axis: Channel.solo(axis.value) for axis in Axis}
+    for axis, channel in channels.items():
+        channel.size, channel.rank = topology.size(axis), topology.index(axis, rank)
+    if topology.world_size > 1:
+        channels[Axis.WORLD] = Channel(dist.group.WORLD, name="world")
+        zero1 = topology.group_of(Axis.ZERO1, rank)
+        if len(zero1) > 1:
+            group = dist.new_group(zero1, use_local_synchronization=True)
+            channels[Axis.ZERO1] = Channel(group, name="zero1")
+    return channels
 
 
 @torch.no_grad()

@@ -1,0 +1,133 @@
+"""Checkpoints as text, for people: what is in them and whether they are whole."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest
+from isp.checkpoint.state import MODEL, model_key, optimizer_key
+from isp.checkpoint.storage import read_metadata
+
+__all__ = ["Verdict", "inspect", "verify"]
+
+
+class Verdict(NamedTuple):
+    """What `verify` found."""
+
+    good: bool
+    """Whether there is a checkpoint, and all are as they were written."""
+    text: str
+
+
+def inspect(path: Path | str) -> str:
+    """What a checkpoint holds, or a line for each checkpoint in a folder of them.
+
+    `path` is a checkpoint, a folder of checkpoints, or the folder of a run. Compares file sizes but
+    reads no tensor. Raises ValueError if there is no checkpoint.
+    """
+    found = _find(Path(path))
+    return _details(found[0]) if found == [Path(path)] else "\n".join(_summary(p) for p in found)
+
+
+def verify(path: Path | str) -> Verdict:
+    """Whether every byte of a checkpoint, or of all in a folder, is as it was written.
+
+    `path` as for `inspect`. Raises ValueError if there is no checkpoint.
+    """
+    faults = {folder: _fault(folder, contents=True) for folder in _find(Path(path))}
+    lines = [f"{folder}: {fault or 'good'}" for folder, fault in faults.items()]
+    return Verdict(not any(faults.values()), "\n".join(lines))
+
+
+def _find(path: Path) -> list[Path]:
+    if (path / MANIFEST).exists():
+        return [path]
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoint")):
+        if steps := folder.steps():
+            return [folder.published(step) for step in steps]
+    if CheckpointFolder.names(path):  # one that has lost its manifest
+        return [path]
+    raise ValueError(f"{path} is not a checkpoint, and has none in it")
+
+
+def _fault(folder: Path, *, contents: bool) -> str:
+    """What is wrong with a checkpoint; empty if nothing is."""
+    try:
+        Manifest.read(folder).check(folder, contents=contents)
+    except Damaged as fault:
+        return f"damaged: {fault}"
+    return ""
+
+
+def _summary(folder: Path) -> str:
+    if fault := _fault(folder, contents=False):
+        return f"{folder.name}  {fault}"
+    manifest = Manifest.read(folder)
+    return f"{folder.name}  {_when(manifest)}  {_size(manifest)}  {_layout(manifest)}"
+
+
+def _details(folder: Path) -> str:
+    if fault := _fault(folder, contents=False):
+        return f"{folder}\n{fault}"
+    manifest = Manifest.read(folder)
+    updates = f", {manifest.num_updates:,} updates" if manifest.num_updates >= 0 else ""
+    return "\n".join(
+        [
+            f"{folder}",
+            f"step {manifest.step:,}, {manifest.tokens:,} tokens{updates}, {_when(manifest)}",
+            f"{_size(manifest)}, written by {_layout(manifest)}",
+            f"kept values: {', '.join(manifest.shared) or 'none'}",
+            "",
+            *_table(read_metadata(folder)),
+            "",
+            "complete; only `verify` reads every byte",
+        ]
+    )
+
+
+def _table(metadata: Metadata) -> list[str]:
+    """A line for each parameter, in columns."""
+    saved = metadata.state_dict_metadata
+    head = ("parameter", "shape", "weights", "master weights", "moments")
+    rows: list[tuple[str, ...]] = [head]
+    total = 0
+    names = sorted(key.removeprefix(MODEL) for key in saved if key.startswith(MODEL))
+    for name in names:
+        weights = saved[model_key(name)]
+        assert isinstance(weights, TensorStorageMetadata)
+        total += math.prod(weights.size)
+        kinds = (optimizer_key(name, kind) for kind in ("master", "exp_avg"))
+        dtypes = [_dtype(metadata, key) for key in (model_key(name), *kinds)]
+        rows.append((name, str(list(weights.size)), *dtypes))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [*lines, f"{len(names)} parameters, {total:,} elements"]
+
+
+def _dtype(metadata: Metadata, key: str) -> str:
+    saved = metadata.state_dict_metadata.get(key)
+    if not isinstance(saved, TensorStorageMetadata):
+        return "-"
+    return str(saved.properties.dtype).removeprefix("torch.")
+
+
+def _when(manifest: Manifest) -> str:
+    return time.strftime("saved %Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
+
+
+def _size(manifest: Manifest) -> str:
+    return f"{manifest.num_bytes / 2**20:,.1f} MiB in {len(manifest.files)} files"
+
+
+def _layout(manifest: Manifest) -> str:
+    sizes = {key: value for key, value in manifest.topology.items() if key != "mode"}
+    return f"{manifest.topology['mode']}: " + ", ".join(f"{k} {v}" for k, v in sizes.items())

@@ -1,0 +1,131 @@
+"""The folder after saves that ended, and after runs that died at any point of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, file_sha256
+
+
+def _write(folder: Path, step: int, content: str = "weights") -> None:
+    """A sound checkpoint of one file."""
+    (folder / "data").write_text(content)
+    manifest = Manifest(
+        step=step,
+        tokens=0,
+        num_updates=step,
+        topology={},
+        shared={},
+        saved_at=0.0,
+        files={"data": FileRecord(len(content), file_sha256(folder / "data"))},
+    )
+    manifest.write(folder)
+
+
+def _publish(folder: CheckpointFolder, step: int, content: str = "weights") -> None:
+    folder.begin(step)
+    _write(folder.temporary(step), step, content)
+    folder.publish(step)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoint")
+
+
+def test_an_absent_folder_has_no_checkpoints(folder: CheckpointFolder) -> None:
+    """Catches a first run that fails because nothing is there yet."""
+    folder.restore()
+    assert folder.steps() == []
+    assert folder.leftovers() == []
+
+
+def test_steps_are_ordered_by_number(folder: CheckpointFolder) -> None:
+    """Catches step_9 taken for newer than step_10."""
+    for step in (9, 10, 100, 11):
+        _publish(folder, step)
+    assert folder.steps() == [100, 11, 10, 9]
+
+
+def test_what_is_being_written_is_no_checkpoint(folder: CheckpointFolder) -> None:
+    """Catches a half written folder chosen, or in the way of the next save."""
+    folder.begin(10)
+    (folder.temporary(10) / "data").write_text("half")
+    assert folder.steps() == []
+    folder.begin(10)
+    assert list(folder.temporary(10).iterdir()) == []
+    folder.abandon(10)
+    assert folder.leftovers() == []
+
+
+def test_the_same_step_replaces(folder: CheckpointFolder) -> None:
+    """Catches a rename onto a folder that is there, which the system refuses."""
+    _publish(folder, 10, "old")
+    _publish(folder, 10, "new")
+    assert (folder.published(10) / "data").read_text() == "new"
+    assert folder.leftovers() == []
+
+
+def test_dying_between_the_two_renames_loses_nothing(folder: CheckpointFolder) -> None:
+    """Catches the only good checkpoint deleted as a leftover because it was moved aside."""
+    _publish(folder, 10, "old")
+    folder.begin(10)
+    folder.published(10).rename(folder.path / "step_10.old")
+    folder.begin(20)
+    assert folder.steps() == [10]
+    assert (folder.published(10) / "data").read_text() == "old"
+
+
+def test_dying_after_the_second_rename_keeps_the_new_one(folder: CheckpointFolder) -> None:
+    """Catches a replaced checkpoint that comes back over the new one."""
+    _publish(folder, 10, "old")
+    folder.published(10).rename(folder.path / "step_10.old")
+    _write_new = folder.temporary(10)
+    _write_new.mkdir()
+    _write(_write_new, 10, "new")
+    _write_new.rename(folder.published(10))
+    folder.restore()
+    assert (folder.published(10) / "data").read_text() == "new"
+    folder.begin(20)
+    assert [path.name for path in folder.leftovers()] == ["step_20.tmp"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [40, 30, 20, 10]), (1, [40]), (3, [40, 30, 20])])
+def test_old_ones_are_deleted(folder: CheckpointFolder, keep: int, left: list[int]) -> None:
+    """Catches one too many or too few kept, and 0 taken for none."""
+    for step in (10, 20, 30, 40):
+        _publish(folder, step)
+    folder.prune(keep, newest=40)
+    assert folder.steps() == left
+    assert folder.leftovers() == []
+
+
+def test_damaged_ones_do_not_count(folder: CheckpointFolder) -> None:
+    """Catches the last good ones deleted in favour of newer ones that are broken."""
+    for step in (10, 20, 30, 40):
+        _publish(folder, step)
+    (folder.published(30) / MANIFEST).unlink()
+    (folder.published(20) / "data").write_text("short")
+    folder.prune(2, newest=40)
+    assert folder.steps() == [40, 10]
+
+
+def test_one_that_goes_back_is_kept(folder: CheckpointFolder) -> None:
+    """Catches the checkpoint just written deleted because an abandoned run came further."""
+    for step in (10, 20, 30, 15):
+        _publish(folder, step)
+    folder.prune(1, newest=15)
+    assert 15 in folder.steps()
+    assert 10 not in folder.steps()
+
+
+def test_what_is_half_deleted_is_no_checkpoint(folder: CheckpointFolder) -> None:
+    """Catches a run that died while deleting and leaves a checkpoint without its files."""
+    _publish(folder, 10)
+    folder.published(10).rename(folder.path / "step_10.deleted")
+    assert folder.steps() == []
+    folder.begin(20)
+    assert [path.name for path in folder.leftovers()] == ["step_20.tmp"]

@@ -1,0 +1,49 @@
+"""Plain values come back as they were."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from isp.checkpoint.plain import from_json, from_tensor, to_json, to_tensor
+
+
+def test_values_come_back_as_they_were() -> None:
+    """Catches a tuple that became a list, a changed float, bytes or a random state with it."""
+    value = {
+        "none": None,
+        "numbers": [1, -2.5e-300, float("inf"), True],
+        "bytes": b"\x00\xff",
+        "random": random.getstate(),
+        "nested": {"a": [{"b": ()}]},
+        "text": "learning rate: 3e-4 # ümlaut\n",
+    }
+    assert from_json(to_json(value)) == value
+    assert from_tensor(to_tensor(value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Catches bits, dtype or shape lost, and scalars or empty tensors that cannot be kept."""
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    back = from_json(to_json([tensor]))[0]
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back, tensor)
+
+
+def test_a_generator_goes_on_where_it_was() -> None:
+    """Catches a random state that survives as numbers but cannot be set."""
+    generator = torch.Generator().manual_seed(3)
+    state = from_json(to_json(generator.get_state()))
+    expected = torch.rand(4, generator=generator)
+    assert torch.equal(torch.rand(4, generator=torch.Generator().set_state(state)), expected)
+
+
+@pytest.mark.parametrize("value", [{"a": [object()]}, {1: 2}, {"$bytes": "x"}, {1, 2}])
+def test_what_is_not_plain_is_refused(value: object) -> None:
+    """Catches an object kept as its repr, and a key that reads back as something else."""
+    with pytest.raises(TypeError, match="which a checkpoint cannot keep"):
+        to_json({"here": value})  # type: ignore[dict-item]

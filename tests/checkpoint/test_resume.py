@@ -1,0 +1,145 @@
+"""One process: what is kept and given back, in which dtypes, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from isp.checkpoint import Checkpointer, CheckpointError, inspect
+from isp.comm import Channel
+from isp.settings import CheckpointConfig
+from tests.checkpoint.runs import Layout, clear, expect, fill, make_run, whole_value
+
+ONE = Layout()
+CONFIG = CheckpointConfig()
+
+
+def _checkpointer(folder: Path, config: CheckpointConfig = CONFIG) -> Checkpointer:
+    return Checkpointer(folder, config, world=Channel.solo())
+
+
+def _save(folder: Path, dtype: torch.dtype, step: int = 20, *, wide: int = 6) -> None:
+    run = make_run(0, ONE, dtype, wide=wide)
+    fill(run)
+    _checkpointer(folder).save(step, run.state, tokens=640)
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float64, torch.bfloat16])
+def test_any_dtype_loads_any_other(tmp_path: Path, saved: torch.dtype, loaded: torch.dtype) -> None:
+    """Catches masters rounded through bfloat16 weights, and weights that are not their masters."""
+    _save(tmp_path, saved)
+    run = make_run(0, ONE, loaded)
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, run.state)
+    narrow = saved is not torch.float64 and loaded is torch.float64
+    assert expect(run, torch.float32 if narrow else None) > 0
+
+
+def test_masters_are_saved_only_where_they_differ(tmp_path: Path) -> None:
+    """Catches float32 weights written twice, and bfloat16 ones without their masters."""
+    _save(tmp_path / "narrow", torch.bfloat16)
+    _save(tmp_path / "wide", torch.float32)
+    assert "bfloat16  float32         float32" in inspect(tmp_path / "narrow" / "step_20")
+    assert "float32  -               float32" in inspect(tmp_path / "wide" / "step_20")
+
+
+def test_own_values_come_back(tmp_path: Path) -> None:
+    """Catches progress, shared or own values lost, or random states that are not bit for bit."""
+    run = make_run(0, ONE, torch.float32)
+    state = torch.get_rng_state()
+    checkpointer = _checkpointer(tmp_path)
+    checkpointer.save(3, run.state, tokens=5, shared={"config": "a: 1"}, local={"rng": state})
+    info = checkpointer.choose()
+    assert info is not None
+    resumed = checkpointer.load(info, run.state)
+    assert (resumed.step, resumed.tokens, resumed.shared) == (3, 5, {"config": "a: 1"})
+    assert resumed.local is not None
+    assert torch.equal(resumed.local["rng"], state)
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """Catches weights that cannot be read alone, and an optimizer left without its state."""
+    _save(tmp_path / "all", torch.bfloat16)
+    run = make_run(0, ONE, torch.float32)
+    weights = dataclasses.replace(run.state, optimizer=None)
+    checkpointer = _checkpointer(tmp_path / "all")
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, weights)
+    for name, parameter, layout in run.state.parameters:
+        wanted = whole_value(name, "master", layout.global_shape).float()
+        assert torch.equal(parameter.detach(), wanted)
+    only = _checkpointer(tmp_path / "weights")
+    only.save(1, weights, tokens=0)
+    info = only.choose()
+    assert info is not None
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        only.load(info, run.state)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Catches parts of another model loaded, or left over, without a word."""
+    _save(tmp_path, torch.float32)
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.choose()
+    assert info is not None
+    wider = make_run(0, ONE, torch.float32, wide=8)
+    with pytest.raises(CheckpointError, match=r"has shape \(37, 6\) in the checkpoint"):
+        checkpointer.load(info, wider.state)
+    run = make_run(0, ONE, torch.float32)
+    fewer = dataclasses.replace(run.state, parameters=run.state.parameters[:-1])
+    with pytest.raises(CheckpointError, match=r"has what the run lacks: model\.norm\.weight"):
+        checkpointer.load(info, fewer)
+    renamed = [item._replace(name=f"my_{item.name}") for item in run.state.parameters]
+    other = dataclasses.replace(run.state, parameters=renamed, optimizer=None)
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks model\.my_embedding.weight"):
+        checkpointer.load(info, other)
+
+
+def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
+    """Catches weights that training has already changed written under the old step."""
+    run = make_run(0, ONE, torch.float32)
+    checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
+    fill(run)
+    checkpointer.save(20, run.state, tokens=0)
+    clear(run)
+    checkpointer.save(30, run.state, tokens=0)
+    checkpointer.close()
+    info = checkpointer.choose(load_step=20)
+    assert info is not None
+    checkpointer.load(info, run.state)
+    assert expect(run) > 0
+    assert checkpointer.folder.steps() == [30, 20]
+
+
+def test_a_background_failure_is_told_once(tmp_path: Path) -> None:
+    """Catches a failure that nobody hears of, or that keeps the next save from being tried."""
+    run = make_run(0, ONE, torch.float32)
+    folder = tmp_path / "checkpoint"
+    folder.write_text("a file is in the way")
+    checkpointer = _checkpointer(folder, CheckpointConfig(async_mode="async"))
+    checkpointer.save(10, run.state, tokens=0)
+    with pytest.raises(CheckpointError, match=r"saving .*step_10 failed on rank 0"):
+        checkpointer.wait()
+    checkpointer.wait()
+    checkpointer.save(20, run.state, tokens=0)
+    folder.unlink()
+    checkpointer.save(30, run.state, tokens=0)
+    checkpointer.close()
+    assert checkpointer.folder.steps() == [30]
+
+
+def test_torch_can_read_it(tmp_path: Path) -> None:
+    """Catches a checkpoint that only this project can open."""
+    _save(tmp_path, torch.float32)
+    dcp_to_torch_save(tmp_path / "step_20", tmp_path / "weights.pt")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    wanted = whole_value("wqkv.weight", "master", (16, 6)).float()
+    assert torch.equal(weights["model.wqkv.weight"], wanted)
