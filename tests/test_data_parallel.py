@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from isp.comm import Channel, CommLog
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
@@ -193,3 +194,20 @@ def test_a_step_without_reset_is_refused():
     model.reset()
     assert all(p.grad is None for p in model.parameters())
     model(batch(0, 0), False).sum().backward()
+
+
+def test_a_reentrant_checkpoint_is_found_out():
+    """Catches the end of the pass within the pass being taken for the end of the step."""
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)])
+    model = solo(module)
+    x = batch(0, 0).requires_grad_()
+    for block in module:
+        x = checkpoint(block, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="came after its last one"):
+        x.sum().backward()
+    model.reset()
+    x = batch(0, 0).requires_grad_()
+    for block in module:
+        x = checkpoint(block, x, use_reentrant=False)
+    x.sum().backward()
+    assert module[0].weight.grad is not None

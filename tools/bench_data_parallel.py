@@ -4,8 +4,9 @@
 
 Every rank holds one copy of the model for each wrapper and trains them in turn, a step each, the
 first one rotating, so that all see the same disturbances. A step is forward, backward with the
-gradients' reduction, and SGD. The slowest rank's time counts. Shown are the medians, and the median
-of the ratios to DistributedDataParallel of the same round.
+gradients' reduction, and SGD. The slowest rank's time counts. Shown are the medians, the median of
+the ratios to DistributedDataParallel of the same round, and the processor time that the slowest
+rank spent, which other programs on the machine do not blur.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from isp.data_parallel import DataParallelBucket, DataParallelNaive
 
 REFERENCE = "DistributedDataParallel"
 Step = Callable[[Tensor], None]
+Times = dict[str, list[tuple[float, float]]]
 
 
 def build(width: int, depth: int) -> nn.Module:
@@ -81,30 +83,43 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
     steps = steps_of(options.width, options.depth)
     x = torch.randn(options.batch, options.width)
     names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: Times = {name: [] for name in names}
     for i in range(options.warmup + options.steps):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             dist.barrier()
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             steps[name](x)
-            seconds = torch.tensor(time.perf_counter() - begin)
+            end = time.perf_counter(), time.process_time()
+            seconds = torch.tensor(end, dtype=torch.float64) - torch.tensor(
+                begin, dtype=torch.float64
+            )
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             if i >= options.warmup:
-                times[name].append(seconds.item())
+                times[name].append((seconds[0].item(), seconds[1].item()))
     if rank == 0:
         report(world, times)
     dist.destroy_process_group()
 
 
-def report(world: int, times: dict[str, list[float]]) -> None:
+def report(world: int, times: Times) -> None:
     """A line for each wrapper."""
-    print(f"{world} ranks (gloo)                median ms   fastest ms   of {REFERENCE}")
-    for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times[REFERENCE], strict=True)]
-        print(
-            f"  {name:<30}{statistics.median(seconds) * 1e3:>10.1f}{min(seconds) * 1e3:>13.1f}"
-            f"{statistics.median(ratios):>10.3f}"
+    columns = ("median ms", "fastest ms", "of DDP", "processor ms", "of DDP")
+    print(f"{f'{world} ranks (gloo)':<30}" + "".join(f"{c:>14}" for c in columns))
+    for name, pairs in times.items():
+        (wall, cpu), (wall_ddp, cpu_ddp) = (
+            zip(*pairs, strict=True),
+            zip(*times[REFERENCE], strict=True),
         )
+        print(
+            f"{name:<30}{statistics.median(wall) * 1e3:>14.1f}{min(wall) * 1e3:>14.1f}"
+            f"{median_ratio(wall, wall_ddp):>14.3f}{statistics.median(cpu) * 1e3:>14.1f}"
+            f"{median_ratio(cpu, cpu_ddp):>14.3f}"
+        )
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over the rounds of our time divided by theirs."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:

@@ -199,6 +199,7 @@ class Zero1Optimizer:
             raise ValueError(f"the state is not of these parameters: {', '.join(sorted(odd))}")
         for name in own:
             _require_same_place(name, saved[name], own[name])
+        self._publisher.wait()
         for name, mine in own.items():
             mine["master"].copy_(saved[name]["master"])
             mine["exp_avg"].copy_(saved[name]["exp_avg"])
