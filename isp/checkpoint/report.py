@@ -129,5 +129,6 @@ def _size(manifest: Manifest) -> str:
 
 
 def _layout(manifest: Manifest) -> str:
-    sizes = {key: value for key, value in manifest.topology.items() if key != "mode"}
-    return f"{manifest.topology['mode']}: " + ", ".join(f"{k} {v}" for k, v in sizes.items())
+    sizes = ("world_size", "pipeline", "tensor", "weight", "zero1")
+    text = ", ".join(f"{name} {manifest.topology[name]}" for name in sizes)
+    return f"{manifest.topology['mode']}: {text}"

@@ -126,10 +126,10 @@ def test_a_background_failure_is_told_once(tmp_path: Path) -> None:
     folder.write_text("a file is in the way")
     checkpointer = _checkpointer(folder, CheckpointConfig(async_mode="async"))
     checkpointer.save(10, run.state, tokens=0)
-    with pytest.raises(CheckpointError, match=r"saving .*step_10 failed on rank 0"):
+    checkpointer.save(20, run.state, tokens=0)
+    with pytest.raises(CheckpointError, match=r"saving .*step_20 failed on rank 0"):
         checkpointer.wait()
     checkpointer.wait()
-    checkpointer.save(20, run.state, tokens=0)
     folder.unlink()
     checkpointer.save(30, run.state, tokens=0)
     checkpointer.close()

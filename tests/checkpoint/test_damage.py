@@ -1,0 +1,178 @@
+"""What is damaged is passed over, with its reason; what is a stranger's runs no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
+from isp.checkpoint.manifest import MANIFEST
+from isp.checkpoint.storage import METADATA, read_metadata
+from isp.comm import Channel
+from isp.settings import CheckpointConfig
+from tests.checkpoint.runs import Layout, fill, make_run
+from tests.ranks import run_ranks
+
+CONFIG = CheckpointConfig()
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 10, 20 and 30."""
+    folder = tmp_path_factory.mktemp("three")
+    run = make_run(0, Layout(), torch.float32)
+    fill(run)
+    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
+    for step in (10, 20, 30):
+        checkpointer.save(step, run.state, tokens=step * 32, shared={"config": "a: 1"})
+    return folder
+
+
+@pytest.fixture
+def folder(three: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(three, tmp_path / "run" / "checkpoint")
+
+
+def _choose(folder: Path, load_step: int | None = None) -> CheckpointInfo | None:
+    return Checkpointer(folder, CONFIG, world=Channel.solo()).choose(load_step)
+
+
+def _flip_bit(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def _empty_manifest(path: Path) -> None:
+    (path / MANIFEST).write_text("{}")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "bit": (lambda path: _flip_bit(path / DATA), f"{DATA} has a wrong checksum"),
+    "last bit": (lambda path: _flip_bit(path / DATA, 1.0), f"{DATA} has a wrong checksum"),
+    "contents": (lambda path: _flip_bit(path / METADATA), f"{METADATA} has a wrong checksum"),
+    "cut off": (lambda path: os.truncate(path / DATA, 100), f"{DATA} has 100 bytes instead of"),
+    "missing": (lambda path: (path / DATA).unlink(), f"{DATA} is missing"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "cut manifest": (lambda path: os.truncate(path / MANIFEST, 200), "is not readable"),
+    "other manifest": (_empty_manifest, "is not readable"),
+    "bit of manifest": (lambda path: _flip_bit(path / MANIFEST), f"{MANIFEST} "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over(folder: Path, damage: str) -> None:
+    """Catches damage that is loaded, or that stops a run which has an older good checkpoint."""
+    act, reason = DAMAGES[damage]
+    act(folder / "step_30")
+    info = _choose(folder)
+    assert info is not None
+    assert (info.step, info.manifest.tokens) == (20, 640)
+    assert len(info.passed_over) == 1
+    assert info.passed_over[0].startswith("step_30: verifying failed on rank 0: ")
+    assert reason in info.describe()
+
+
+def test_saves_that_did_not_end_are_passed_over(folder: Path) -> None:
+    """Catches a half written folder taken for the newest, or a word about it missing."""
+    (folder / "step_30").rename(folder / "step_30.tmp")
+    info = _choose(folder)
+    assert info is not None
+    assert info.step == 20
+    assert info.passed_over == ("step_30.tmp: left over from a save that did not end",)
+
+
+def test_the_newest_good_one_is_chosen(folder: Path) -> None:
+    """Catches an older checkpoint preferred, and an empty folder that is not a fresh start."""
+    info = _choose(folder)
+    assert info is not None
+    assert (info.step, info.passed_over) == (30, ())
+    assert _choose(folder / "elsewhere") is None
+
+
+def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
+    """Catches a month of training silently begun again from step 0."""
+    for step in (10, 20, 30):
+        (folder / f"step_{step}" / DATA).unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)no good checkpoint.*step_30.*step_20.*step_10"):
+        _choose(folder)
+
+
+def test_a_step_can_be_asked_for(folder: Path) -> None:
+    """Catches load_step ignored, or quietly replaced by another where it is absent or damaged."""
+    info = _choose(folder, load_step=10)
+    assert info is not None
+    assert info.step == 10
+    assert "as load_step=10 says" in info.describe()
+    with pytest.raises(ValueError, match=r"load_step=15: .* there are: 30, 20, 10"):
+        _choose(folder, load_step=15)
+    (folder / "step_10" / DATA).unlink()
+    with pytest.raises(CheckpointError, match=r"step_10: .*is missing"):
+        _choose(folder, load_step=10)
+
+
+def _choose_on(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:
+    run = make_run(rank, Layout(2, "isp", weight=2), torch.float32)
+    info = Checkpointer(folder, CONFIG, world=run.world).choose()
+    assert info is not None
+    return info.step, info.passed_over
+
+
+@pytest.mark.parametrize("name", [DATA, METADATA])
+def test_ranks_agree_on_what_is_good(folder: Path, name: str) -> None:
+    """Catches ranks that choose different checkpoints, each having verified its share alone."""
+    _flip_bit(folder / "step_30" / name)
+    answers = run_ranks(2, _choose_on, folder)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 20
+    assert f"{name} has a wrong checksum" in answers[0][1][0]
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("exit 1",)
+
+
+def test_a_harmful_file_runs_no_code(folder: Path) -> None:
+    """Catches a checkpoint from a stranger that runs commands when it is read."""
+    (folder / "step_30" / METADATA).write_bytes(pickle.dumps(_Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match=r"must not contain posix\.system"):
+        read_metadata(folder / "step_30")
+
+
+def test_inspect_says_what_is_in_it(folder: Path) -> None:
+    """Catches a wrong shape, dtype, step or count, and a damaged one described as sound."""
+    text = inspect(folder / "step_30")
+    assert "step 30, 960 tokens, 7 updates" in text
+    assert "written by isp: world_size 1, pipeline 1, tensor 1, weight 1, zero1 1" in text
+    assert "wqkv.weight       [16, 6]  float32  -               float32" in text
+    assert "7 parameters, 424 elements" in text
+    assert "config" in text
+    lines = inspect(folder.parent).splitlines()
+    assert [line.split()[0] for line in lines] == ["step_30", "step_20", "step_10"]
+    (folder / "step_20" / MANIFEST).unlink()
+    assert "step_20  damaged: manifest.json is missing" in inspect(folder)
+    assert inspect(folder / "step_20").endswith("damaged: manifest.json is missing")
+
+
+def test_verify_reads_every_byte(folder: Path) -> None:
+    """Catches a verdict from sizes alone, and a good one for a folder without any checkpoint."""
+    assert verify(folder).good
+    _flip_bit(folder / "step_20" / DATA)
+    verdict = verify(folder)
+    assert not verdict.good
+    assert [line.rsplit(": ", 1)[1] for line in verdict.text.splitlines()] == [
+        "good",
+        f"{DATA} has a wrong checksum",
+        "good",
+    ]
+    assert verify(folder / "step_30").good
+    with pytest.raises(ValueError, match="is not a checkpoint, and has none in it"):
+        verify(folder.parent / "elsewhere")

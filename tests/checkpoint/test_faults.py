@@ -1,0 +1,163 @@
+"""Ranks that cannot write, and ranks that die while they do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from isp.checkpoint import Checkpointer, CheckpointError
+from isp.settings import CheckpointConfig
+from tests.checkpoint.runs import Layout, Run, clear, expect, fill, make_run
+from tests.ranks import run_ranks
+
+LAYOUT = Layout(2, "isp", weight=2)
+WIDE = 2048
+"""Features of the model: some 300 KiB a tensor."""
+
+
+def _limit_file_size(num_bytes: int) -> None:
+    """The next write beyond `num_bytes` of a file fails, on this rank alone."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def _run(rank: int, folder: Path, mode: str = "disabled") -> tuple[Run, Checkpointer]:
+    run = make_run(rank, LAYOUT, torch.float32, wide=WIDE)
+    config = CheckpointConfig(async_mode=mode)  # type: ignore[arg-type]
+    fill(run)
+    return run, Checkpointer(folder, config, world=run.world)
+
+
+def _save_and_wait(checkpointer: Checkpointer, step: int, run: Run) -> None:
+    checkpointer.save(step, run.state, tokens=0)
+    checkpointer.wait()
+
+
+def _fail_once(rank: int, folder: Path, mode: str, failing: int) -> list[str]:
+    """Save 10, fail to save 20 because rank `failing` cannot write, load 10, save 30."""
+    run, checkpointer = _run(rank, folder, mode)
+    _save_and_wait(checkpointer, 10, run)
+    if rank == failing:
+        _limit_file_size(100_000)
+    with pytest.raises(CheckpointError) as caught:
+        _save_and_wait(checkpointer, 20, run)
+    _limit_file_size(resource.RLIM_INFINITY)
+    left = sorted(os.listdir(folder))
+    dist.barrier()
+    info = checkpointer.choose()
+    assert info is not None
+    clear(run)
+    checkpointer.load(info, run.state)
+    assert expect(run) > 0
+    _save_and_wait(checkpointer, 30, run)
+    return [str(caught.value), *left]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> None:
+    """Catches ranks that wait for one which has failed, and a half checkpoint left or published."""
+    answers = run_ranks(2, _fail_once, tmp_path, mode, failing, timeout_seconds=20)
+    message = answers[0][0]
+    assert answers[1][0] == message
+    assert f"saving {tmp_path}/step_20 failed on rank {failing}: OSError: " in message
+    assert "File too large" in message
+    assert "Older checkpoints are as they were" in message
+    assert answers[0][1:] == ["step_10"]
+    assert sorted(os.listdir(tmp_path)) == ["step_10", "step_30"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def _fill_disk(rank: int, disk: Path) -> str:
+    run, checkpointer = _run(rank, disk / "checkpoint")
+    checkpointer.save(10, run.state, tokens=0)
+    if rank == 0:
+        (disk / "other").write_bytes(bytes(1_000_000))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save(20, run.state, tokens=0)
+    info = checkpointer.choose()
+    assert info is not None
+    assert info.step == 10
+    if rank == 0:
+        (disk / "other").unlink()
+    return str(caught.value)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """Catches a full disk that costs the last good checkpoint, or is told as another error."""
+    messages = run_ranks(2, _fill_disk, small_disk)
+    assert "No space left on device" in messages[0]
+    assert os.listdir(small_disk / "checkpoint") == ["step_10"]
+
+
+def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
+    """Rank 1 is killed by the system in the middle of a write of its second checkpoint."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    run, checkpointer = _run(rank, folder, mode)
+    _save_and_wait(checkpointer, 10, run)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit_file_size(100_000)
+    code = 0
+    try:
+        _save_and_wait(checkpointer, 20, run)
+    except RuntimeError:
+        code = 3  # what the survivor should come to
+    os._exit(code)
+
+
+def _resume(rank: int, folder: Path) -> list[str]:
+    run, checkpointer = _run(rank, folder)
+    info = checkpointer.choose()
+    assert info is not None
+    assert info.step == 10
+    clear(run)
+    checkpointer.load(info, run.state)
+    assert expect(run) > 0
+    checkpointer.save(20, run.state, tokens=0)
+    return list(info.passed_over)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
+    """Catches survivors that hang, and a run that cannot go on from the checkpoint before."""
+    folder, begin = tmp_path / "checkpoint", time.monotonic()
+    context = mp.get_context("fork")
+    arguments = (folder, str(tmp_path / "store"), mode)
+    ranks = [context.Process(target=_die_while_writing, args=(r, *arguments)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=30)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [3, -signal.SIGXFSZ]
+    assert time.monotonic() - begin < 30
+    assert sorted(os.listdir(folder)) == ["step_10", "step_20.tmp"]
+    passed_over = run_ranks(2, _resume, folder)
+    assert passed_over[0] == ["step_20.tmp: left over from a save that did not end"]
+    assert sorted(os.listdir(folder)) == ["step_10", "step_20"]
