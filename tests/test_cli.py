@@ -220,12 +220,19 @@ def test_a_full_disk_is_one_message(job, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [["topology", "--world", "4"], ["--version"], ["train", "--help"]]
+    "words",
+    [
+        ["topology", "--world", "4"],
+        ["--version"],
+        ["train", "--help"],
+        ["config", "configs/quickstart.yaml"],
+    ],
 )
 def test_commands_that_start_nothing_do_not_load_torch(words):
-    """Catches an import that makes `isp topology` or `--help` wait for seconds."""
-    code = f"import sys, isp.cli\ntry: isp.cli.main({words})\nexcept SystemExit: pass\n"
-    code += "assert 'torch' not in sys.modules"
+    """Catches an import that makes `isp topology`, `isp config` or `--help` wait for seconds."""
+    code = f"import sys, isp.cli\ntry: code = isp.cli.main({words})\n"
+    code += "except SystemExit as end: code = end.code\n"
+    code += "assert not code and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 

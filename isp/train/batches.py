@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
-from isp.data import MicroBatch
+from isp.data.batch import MicroBatch
 
 __all__ = ["share_micro_batches", "slice_sequence"]
 

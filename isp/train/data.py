@@ -9,8 +9,9 @@ import torch
 
 from isp.comm import Channel, Mesh
 from isp.config import JobConfig
-from isp.data import BatchSampler, Datasets, MicroBatch, Prefetcher, open_datasets
-from isp.data.batch import held_out_micro_batches
+from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
+from isp.data.load import Datasets, open_datasets
+from isp.data.prefetch import Prefetcher
 from isp.parallel import Axis, Topology
 from isp.train.batches import share_micro_batches
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from isp.comm import CommLog
-from isp.data import MicroBatch
+from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
 from isp.train.step import StepOutcome
 from model.config import ModelConfig

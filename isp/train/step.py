@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Mesh
-from isp.data import MicroBatch
+from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode

@@ -12,7 +12,7 @@ import torch
 from isp.checkpoint import Checkpointer, CheckpointError, TrainState
 from isp.comm import Mesh
 from isp.config import JobConfig
-from isp.data import MicroBatch
+from isp.data.batch import MicroBatch
 from isp.layers.module import named_parameters
 from isp.metrics import MetricsFile, describe_mfu, device_name, peak_tflops
 from isp.optim import MainGradients, Zero1Optimizer, learning_rate

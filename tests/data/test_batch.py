@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from isp.data import (
-    IGNORE_INDEX,
-    BatchSampler,
-    ByteTokenizer,
-    MemoryStore,
-    MicroBatch,
-    PackedDataset,
-    Sample,
-    held_out_micro_batches,
-)
+from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
+from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
+from isp.data.stores import MemoryStore
+from isp.data.tokenizer import ByteTokenizer
 
 SEQ_LEN = 8
 

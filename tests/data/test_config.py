@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isp.data import DataConfig
+from isp.data.config import DataConfig
 
 
 def test_smallest_values_are_accepted() -> None:

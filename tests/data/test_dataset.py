@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from isp.data import IGNORE_INDEX, ByteTokenizer, MemoryStore, PackedDataset, Sample
-from isp.data import dataset as dataset_module
+import isp.data.dataset as dataset_module
+from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
+from isp.data.stores import MemoryStore
+from isp.data.tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
 

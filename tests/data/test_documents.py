@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isp.data import iterate_documents
-from isp.data.documents import find_files
+from isp.data.documents import find_files, iterate_documents
 
 
 def write(path: Path, text: str | bytes) -> str:

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.data import IndexedDataset, IndexedDatasetWriter, token_dtype
-from isp.data.indexed import DTYPES, indexed_prefix
+from isp.data.indexed import (
+    DTYPES,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    indexed_prefix,
+    token_dtype,
+)
 
 # Three documents in three sequences, as Megatron-LM writes them: [5 6 7][8], none, [9 10].
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0800 0900 0a00")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from isp.data import Prefetcher
+from isp.data.prefetch import Prefetcher
 
 
 def prefetch_threads() -> list[threading.Thread]:

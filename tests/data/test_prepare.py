@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from isp.data import IndexedDataset, prepare
+from isp.data.indexed import IndexedDataset
+from isp.data.prepare import prepare
 from tests.data.test_tokenizer import write_tokenizer
 
 

@@ -5,17 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.data import (
-    ConcatStore,
-    DataConfig,
-    IndexedDataset,
-    MemoryStore,
-    SubsetStore,
-    TokenStore,
-    held_out,
-    open_datasets,
-    prepare,
-)
+from isp.data.config import DataConfig
+from isp.data.indexed import IndexedDataset
+from isp.data.load import open_datasets
+from isp.data.prepare import prepare
+from isp.data.stores import ConcatStore, MemoryStore, SubsetStore, TokenStore, held_out
 
 
 def store_of(*documents: list[int]) -> MemoryStore:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.data import ByteTokenizer, HFTokenizer, load_tokenizer
+from isp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
