@@ -1,0 +1,1 @@
+"""Sharded weights: when they are gathered, waited for and freed, and who does it."""

@@ -1,0 +1,257 @@
+"""The prefetch schedule as data: which sharded weights to gather, wait for and free, and where.
+
+`plan` is a pure function of the model's declaration and the order of work; a communicator walks
+along its result with a cursor. `simulate` proves a plan right, `grid` prints it.
+
+[Note: Stays]  A weight that is there from a first to a last read makes one *stay*: one gather, one
+wait, one free.
+  * Within a span every weight has one stay, from its first to its last read. So a weight visited
+    twice in a block is gathered once for both visits, and a recomputed block keeps its weights from
+    recompute through backward.
+  * The stays of a weight in two spans are joined where at most one other unit lies between, for
+    then the unit that waits and the one that runs are the two that the budget allows. This keeps
+    the last block for its backward behind the head, and the first block from its backward to the
+    next micro-batch's forward behind the embedding.
+  * A unit is a block per layer, a weight per module.
+
+[Note: Budget]  At any time the gathered weights belong to the unit that runs and to *one* other,
+the next in the trace, kept or gathered ahead. No count is kept to get this: a stay is launched only
+from the unit before it, and never past a unit that was kept, because a joined stay is not launched
+anew. Per module this holds but for weights that are read again in the same span: a recomputed block
+is then there as a whole, and one weight ahead of it. Nothing is left after the last action, since
+the optimizer is about to change every weight.
+
+[Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
+share the wire with what is needed now, and in the order in which they are read: the wire is first
+in, first out, and whoever waited for the second would have waited for the first as well.
+  * START, as soon as the optimizer has published the weights: the first two units.
+  * Per layer, going forward or recomputing: the whole next span, before the launch point.
+  * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
+    each visit, so that at most one block and one weight are there.
+  * Per module: at each visit the next weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from itertools import chain, groupby, islice, repeat
+from typing import NamedTuple
+
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.weights.phase import Phase
+from isp.weights.trace import Action, Chunks, Site, Span, trace
+
+__all__ = ["Act", "ActKind", "Plan", "Step", "plan"]
+
+
+class ActKind(StrEnum):
+    """What can be done with a weight."""
+
+    GATHER = "gather"
+    WAIT = "wait"
+    FREE = "free"
+
+
+class Act(NamedTuple):
+    """One thing to do with one weight."""
+
+    kind: ActKind
+    weight: str
+
+
+class Step(NamedTuple):
+    """One site of one micro-batch, with what to do before and after the visit."""
+
+    site: Site
+    micro_batch: int
+    before: tuple[Act, ...]
+    after: tuple[Act, ...]
+
+
+class Plan(NamedTuple):
+    """All acts of one training step. A runtime need not come by steps that have none."""
+
+    start: tuple[Act, ...]
+    """To be done once the optimizer has published the weights, before data is read."""
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=8)
+def plan(
+    chunks: Chunks,
+    actions: tuple[Action, ...],
+    *,
+    unit: OverlapUnit,
+    launch: LaunchPoint,
+    overlap: bool = True,
+) -> Plan:
+    """The acts of a step in which this stage runs `actions` on `chunks`.
+
+    `launch` says where in a block the next is requested, per layer; a block that does not have this
+    launch point requests before its first visit. Without `overlap` each weight is gathered at the
+    moment of its first read; it stays as long, so the number of gathers is the same.
+    """
+    spans = trace(chunks, actions)
+    reads, units = _reads(spans)
+    stays = _stays(reads, units, unit)
+    if overlap and unit is OverlapUnit.LAYER:
+        _launch_per_layer(reads, units, stays, chunks, launch)
+    elif overlap:
+        _launch_per_module(reads, units, stays)
+    return _place(spans, stays.values())
+
+
+_START = -1  # the place before the first step
+
+
+class _Read(NamedTuple):
+    step: int
+    weight: str
+
+
+class _Unit(NamedTuple):
+    """A span that reads weights: `reads[begin:end]`, its first step, and what follows from them."""
+
+    span: Span
+    first_step: int
+    begin: int
+    end: int
+    extent: dict[str, tuple[int, int]]
+    """First and last read of each weight, as indices into `reads`, in order of first read."""
+
+
+@dataclass(slots=True)
+class _Stay:
+    """See [Note: Stays]; `first` and `last` are steps, `launched` is None for "at `first`"."""
+
+    weight: str
+    first: int
+    last: int
+    launched: int | None = None
+
+
+def _reads(spans: Iterable[Span]) -> tuple[list[_Read], list[_Unit]]:
+    """All reads of the trace, and the spans that have any."""
+    reads: list[_Read] = []
+    units: list[_Unit] = []
+    step = 0
+    for span in spans:
+        begin = len(reads)
+        extent: dict[str, tuple[int, int]] = {}
+        for offset, weight in enumerate(span.reads):
+            if weight is not None:
+                extent[weight] = (extent.get(weight, (len(reads),))[0], len(reads))
+                reads.append(_Read(step + offset, weight))
+        if extent:
+            units.append(_Unit(span, step, begin, len(reads), extent))
+        step += len(span.sites)
+    return reads, units
+
+
+def _stays(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dict[int, _Stay]:
+    """The stays in order of first read, by the index of that read; see [Note: Stays]."""
+    per_layer = unit is OverlapUnit.LAYER
+    blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
+    runs = _runs(blocks if per_layer else modules)
+    stays: dict[int, _Stay] = {}
+    latest: dict[str, tuple[_Stay, int]] = {}  # and the index in `runs` of what comes behind it
+    for number, u in enumerate(units):
+        for weight, (first, last) in u.extent.items():
+            here, behind = (number, number + 1) if per_layer else (first, last + 1)
+            stay, since = latest.get(weight, (None, 0))
+            if stay is None or not _one_run(runs, since, here):
+                stay = stays[first] = _Stay(weight, reads[first].step, reads[last].step)
+            stay.last = reads[last].step
+            latest[weight] = stay, behind
+    return stays
+
+
+def _runs(keys: Iterable[object]) -> list[int]:
+    """For each key the number of its run of equal neighbours."""
+    return [number for number, (_, run) in enumerate(groupby(keys)) for _ in run]
+
+
+def _one_run(runs: list[int], begin: int, end: int) -> bool:
+    """Whether `runs[begin:end]` holds one unit at most."""
+    return begin >= end or runs[begin] == runs[end - 1]
+
+
+def _launch_per_layer(
+    reads: list[_Read],
+    units: list[_Unit],
+    stays: dict[int, _Stay],
+    chunks: Chunks,
+    launch: LaunchPoint,
+) -> None:
+    """Set where each stay is launched, per layer; see [Note: Launches]."""
+    fresh = [[stays[first] for first, _ in u.extent.values() if first in stays] for u in units]
+    for stay in chain(*fresh[:2]):
+        stay.launched = _START
+    for u, ahead in zip(units[1:], fresh[2:], strict=False):
+        if u.span.sites[0].phase is Phase.BACKWARD:
+            steps = [read.step for read in reads[u.begin : u.end]]
+        else:
+            steps = [u.first_step + _launch_offset(u.span, chunks, launch)]
+        for stay, step in zip(ahead, chain(steps, repeat(steps[-1])), strict=False):
+            stay.launched = step
+
+
+def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
+    """Which site of a forward or recompute is the launch point, or stands in for it."""
+    visits = chunks[span.action.chunk][span.block].visits
+    point = next((v for v, visit in enumerate(visits) if visit.launch_point is launch), 0)
+    going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]
+    passed = (i for i in going_forward if span.sites[i].visit >= point)
+    return next(passed, going_forward[-1])
+
+
+def _launch_per_module(reads: list[_Read], units: list[_Unit], stays: dict[int, _Stay]) -> None:
+    """Set where each stay is launched, per module; see [Note: Launches]."""
+    for stay in islice(stays.values(), 2):
+        stay.launched = _START
+    others = _next_others(reads)
+    for u in units:
+        first_reads = iter([first for first, _ in u.extent.values()] + [u.end])
+        ahead = next(first_reads)
+        for r in range(u.begin, u.end):
+            while ahead <= r:
+                ahead = next(first_reads)
+            if r == u.end - 1:
+                ahead = others[r]
+            elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
+                continue  # this span may yet read it, or keep it: only its last read knows
+            launched = stays.get(ahead)
+            if launched is not None and launched.launched is None:
+                launched.launched = reads[r].step
+
+
+def _next_others(reads: list[_Read]) -> list[int]:
+    """For each read the next one of another weight; past the end where there is none."""
+    others = [len(reads)] * len(reads)
+    for r in reversed(range(len(reads) - 1)):
+        others[r] = others[r + 1] if reads[r].weight == reads[r + 1].weight else r + 1
+    return others
+
+
+def _place(spans: Iterable[Span], stays: Iterable[_Stay]) -> Plan:
+    """Put the acts of every stay to their sites; waits come before launches."""
+    before: defaultdict[int, list[Act]] = defaultdict(list)
+    after: defaultdict[int, list[Act]] = defaultdict(list)
+    for stay in stays:
+        if stay.launched is None:
+            before[stay.first].append(Act(ActKind.GATHER, stay.weight))
+        before[stay.first].append(Act(ActKind.WAIT, stay.weight))
+        after[stay.last].append(Act(ActKind.FREE, stay.weight))
+    for stay in stays:
+        if stay.launched is not None:
+            before[stay.launched].append(Act(ActKind.GATHER, stay.weight))
+    sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
+    steps = (
+        Step(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))
+        for i, (site, micro_batch) in enumerate(sites)
+    )
+    return Plan(tuple(before.get(_START, ())), tuple(steps))

@@ -1,0 +1,188 @@
+"""What one training step visits, in order: the model's declaration and the pipeline's actions.
+
+    action   F0 B0 F1 B1 ...          what the pipeline runs, one micro-batch on one chunk
+    span     one block in one action  forward; or recompute (if recomputed) and backward, together
+    visit    one place in a span      a linear that reads its weight, or a bare launch point (attn)
+
+Nothing here knows torch; a model says what it is made of, and any model can say it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from enum import StrEnum
+from fractions import Fraction
+from typing import NamedTuple
+
+from isp.parallel.config import LaunchPoint
+from isp.weights.phase import Phase
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Block",
+    "Chunks",
+    "Site",
+    "Span",
+    "Visit",
+    "recomputed_blocks",
+    "sequential_actions",
+    "trace",
+]
+
+
+class ActionKind(StrEnum):
+    """What a pipeline stage does with one micro-batch and one chunk."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The gradient of the input, and, where the backward is not split, of the weights too."""
+    WEIGHT_GRADIENT = "W"
+    """The other half of a split backward; reads activations only, so it visits no weight."""
+
+
+class Action(NamedTuple):
+    """One entry of a pipeline stage's order of work."""
+
+    kind: ActionKind
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class Visit(NamedTuple):
+    """One place of a block's forward, as the model declares it."""
+
+    name: str
+    weight: str | None = None
+    """The weight that is read here, by its unique name; None where there is only a launch point.
+    The same name may stand at several visits: a module called twice, tied weights."""
+    launch_point: LaunchPoint | None = None
+    """What the configuration calls this visit, where it has a name for it."""
+    in_recompute: bool = True
+    """False where a recompute does not come by, e.g. an attention whose output was kept."""
+    weight_in_backward: bool = True
+    """False where backward does not read the weight: an embedding, an input without gradient."""
+
+
+class Block(NamedTuple):
+    """The visits of one forward through a part of the model, gathered as one unit per layer."""
+
+    name: str
+    visits: tuple[Visit, ...]
+    recomputed: bool = False
+
+
+Chunks = tuple[tuple[Block, ...], ...]
+"""The model chunks of this stage, each with its blocks in forward order."""
+
+
+class Site(NamedTuple):
+    """A place in the model and the phase in which it is passed; indices into `Chunks`."""
+
+    phase: Phase
+    chunk: int
+    block: int
+    visit: int
+
+
+class Span(NamedTuple):
+    """A block's part of one action. Recompute and backward are one span: gathered once for both."""
+
+    action: Action
+    block: int
+    sites: tuple[Site, ...]
+    reads: tuple[str | None, ...]
+    """The weight that each site reads, if any."""
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """The block, as (chunk, block): spans with the same unit read the same weights."""
+        return self.action.chunk, self.block
+
+
+def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
+    """Which layers are recomputed: the first ceil(fraction * num_layers) of them.
+
+    The first, because their activations live longest, and because the recompute of a last layer
+    would come at the moment when all the others' activations are still there. Rounded up, because
+    a fraction is asked for to make a run fit: never less than that. The fraction is taken as
+    written (0.07 of 100 layers is 7). Raises ValueError if it is not in 0..1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"model.checkpoint={fraction} must be between 0 (none) and 1 (all layers)")
+    count = math.ceil(Fraction(str(fraction)) * num_layers)
+    return tuple(layer < count for layer in range(num_layers))
+
+
+def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tuple[Action, ...]:
+    """The order of work without a pipeline: F0 B0 F1 B1 ..., or F0 F1 ... for evaluation."""
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD) if training else (ActionKind.FORWARD,)
+    return tuple(Action(kind, m) for m in range(num_micro_batches) for kind in kinds)
+
+
+def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
+    """Every span of a step in the order in which it runs."""
+    _check_actions(chunks, actions)
+    passes = {
+        (kind, c): [_Pass(index, *_visits(kind, c, index, block)) for index, block in blocks]
+        for c, chunk in enumerate(chunks)
+        for kind, blocks in (
+            (ActionKind.FORWARD, list(enumerate(chunk))),
+            (ActionKind.BACKWARD, list(enumerate(chunk))[::-1]),
+            (ActionKind.WEIGHT_GRADIENT, []),
+        )
+    }
+    return [Span(action, *p) for action in actions for p in passes[action.kind, action.chunk]]
+
+
+class _Pass(NamedTuple):
+    """What all spans of one block and one kind of action share."""
+
+    block: int
+    sites: tuple[Site, ...]
+    reads: tuple[str | None, ...]
+
+
+def _visits(
+    kind: ActionKind, chunk: int, index: int, block: Block
+) -> tuple[tuple[Site, ...], tuple[str | None, ...]]:
+    """The sites of a block in an action of `kind`, and the weight that each reads."""
+    pairs = [
+        (Site(phase, chunk, index, v), visit.weight if reads else None)
+        for phase, v, visit, reads in _passes(kind, block)
+    ]
+    return tuple(site for site, _ in pairs), tuple(weight for _, weight in pairs)
+
+
+def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Visit, bool]]:
+    """(phase, index, visit, whether the weight is read) for each visit of a span.
+
+    In backward a launch point without a weight is no visit: only linears are reached there.
+    """
+    numbered = list(enumerate(block.visits))
+    if kind is ActionKind.FORWARD:
+        yield from ((Phase.FORWARD, v, visit, True) for v, visit in numbered)
+        return
+    if block.recomputed:
+        yield from ((Phase.RECOMPUTE, v, x, True) for v, x in numbered if x.in_recompute)
+    for v, visit in reversed(numbered):
+        if visit.weight is not None:
+            yield Phase.BACKWARD, v, visit, visit.weight_in_backward
+
+
+def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
+    done = set()
+    for action in actions:
+        assert 0 <= action.chunk < len(chunks), f"{action}: there are {len(chunks)} chunks"
+        assert action not in done, f"{action} stands twice in the order of work"
+        needed = {
+            ActionKind.FORWARD: None,
+            ActionKind.BACKWARD: action._replace(kind=ActionKind.FORWARD),
+            ActionKind.WEIGHT_GRADIENT: action._replace(kind=ActionKind.BACKWARD),
+        }[action.kind]
+        assert needed is None or needed in done, f"{action} comes before {needed}"
+        done.add(action)

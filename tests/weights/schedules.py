@@ -1,0 +1,90 @@
+"""Models and orders of work for the tests of the plan, and a plan as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from isp.parallel.config import LaunchPoint
+from isp.weights.phase import Phase
+from isp.weights.plan import Act, Plan
+from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, recomputed_blocks
+
+VISITS = ("wqkv", "attn", "wo", "w1", "w2")
+EMBEDDING = Block("embedding", (Visit("embedding", "embedding", weight_in_backward=False),))
+HEAD = Block("head", (Visit("head", "head"),))
+TIED_HEAD = Block("head", (Visit("head", "embedding"),))
+
+
+def block(name: str, visits: Iterable[str] = VISITS, *, recomputed: bool = False) -> Block:
+    """A block whose visits read a weight of their own, except `attn`; names mark launch points."""
+    points = {str(point): point for point in LaunchPoint}
+    return Block(
+        name,
+        tuple(Visit(v, None if v == "attn" else f"{name}.{v}", points.get(v)) for v in visits),
+        recomputed,
+    )
+
+
+def decoder(num_layers: int, fraction: float = 0.0) -> Chunks:
+    """One chunk: embedding, layers of which a fraction is recomputed, head."""
+    recomputed = recomputed_blocks(num_layers, fraction)
+    layers = (block(f"layers.{i}", recomputed=r) for i, r in enumerate(recomputed))
+    return ((EMBEDDING, *layers, HEAD),)
+
+
+def actions(text: str) -> tuple[Action, ...]:
+    """The order of work written as `F0 F1.1 B0`: kind, micro-batch, chunk if it is not 0."""
+    return tuple(
+        Action(ActionKind(word[0]), *(int(number) for number in word[1:].split(".")))
+        for word in text.split()
+    )
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """1F1B: forwards to warm up, pairs, backwards to cool down."""
+    warm_up = min(stages - stage - 1, micro_batches)
+    words = [f"F{m}" for m in range(warm_up)]
+    for m in range(warm_up, micro_batches):
+        words += [f"F{m}", f"B{m - warm_up}"]
+    words += [f"B{m}" for m in range(micro_batches - warm_up, micro_batches)]
+    return actions(" ".join(words))
+
+
+def interleaved(stage: int, stages: int, chunks: int, rounds: int) -> tuple[Action, ...]:
+    """Interleaved 1F1B of `rounds` times `stages` micro-batches (Narayanan et al. 2021, 2.2)."""
+    total = stages * chunks * rounds
+    order = [
+        (r * stages + m, chunk)
+        for r in range(rounds)
+        for chunk in range(chunks)
+        for m in range(stages)
+    ]
+    forward = [Action(ActionKind.FORWARD, m, chunk) for m, chunk in order]
+    backward = [Action(ActionKind.BACKWARD, m, chunks - 1 - chunk) for m, chunk in order]
+    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * stages, total)
+    steady = [a for pair in zip(forward[warm_up:], backward, strict=False) for a in pair]
+    return (*forward[:warm_up], *steady, *backward[total - warm_up :])
+
+
+def events(plan: Plan, chunks: Chunks) -> list[str]:
+    """One line for each step, `F0 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo`."""
+    letters = {Phase.FORWARD: "F", Phase.RECOMPUTE: "R", Phase.BACKWARD: "B"}
+    lines = [f"start: {_acts(plan.start)}".rstrip()]
+    for step in plan.steps:
+        block = chunks[step.site.chunk][step.site.block]
+        place = f"{letters[step.site.phase]}{step.micro_batch} {block.name}"
+        before, after = _acts(step.before), _acts(step.after)
+        acts = (f" {before}" if before else "") + (f" | {after}" if after else "")
+        lines.append(f"{place}.{block.visits[step.site.visit].name}:{acts}")
+    return lines
+
+
+def _acts(acts: Iterable[Act]) -> str:
+    words: list[str] = []
+    kind = None
+    for act in acts:
+        if act.kind is not kind:
+            words.append(("; " if words else "") + act.kind)
+        words.append(f" {act.weight}")
+        kind = act.kind
+    return "".join(words)

@@ -1,0 +1,349 @@
+"""Small plans written out, so that a change of the schedule shows as a change of these lists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.weights.phase import Phase
+from isp.weights.plan import plan
+from isp.weights.simulate import simulate
+from isp.weights.trace import Block, Chunks, Visit, sequential_actions
+from tests.weights.schedules import (
+    EMBEDDING,
+    HEAD,
+    TIED_HEAD,
+    actions,
+    block,
+    decoder,
+    events,
+)
+
+
+def planned(
+    chunks: Chunks,
+    order: str,
+    unit: OverlapUnit = OverlapUnit.LAYER,
+    launch: LaunchPoint = LaunchPoint.WO,
+    *,
+    overlap: bool = True,
+) -> list[str]:
+    """The plan as text, after the simulation has found nothing wrong with it."""
+    result = plan(chunks, actions(order), unit=unit, launch=launch, overlap=overlap)
+    simulate(result, chunks, actions(order))
+    return events(result, chunks)
+
+
+def three_blocks(*, recomputed: bool) -> Chunks:
+    blocks = (block(name, ("wqkv", "attn", "wo"), recomputed=recomputed) for name in "abc")
+    return ((EMBEDDING, *blocks, HEAD),)
+
+
+def test_per_layer() -> None:
+    """Catches: late first gathers, `c` gathered anew for backward, a backward not rolling."""
+    assert planned(three_blocks(recomputed=False), "F0 B0") == [
+        "start: gather embedding a.wqkv a.wo",
+        "F0 embedding.embedding: wait embedding | free embedding",
+        "F0 a.wqkv: wait a.wqkv | free a.wqkv",
+        "F0 a.attn:",
+        "F0 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo",
+        "F0 b.wqkv: wait b.wqkv | free b.wqkv",
+        "F0 b.attn:",
+        "F0 b.wo: wait b.wo; gather c.wqkv c.wo | free b.wo",
+        "F0 c.wqkv: wait c.wqkv",
+        "F0 c.attn:",
+        "F0 c.wo: wait c.wo; gather head",
+        "F0 head.head: wait head",
+        "B0 head.head: | free head",
+        "B0 c.wo: gather b.wo | free c.wo",
+        "B0 c.wqkv: gather b.wqkv | free c.wqkv",
+        "B0 b.wo: wait b.wo; gather a.wo | free b.wo",
+        "B0 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
+        "B0 a.wo: wait a.wo | free a.wo",
+        "B0 a.wqkv: wait a.wqkv | free a.wqkv",
+        "B0 embedding.embedding:",
+    ]
+
+
+def test_per_layer_with_recompute() -> None:
+    """Catches: a second gather for the backward, a recompute that does not start prefetched."""
+    assert planned(three_blocks(recomputed=True), "F0 B0")[8:] == [
+        "F0 c.wqkv: wait c.wqkv",
+        "F0 c.attn:",
+        "F0 c.wo: wait c.wo; gather head",
+        "F0 head.head: wait head",
+        "B0 head.head: | free head",
+        "R0 c.wqkv:",
+        "R0 c.attn:",
+        "R0 c.wo: gather b.wqkv b.wo",
+        "B0 c.wo: | free c.wo",
+        "B0 c.wqkv: | free c.wqkv",
+        "R0 b.wqkv: wait b.wqkv",
+        "R0 b.attn:",
+        "R0 b.wo: wait b.wo; gather a.wqkv a.wo",
+        "B0 b.wo: | free b.wo",
+        "B0 b.wqkv: | free b.wqkv",
+        "R0 a.wqkv: wait a.wqkv",
+        "R0 a.attn:",
+        "R0 a.wo: wait a.wo",
+        "B0 a.wo: | free a.wo",
+        "B0 a.wqkv: | free a.wqkv",
+        "B0 embedding.embedding:",
+    ]
+
+
+def test_per_module() -> None:
+    """Catches: more than the next module ahead, c.wo gathered anew behind the head."""
+    assert planned(three_blocks(recomputed=False), "F0 B0", OverlapUnit.MODULE) == [
+        "start: gather embedding a.wqkv",
+        "F0 embedding.embedding: wait embedding | free embedding",
+        "F0 a.wqkv: wait a.wqkv; gather a.wo | free a.wqkv",
+        "F0 a.attn:",
+        "F0 a.wo: wait a.wo; gather b.wqkv | free a.wo",
+        "F0 b.wqkv: wait b.wqkv; gather b.wo | free b.wqkv",
+        "F0 b.attn:",
+        "F0 b.wo: wait b.wo; gather c.wqkv | free b.wo",
+        "F0 c.wqkv: wait c.wqkv; gather c.wo | free c.wqkv",
+        "F0 c.attn:",
+        "F0 c.wo: wait c.wo; gather head",
+        "F0 head.head: wait head",
+        "B0 head.head: | free head",
+        "B0 c.wo: gather c.wqkv | free c.wo",
+        "B0 c.wqkv: wait c.wqkv; gather b.wo | free c.wqkv",
+        "B0 b.wo: wait b.wo; gather b.wqkv | free b.wo",
+        "B0 b.wqkv: wait b.wqkv; gather a.wo | free b.wqkv",
+        "B0 a.wo: wait a.wo; gather a.wqkv | free a.wo",
+        "B0 a.wqkv: wait a.wqkv | free a.wqkv",
+        "B0 embedding.embedding:",
+    ]
+
+
+def test_per_module_with_recompute() -> None:
+    """Catches: a recomputed block let go before its backward, more than one weight ahead of it."""
+    chunks = three_blocks(recomputed=True)
+    assert planned(chunks, "F0 B0", OverlapUnit.MODULE)[8:] == [
+        "F0 c.wqkv: wait c.wqkv; gather c.wo | free c.wqkv",
+        "F0 c.attn:",
+        "F0 c.wo: wait c.wo; gather head | free c.wo",
+        "F0 head.head: wait head; gather c.wqkv",
+        "B0 head.head: | free head",
+        "R0 c.wqkv: wait c.wqkv; gather c.wo",
+        "R0 c.attn:",
+        "R0 c.wo: wait c.wo; gather b.wqkv",
+        "B0 c.wo: | free c.wo",
+        "B0 c.wqkv: | free c.wqkv",
+        "R0 b.wqkv: wait b.wqkv; gather b.wo",
+        "R0 b.attn:",
+        "R0 b.wo: wait b.wo; gather a.wqkv",
+        "B0 b.wo: | free b.wo",
+        "B0 b.wqkv: | free b.wqkv",
+        "R0 a.wqkv: wait a.wqkv; gather a.wo",
+        "R0 a.attn:",
+        "R0 a.wo: wait a.wo",
+        "B0 a.wo: | free a.wo",
+        "B0 a.wqkv: | free a.wqkv",
+        "B0 embedding.embedding:",
+    ]
+
+
+def test_the_first_block_stays_for_the_next_micro_batch() -> None:
+    """Catches: `a` gathered anew behind the embedding; an embedding gathered when it is needed."""
+    blocks = (block(name, ("wqkv", "wo")) for name in "abc")
+    lines = planned(((EMBEDDING, *blocks, HEAD),), "F0 B0 F1 B1")
+    assert lines[lines.index("B0 b.wo: wait b.wo; gather a.wo | free b.wo") :][:8] == [
+        "B0 b.wo: wait b.wo; gather a.wo | free b.wo",
+        "B0 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
+        "B0 a.wo: wait a.wo; gather embedding",
+        "B0 a.wqkv: wait a.wqkv",
+        "B0 embedding.embedding:",
+        "F1 embedding.embedding: wait embedding | free embedding",
+        "F1 a.wqkv: | free a.wqkv",
+        "F1 a.wo: gather b.wqkv b.wo | free a.wo",
+    ]
+
+
+def test_prefetch_crosses_the_actions_of_a_pipeline() -> None:
+    """Catches: a first block gathered when needed after forward to forward, backward to backward,
+    or a change of direction between micro-batches."""
+    chunks = (tuple(block(name, ("wqkv", "wo")) for name in "abc"),)
+    assert planned(chunks, "F0 F1 B0 B1")[5:] == [
+        "F0 c.wqkv: wait c.wqkv | free c.wqkv",
+        "F0 c.wo: wait c.wo; gather a.wqkv a.wo | free c.wo",
+        "F1 a.wqkv: wait a.wqkv | free a.wqkv",
+        "F1 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo",
+        "F1 b.wqkv: wait b.wqkv",
+        "F1 b.wo: wait b.wo; gather c.wqkv c.wo",
+        "F1 c.wqkv: wait c.wqkv",
+        "F1 c.wo: wait c.wo",
+        "B0 c.wo: | free c.wo",
+        "B0 c.wqkv: | free c.wqkv",
+        "B0 b.wo: gather a.wo | free b.wo",
+        "B0 b.wqkv: gather a.wqkv | free b.wqkv",
+        "B0 a.wo: wait a.wo; gather c.wo | free a.wo",
+        "B0 a.wqkv: wait a.wqkv; gather c.wqkv | free a.wqkv",
+        "B1 c.wo: wait c.wo; gather b.wo | free c.wo",
+        "B1 c.wqkv: wait c.wqkv; gather b.wqkv | free c.wqkv",
+        "B1 b.wo: wait b.wo; gather a.wo | free b.wo",
+        "B1 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
+        "B1 a.wo: wait a.wo | free a.wo",
+        "B1 a.wqkv: wait a.wqkv | free a.wqkv",
+    ]
+
+
+def test_prefetch_crosses_the_chunks_of_a_virtual_pipeline() -> None:
+    """Catches: the first block of a chunk gathered when it is needed."""
+    chunks = tuple((block(f"{c}0", ("w1",)), block(f"{c}1", ("w1",))) for c in "ab")
+    assert planned(chunks, "F0 F0.1 F1 F1.1")[2:6] == [
+        "F0 a1.w1: wait a1.w1; gather b0.w1 | free a1.w1",
+        "F0 b0.w1: wait b0.w1; gather b1.w1 | free b0.w1",
+        "F0 b1.w1: wait b1.w1; gather a0.w1 | free b1.w1",
+        "F1 a0.w1: wait a0.w1; gather a1.w1 | free a0.w1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"), [(Phase.FORWARD, "layers.0"), (Phase.RECOMPUTE, "layers.2")]
+)
+@pytest.mark.parametrize("launch", list(LaunchPoint))
+def test_the_next_block_is_requested_before_the_launch_point(
+    launch: LaunchPoint, phase: Phase, name: str
+) -> None:
+    """Catches: a launch point that is not heeded, in one phase or at all."""
+    chunks = decoder(4, 1.0)
+    steps = plan(chunks, sequential_actions(1), unit=OverlapUnit.LAYER, launch=launch).steps
+    launching = [
+        chunks[0][step.site.block].visits[step.site.visit].launch_point
+        for step in steps
+        if step.site.phase is phase and chunks[0][step.site.block].name == name
+        for act in step.before
+        if act.weight.startswith("layers.1.")
+    ]
+    assert launching == [launch] * 4
+
+
+def test_a_block_without_the_launch_point_requests_the_next_before_its_first_visit() -> None:
+    """Catches: a gather behind an embedding or head that is asked for when the work is done."""
+    chunks = (tuple(block(name, ("up", "down")) for name in "abc"),)
+    assert planned(chunks, "F0")[3] == "F0 b.up: wait b.up; gather c.up c.down | free b.up"
+
+
+def test_the_first_step_of_a_stage_without_embedding() -> None:
+    """Catches: a start that gathers one unit where two have room, or more than two."""
+    chunks = (tuple(block(name, ("w1",)) for name in "abc"),)
+    assert planned(chunks, "F0")[0] == "start: gather a.w1 b.w1"
+    assert planned(chunks[:1], "F0", OverlapUnit.MODULE)[0] == "start: gather a.w1 b.w1"
+    assert planned((chunks[0][:1],), "F0")[0] == "start: gather a.w1"
+
+
+def test_evaluation_keeps_nothing() -> None:
+    """Catches: weights kept for a backward that never comes."""
+    assert planned(((block("a", ("w1", "w2")),),), "F0") == [
+        "start: gather a.w1 a.w2",
+        "F0 a.w1: wait a.w1 | free a.w1",
+        "F0 a.w2: wait a.w2 | free a.w2",
+    ]
+
+
+def test_a_block_that_runs_backward_at_once_stays() -> None:
+    """Catches: the last block of a pipeline stage gathered anew for its backward."""
+    assert planned(((block("a", ("w1", "w2")),),), "F0 B0") == [
+        "start: gather a.w1 a.w2",
+        "F0 a.w1: wait a.w1",
+        "F0 a.w2: wait a.w2",
+        "B0 a.w2: | free a.w2",
+        "B0 a.w1: | free a.w1",
+    ]
+
+
+def test_tied_weights_are_gathered_for_both_ends() -> None:
+    """Catches: a tied weight freed by one end while the other needs it, or gathered while there."""
+    far = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"), TIED_HEAD),)
+    assert [line for line in planned(far, "F0 B0") if " embedding" in line] == [
+        "start: gather embedding a.w1",
+        "F0 embedding.embedding: wait embedding | free embedding",
+        "F0 c.w1: wait c.w1; gather embedding",
+        "F0 head.head: wait embedding",
+        "B0 head.head: | free embedding",
+        "B0 embedding.embedding:",
+    ]
+    near = ((EMBEDDING, block("a", ("w1",)), TIED_HEAD),)
+    assert planned(near, "F0 B0") == [
+        "start: gather embedding a.w1",
+        "F0 embedding.embedding: wait embedding",
+        "F0 a.w1: wait a.w1",
+        "F0 head.head:",
+        "B0 head.head: | free embedding",
+        "B0 a.w1: | free a.w1",
+        "B0 embedding.embedding:",
+    ]
+
+
+@pytest.mark.parametrize("unit", list(OverlapUnit))
+def test_a_module_called_twice_is_gathered_once(unit: OverlapUnit) -> None:
+    """Catches: a weight freed after the first of its two visits, or gathered for each."""
+    visits = [Visit(name, weight) for name, weight in zip("1234", "xyzx", strict=True)]
+    chunks = ((Block("a", tuple(visits)), block("b", ("w1",)), block("c", ("w1",))),)
+    order = actions("F0 B0")
+    result = simulate(plan(chunks, order, unit=unit, launch=LaunchPoint.WO), chunks, order)
+    assert result.gathers["x", Phase.FORWARD] == result.gathers["x", Phase.BACKWARD] == 1
+    assert result.peak.modules == 2 or unit is OverlapUnit.LAYER
+
+
+def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit() -> None:
+    """Catches: a gather put to a site that a selective recompute does not pass."""
+    visits = (Visit("wqkv"), Visit("attn", None, LaunchPoint.ATTN, in_recompute=False))
+    chunks = (
+        tuple(
+            Block(name, (*visits, Visit("wo", f"{name}.wo"), Visit("norm")), recomputed=True)
+            for name in "abc"
+        ),
+    )
+    lines = planned(chunks, "F0 B0", launch=LaunchPoint.ATTN)
+    assert "F0 b.attn: gather c.wo" in lines
+    assert "R0 b.wo: gather a.wo" in lines
+
+
+def test_a_linear_without_input_gradient_reads_nothing_in_backward() -> None:
+    """Catches: a gather for a backward that computes the weight's gradient alone."""
+    first = Block("a", (Visit("w1", "a.w1", weight_in_backward=False), Visit("w2", "a.w2")))
+    lines = planned(((first, block("b", ("w1",)), block("c", ("w1",))),), "F0 B0")
+    assert lines[-2:] == ["B0 a.w2: wait a.w2 | free a.w2", "B0 a.w1:"]
+
+
+def test_without_overlap_each_weight_is_gathered_when_it_is_needed() -> None:
+    """Catches: an overlap that cannot be switched off, or that changes more than the time."""
+    chunks = ((EMBEDDING, block("a", ("w1", "w2")), block("b", ("w1",))),)
+    assert planned(chunks, "F0 B0", overlap=False) == [
+        "start:",
+        "F0 embedding.embedding: gather embedding; wait embedding | free embedding",
+        "F0 a.w1: gather a.w1; wait a.w1",
+        "F0 a.w2: gather a.w2; wait a.w2",
+        "F0 b.w1: gather b.w1; wait b.w1",
+        "B0 b.w1: | free b.w1",
+        "B0 a.w2: | free a.w2",
+        "B0 a.w1: | free a.w1",
+        "B0 embedding.embedding:",
+    ]
+
+
+def test_a_step_without_weights_or_work_has_an_empty_plan() -> None:
+    """Catches: a first unit taken for granted."""
+    assert planned((), "") == ["start:"]
+    assert planned(((Block("a", (Visit("attn"),)),),), "F0 B0") == ["start:", "F0 a.attn:"]
+
+
+def test_a_plan_is_made_once_and_can_be_a_key() -> None:
+    """Catches: a list or dict in the plan, and planning again at every step."""
+    arguments = {"unit": OverlapUnit.LAYER, "launch": LaunchPoint.WO}
+    first = plan(decoder(3), sequential_actions(2), **arguments)
+    assert plan(decoder(3), sequential_actions(2), **arguments) is first
+    assert hash(first) == hash(plan.__wrapped__(decoder(3), sequential_actions(2), **arguments))
+
+
+def test_planning_needs_no_torch() -> None:
+    """Catches: an import that makes printing a schedule take seconds."""
+    code = "import sys, isp.weights.grid; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
