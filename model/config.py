@@ -48,7 +48,16 @@ class ModelConfig:
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
 
+    checkpoint: float = 0.0
+    """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
+    checkpoint_keeps_attention: bool = False
+    """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
+
     def __post_init__(self) -> None:
+        if not 0 <= self.checkpoint <= 1:
+            raise ValueError(
+                f"model.checkpoint={self.checkpoint} must be from 0 (recompute nothing) to 1"
+            )
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
         for name in (*sizes, "num_kv_heads", "head_dim", "sliding_window"):
             value = getattr(self, name)
@@ -110,11 +119,16 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
             f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
             f" use {_usable(seq_len, size)}"
         )
-    parts = parallel.weight.size if mode is Mode.ISP else size
-    if mode is not Mode.ISP and model.vocab_size <= (parts - 1) * -(-model.vocab_size // parts):
+    if mode is not Mode.ISP and model.vocab_size <= (size - 1) * -(-model.vocab_size // size):
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} leaves some of the {parts} tensor ranks without"
-            f" a row: use a multiple of {parts}"
+            f"model.vocab_size={model.vocab_size} leaves some of the {size} tensor ranks without"
+            f" a row: use a multiple of {size}"
+        )
+    exchanges_logits = mode is Mode.ISP and parallel.weight.vocab_parallel_loss
+    if exchanges_logits and model.vocab_size % size:
+        raise ValueError(
+            f"parallel.tensor.size={size} must divide model.vocab_size={model.vocab_size} for"
+            f" parallel.weight.vocab_parallel_loss: use a multiple of {size}, or the default loss"
         )
 
 

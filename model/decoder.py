@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +19,9 @@ from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.parallel.config import LaunchPoint
+from isp.recompute import Announce, recomputed
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.trace import recomputed_blocks
 from model.config import ModelConfig
 
 __all__ = ["Attention", "Block", "Decoder", "FeedForward"]
@@ -57,17 +60,19 @@ class Attention(nn.Module):
         self.core = CoreAttention(core)
         self.wo = layers.row(q, config.hidden_size, std=std / math.sqrt(2 * config.num_layers))
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        """x [B, S', D] -> [B, S', D]."""
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S', D] -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
         num_q, num_kv = self.heads
         heads = self.wqkv(x).unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        out = self.core(q, k, v, mask)  # [B, S', H', d]
-        projected: Tensor = self.wo(out.flatten(2))
-        return projected
+        return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
+
+    def output(self, heads: Tensor) -> Tensor:
+        """What each head has found, [B, S', H', d] -> [B, S', D]."""
+        y: Tensor = self.wo(heads.flatten(2))
+        return y
 
 
 class FeedForward(nn.Module):
@@ -91,6 +96,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
         super().__init__()
+        self.keeps_attention = config.checkpoint_keeps_attention
         self.attention_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, layers, core)
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
@@ -98,17 +104,38 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """x [B, S', D] -> [B, S', D]."""
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        q, k, v = self._before_attention(x, rotary)
+        return self._after_attention(x, self.attention.core(q, k, v, mask))
+
+    def forward_recomputed(
+        self, x: Tensor, rotary: Rotary, mask: AttentionMask, announce: Announce
+    ) -> Tensor:
+        """As `forward`, with only x kept for backward, or x and what attention takes and gives."""
+        if not self.keeps_attention:
+            return recomputed(announce, self.forward, x, rotary, mask)
+        q, k, v = recomputed(announce, self._before_attention, x, rotary)
+        heads = self.attention.core(q, k, v, mask)
+        return recomputed(announce, self._after_attention, x, heads)
+
+    def _before_attention(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.project(self.attention_norm(x), rotary)
+
+    def _after_attention(self, x: Tensor, heads: Tensor) -> Tensor:
+        x = x + self.attention.output(heads)
         y: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return y
-
 
     def weight_visits(self) -> tuple[DeclaredVisit, ...]:
         """The linears of the block in forward order, and where the next may be launched."""
         attention, mlp, at = self.attention, self.feed_forward, LaunchPoint
         return (
             DeclaredVisit(name="wqkv", layer=attention.wqkv, launch_point=at.WQKV),
-            DeclaredVisit(name="attn", at=attention.core, launch_point=at.ATTN),
+            DeclaredVisit(
+                name="attn",
+                at=attention.core,
+                launch_point=at.ATTN,
+                in_recompute=not self.keeps_attention,
+            ),
             DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO),
             DeclaredVisit(name="w1", layer=mlp.w13, launch_point=at.W1),
             DeclaredVisit(name="w2", layer=mlp.w2),
@@ -128,6 +155,7 @@ class Decoder(nn.Module):
             config.head_size, base=config.rope_theta, scaling=config.rope_scaling
         )
         self.layers = nn.ModuleList(Block(config, layers, core) for _ in range(config.num_layers))
+        self.recomputed_layers = recomputed_blocks(config.num_layers, config.checkpoint)
         self.norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.head = layers.head(
             config.hidden_size,
@@ -136,9 +164,9 @@ class Decoder(nn.Module):
             tied_to=self.embedding if config.tie_embeddings else None,
         )
         self.loss_channel = layers.loss_channel
-        self.first_logit = 0
-        if layers.splits_features:
-            ((self.first_logit, _),) = self.head.layouts["weight"].intervals()
+        self.first_logit = layers.first_logit(config.vocab_size)
+        self.splits_logits = layers.splits_logits
+        self.recomputing = layers.communicator.recomputing
         bind_names(self)
 
     def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -150,24 +178,38 @@ class Decoder(nn.Module):
         mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
         x = self.embedding(tokens)
         rotary = self.rotary(positions, dtype=x.dtype)
-        for block in self.layers:
-            x = block(x, rotary, mask)
+        for block, recompute in zip(self.layers, self.recomputed_layers, strict=True):
+            assert isinstance(block, Block)
+            if recompute and torch.is_grad_enabled():
+                x = block.forward_recomputed(x, rotary, mask, self.recomputing)
+            else:
+                x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules that a forward calls in turn, which together have all parameters."""
+        return (self.embedding, *self.layers, self.norm, self.head)
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """What is gathered in a forward, in order: embedding, blocks, head."""
         table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
         head = DeclaredVisit(name="head", layer=self.head)
         blocks = (
-            DeclaredBlock(name=f"layers.{i}", module=block, visits=block.weight_visits())
+            DeclaredBlock(
+                name=f"layers.{i}",
+                module=block,
+                visits=block.weight_visits(),
+                recomputed=self.recomputed_layers[i],
+            )
             for i, block in enumerate(self.layers)
             if isinstance(block, Block)
         )
+        last = nn.ModuleList((self.norm, self.head))
         return (
             DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)),
             *blocks,
-            DeclaredBlock(name="head", module=self.head, visits=(head,)),
+            DeclaredBlock(name="head", module=last, visits=(head,)),
         )
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:

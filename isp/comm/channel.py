@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ class Channel:
     """A process group, and the log of what crossed it.
 
     Collectives return a `Pending`. A channel of one rank needs no process group: its collectives
-    hand the tensor straight back, log nothing and cost nothing.
+    hand the tensor straight back, log nothing and cost nothing. `sum_locally` is about
+    [Note: Reduce-scatter by all-to-all]; None: on gloo.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Channel:
         name: str = "",
         log: CommLog | None = None,
         link: Link | None = None,
+        sum_locally: bool | None = None,
     ) -> None:
         self.group = group
         self.name = name
@@ -50,8 +53,9 @@ class Channel:
         self.rank = 0 if group is None else group.rank()
         self.log = CommLog() if log is None else log
         self.link = link
-        # Summing locally is only worth it where the backend's own reduce-scatter is poor.
-        self._sum_locally = group is not None and dist.get_backend(group) != "nccl"
+        if sum_locally is None:
+            sum_locally = group is not None and dist.get_backend(group) == "gloo"
+        self._sum_locally = sum_locally
 
     @classmethod
     def solo(cls, name: str = "") -> Channel:
@@ -261,7 +265,8 @@ def _wait_on_host(
     def note_end(_: object) -> None:
         transfer.ended = max(time.perf_counter(), arrival)
 
-    work.get_future().add_done_callback(note_end)
+    with suppress(RuntimeError):  # gloo's own reduce-scatter has no future: its end is the wait's
+        work.get_future().add_done_callback(note_end)
 
     def wait() -> Tensor:
         begin = time.perf_counter()

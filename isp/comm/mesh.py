@@ -87,7 +87,7 @@ class Mesh:
         ranks = list(range(self.topology.world_size))
         return Channel(dist.new_group(ranks, backend="gloo"), name="host")
 
-    def open(self, axis: Axis, name: str = "") -> Channel:
+    def open(self, axis: Axis, name: str = "", *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""
         group = None
         for ranks in self.topology.groups(axis):
@@ -95,4 +95,6 @@ class Mesh:
             # 500 groups along some axes, and each rank is in one of them.
             if len(ranks) > 1 and self.rank in ranks:
                 group = dist.new_group(ranks, use_local_synchronization=True)
-        return Channel(group, name=name or axis.value, log=self.log, link=self.link)
+        return Channel(
+            group, name=name or axis.value, log=self.log, link=self.link, sum_locally=sum_locally
+        )

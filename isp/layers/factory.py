@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,14 @@ import torch
 from isp.comm import Channel
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import ParallelLinear
-from isp.layers.moves import Role, moves_for
+from isp.layers.moves import Moves, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
+from isp.weights.ends import (
+    EmbeddingWeightParallelCommunicator,
+    HeadWeightParallelCommunicator,
+)
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["LayerFactory"]
@@ -36,6 +41,10 @@ class LayerFactory:
     """Gathers weights and reduces their gradients."""
     device: torch.device
     dtype: torch.dtype
+    embed_split_hidden: bool = False
+    """isp: cut the embedding table by hidden features, not by vocabulary."""
+    vocab_parallel_loss: bool = False
+    """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
 
     @property
     def splits_features(self) -> bool:
@@ -53,9 +62,18 @@ class LayerFactory:
         return Channel.solo("tensor") if self.splits_features else self.tensor
 
     @property
+    def splits_logits(self) -> bool:
+        """Whether a rank has a part of the logits of all tokens, or all logits of its tokens."""
+        return self.splits_features or self.vocab_parallel_loss
+
+    @property
     def loss_channel(self) -> Channel:
         """The ranks over which the logits of one token are split."""
-        return self.tensor if self.splits_features else Channel.solo("tensor")
+        return self.tensor if self.splits_logits else Channel.solo("tensor")
+
+    def first_logit(self, vocab_size: int) -> int:
+        """The vocabulary entry of this rank's first logit."""
+        return self.loss_channel.rank * math.ceil(vocab_size / self.loss_channel.size)
 
     def column(
         self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
@@ -96,12 +114,18 @@ class LayerFactory:
         )
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
-        """The table of token embeddings, split by vocabulary."""
+        """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
+        layout, communicator = self._weight_layout((vocab_size, hidden_size), dim=0), None
+        if not self.splits_features:
+            communicator = EmbeddingWeightParallelCommunicator(
+                self.communicator, self.weight, split_hidden=self.embed_split_hidden
+            )
+            layout = communicator.table_layout(vocab_size, hidden_size)
         return VocabParallelEmbedding(
-            self._weight_layout((vocab_size, hidden_size), dim=0),
+            layout,
             # As in a row linear, each rank has a part of the sum.
             moves=moves_for(self.mode, Role.ROW, self.tensor),
-            communicator=self.communicator,
+            communicator=communicator or self.communicator,
             init_std=std,
             device=self.device,
             dtype=self.dtype,
@@ -116,10 +140,22 @@ class LayerFactory:
         tied_to: VocabParallelEmbedding | None = None,
     ) -> ParallelLinear:
         """The linear to the logits, split by vocabulary; may share the embedding's table."""
+        layout = self._weight_layout((vocab_size, hidden_size), dim=0)
+        if tied_to is not None:
+            layout = tied_to.layouts["weight"]
+        moves, communicator = moves_for(self.mode, Role.COLUMN, self.tensor), None
+        if not self.splits_features:
+            communicator = HeadWeightParallelCommunicator(
+                self.communicator,
+                self.weight,
+                self.tensor,
+                retain_out_sharded=True if self.vocab_parallel_loss else None,
+            )
+            moves = Moves(y=communicator.output_hook, dy=communicator.grad_output_hook)
         return ParallelLinear(
-            self._weight_layout((vocab_size, hidden_size), dim=0),
-            moves=moves_for(self.mode, Role.COLUMN, self.tensor),
-            communicator=self.communicator,
+            layout,
+            moves=moves,
+            communicator=communicator or self.communicator,
             init_std=std,
             tied_to=None if tied_to is None else tied_to.weight,
             device=self.device,

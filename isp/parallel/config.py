@@ -68,6 +68,19 @@ class WeightConfig:
     """Where in a block the next block's weights are requested: wqkv, attn, wo or w1."""
     forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
     """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
+    reduce_dtype: Literal["float32", "gradient"] = "float32"
+    """Gradients are summed and delivered in float32, or in their own dtype."""
+    reduce_by: Literal["auto", "reduce_scatter", "all_to_all"] = "auto"
+    """all_to_all: exchange the parts and add them up in rank order; auto: so on gloo alone."""
+    own_reduce_group: bool = False
+    """Reduce gradients over a process group of their own, so that gathers do not queue behind."""
+    embed_split_hidden: bool = False
+    """Split the embedding table by hidden features, not by vocabulary."""
+    vocab_parallel_loss: bool = False
+    """Exchange logits so that each rank of a sequence has all its tokens and a part of the
+    vocabulary; by default each has its tokens and the whole vocabulary, and nothing travels."""
+    poison_freed_buffers: bool = False
+    """For debugging: fill freed gather buffers with NaN, so that a late read shows in the loss."""
 
     def __post_init__(self) -> None:
         _at_least(self.size, 1, "parallel.weight.size")

@@ -40,9 +40,18 @@ def build_model(
     """This rank's shards of the model, with the initial weights that `seed` stands for."""
     mode, communicator = mesh.topology.mode, None
     if mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
+        sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
+        reduce_channel = mesh[Axis.WEIGHT]
+        if weight.own_reduce_group or sum_locally is not None:
+            reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
         communicator = ISPCommunicator(
             mesh[Axis.WEIGHT],
-            ISPCommModelConfig(device=device),
+            ISPCommModelConfig(
+                device=device,
+                reduce_dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
+            ),
+            reduce_channel=reduce_channel,
+            poison=weight.poison_freed_buffers,
             overlap=weight.overlap,
             enable_memory_pool=weight.memory_pool,
             launch_allgather_before=weight.launch_allgather_before,
@@ -53,6 +62,8 @@ def build_model(
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
         communicator=communicator or LocalWeights(),
+        embed_split_hidden=weight.embed_split_hidden,
+        vocab_parallel_loss=mode is Mode.ISP and weight.vocab_parallel_loss,
         device=device,
         dtype=dtype,
     )

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode
+from isp.scheduler_hook import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
 from isp.weights.trace import sequential_actions
 
 __all__ = ["StepOutcome", "TrainStep"]
+
+_CHUNK = 0
+"""The one model chunk of a run without a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +55,41 @@ class TrainStep:
         *,
         micro_num: int,
     ) -> None:
-        self.model, self.communicator = built
+        self.model = built.model
         self.gradients = gradients
         self.optimizer = optimizer
         self.mesh = mesh
+        self.hook = SchedulerHook()
         self._actions = sequential_actions(micro_num)
-        if self.communicator is not None:
-            self.communicator.deliver_to(gradients)
-            self.communicator.begin(self._actions)
+        if built.communicator is not None:
+            built.communicator.deliver_to(gradients)
+            built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
+            self.hook = ISPCommunicatorSchedulerHook(built.communicator)
+        for part in self.model.parts():
+            part.register_forward_pre_hook(lambda part, _: self._published(part))
+        self.hook.before_step(self._actions)
 
     def weights_changed(self) -> None:
         """Weights were loaded: what was gathered of the old ones is dropped."""
-        if self.communicator is not None:
-            self.communicator.begin(self._actions)
+        self.hook.before_step(self._actions)
 
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
-        """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`."""
+        """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
+
+        The new weights may still be on their way afterwards: each part of the model waits for its
+        own when it is needed.
+        """
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
         total = torch.zeros((), dtype=torch.float64, device=valid.device)
         for index, batch in enumerate(batches):
             if index == len(batches) - 1:
                 self.gradients.expect_last()
-            loss = self._loss_sum(batch) / valid.clamp(min=1)
-            loss.backward()
-            total += loss.detach()
-        if self.communicator is not None:
-            self.communicator.finish()
+            total += self._forward_backward(batch, valid.clamp(min=1))
+        self.hook.after_step()
         self.gradients.reduce()
-        result = self.optimizer.step(lr)
-        if self.communicator is not None:
-            self.communicator.begin(self._actions)
+        result = self.optimizer.step(lr, wait=False)
+        self.hook.before_step(self._actions)
         return StepOutcome(
             loss=self._sum(self._loss_axis, total).item(),
             grad_norm=result.grad_norm,
@@ -92,27 +100,44 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """The mean loss of the valid tokens of `batches` over all data ranks; changes nothing."""
-        if self.communicator is not None:
-            self.communicator.begin(sequential_actions(len(batches), training=False))
+        self.hook.before_step(sequential_actions(len(batches), training=False))
         valid = self._sum(Axis.DATA, _count_valid(batches))
         total = torch.zeros((), dtype=torch.float64, device=valid.device)
         for batch in batches:
-            total += self._loss_sum(batch)
-        if self.communicator is not None:
-            self.communicator.begin(self._actions)
+            total += self._forward(batch)
+        self.hook.before_step(self._actions)
         return (self._sum(self._loss_axis, total) / valid.clamp(min=1)).item()
 
-    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+    def _forward_backward(self, batch: MicroBatch, divisor: Tensor) -> Tensor:
+        """Adds the gradient of a micro-batch; its part of the loss."""
+        loss = self._forward(batch) / divisor
+        self.hook.before_backward(_CHUNK)
+        loss.backward()
+        self.hook.after_backward(_CHUNK)
+        return loss.detach()
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
         """The summed loss of the tokens that this rank computes."""
+        part = batch
         if self.mesh.topology.mode is Mode.ISP:
-            batch = slice_sequence(batch, self.mesh[Axis.TENSOR])
-        logits = self.model(batch.tokens, batch.positions, batch.cu_seqlens)
-        return self.model.token_losses(logits, batch.labels).sum()
+            part = slice_sequence(batch, self.mesh[Axis.TENSOR])
+        self.hook.before_forward(_CHUNK)
+        logits = self.model(part.tokens, part.positions, part.cu_seqlens)
+        self.hook.after_forward(_CHUNK)
+        labels = batch.labels if self.model.splits_logits else part.labels
+        self.hook.before_criterion()
+        loss = self.model.token_losses(logits, labels).sum()
+        self.hook.after_criterion()
+        return loss
+
+    def _published(self, part: nn.Module) -> None:
+        for parameter in part.parameters():
+            self.optimizer.published(parameter)
 
     @property
     def _loss_axis(self) -> Axis:
-        """The ranks whose losses are of different tokens: in isp mode also those of a sequence."""
-        return Axis.STAGE if self.mesh.topology.mode is Mode.ISP else Axis.DATA
+        """The ranks whose losses are of different tokens; a sequence's ranks may have the same."""
+        return Axis.DATA if self.model.splits_logits else Axis.STAGE
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         return self.mesh[axis].all_reduce(x, label="metrics").wait()

@@ -43,7 +43,7 @@ class ISPCommModelConfig:
     device: torch.device
     """Where the weights are."""
     reduce_dtype: torch.dtype | None = torch.float32
-    """Gradients are summed and delivered in it if it is wider than their own; None: in their own."""
+    """Gradients are summed and delivered in it if it is wider than their own; None: in theirs."""
     max_reduce_bytes: int = 1 << 28
     """Full gradients kept at most while their sums are under way, in bytes."""
 
@@ -102,8 +102,8 @@ class ISPCommunicator(WPCommunicator):
         self.launch_allgather_before = launch_allgather_before
         self.forward_overlap_per = forward_overlap_per
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        self.model_chunk = 0
-        """The chunk that runs; see `switch_current_model_chunk`."""
+        self.model_chunk: int | None = None
+        """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
         self._stream = torch.cuda.Stream(config.device) if config.device.type == "cuda" else None
         self._gatherer = WeightGatherer(channel, self.pool, self._stream)
         self._reducer = GradientReducer(
@@ -233,7 +233,8 @@ class ISPCommunicator(WPCommunicator):
 
     def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
         visit, self._visit = self._visit, None
-        assert visit is not None and visit.layer is module, "released without having been asked for"
+        assert visit is not None, "released without having been asked for"
+        assert visit.layer is module, "another layer has been reached in between"
         if visit.own is not None:
             visit.own.drop()
         if visit.step is not None:
@@ -245,7 +246,8 @@ class ISPCommunicator(WPCommunicator):
         parameter = module.bias if is_bias else module.weight
         assert parameter is not None
         with self._fails_for_good():
-            self._reducer.launch(parameter, grad, label=f"{module.name}.{local}.grad")
+            layout = module.layouts[local]
+            self._reducer.launch(parameter, grad, layout, label=f"{module.name}.{local}.grad")
             if not self.overlap:
                 self._reducer.finish()
 
@@ -296,6 +298,7 @@ class ISPCommunicator(WPCommunicator):
         if found is None:
             return None
         step, skipped = found
+        assert self.model_chunk in (None, step.site.chunk), (self.model_chunk, step.site)
         for passed in skipped:
             self._execute((*passed.before, *passed.after))
         return step

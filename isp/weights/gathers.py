@@ -11,7 +11,7 @@ from isp.comm import Channel, Pending
 from isp.weights.declare import WeightHolder
 from isp.weights.phase import Phase
 from isp.weights.pool import Lease, MemoryPool
-from isp.weights.rows import pad_rows, rows_per_rank
+from isp.weights.rows import joined, pad_rows, piece_shape
 
 __all__ = ["GatheredLayer", "WeightGatherer"]
 
@@ -98,14 +98,15 @@ class WeightGatherer:
         version, source = shard._version, shard.detach()
         if self.channel.size == 1:
             return _Full(shard, version, Pending.ready(source), None)
-        num_rows = layer.layouts[local].global_shape[0]
-        chunk = rows_per_rank(num_rows, self.channel.size)
+        layout = layer.layouts[local]
+        rows, *rest = piece_shape(layout)
         # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
         # buffer, and what published the weight. It does not wait for compute queued before it.
         with torch.cuda.stream(self.stream):
-            shape = (self.channel.size * chunk, *shard.shape[1:])
+            shape = (self.channel.size * rows, *rest)
             lease = self.pool.lease(shape, shard.dtype, shard.device)
+            piece = pad_rows(source.movedim(layout.dim, 0), rows)
             pending = self.channel.all_gather_into(
-                lease.tensor, pad_rows(source, chunk), label=f"{layer.name}.{local}"
+                lease.tensor, piece, label=f"{layer.name}.{local}"
             )
-        return _Full(shard, version, pending.then(lambda full: full[:num_rows]), lease)
+        return _Full(shard, version, pending.then(lambda full: joined(full, layout)), lease)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
+from isp.parallel.layout import ParameterLayout
 from isp.weights.pool import Lease, MemoryPool
-from isp.weights.rows import pad_rows, rows_per_rank
+from isp.weights.rows import piece_shape, pieces, trimmed
 
 __all__ = ["GradientReducer", "GradientSink", "ParameterGradients"]
 
@@ -41,8 +42,7 @@ class ParameterGradients:
 
 class _InFlight(NamedTuple):
     parameter: nn.Parameter
-    num_rows: int
-    """Rows of this rank's shard; what lies behind is padding."""
+    layout: ParameterLayout
     pending: Pending
     lease: Lease
     num_bytes: int
@@ -50,9 +50,9 @@ class _InFlight(NamedTuple):
 
 
 class GradientReducer:
-    """Sums full gradients over the weight group, each rank keeping its rows, in order of launch.
+    """Sums full gradients over the weight group, each rank keeping its shard, in order of launch.
 
-    A gradient is sent from where it was computed if its rows divide, else from a padded copy.
+    A gradient is sent from where it was computed if it is cut by rows and they divide.
     At most `max_bytes_in_flight` of full gradients are kept: beyond that the oldest is waited for.
     """
 
@@ -72,22 +72,20 @@ class GradientReducer:
         self._in_flight: deque[_InFlight] = deque()
         self._bytes_in_flight = 0
 
-    def launch(self, parameter: nn.Parameter, grad: Tensor, *, label: str) -> None:
-        """Set the sum of `grad` [N, ..] over the group on its way to the sink."""
+    def launch(
+        self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, label: str
+    ) -> None:
+        """Set the sum of the full `grad` over the group on its way to the sink."""
         self.sink.promise(parameter)
         if self.channel.size == 1:
             self.sink.add(parameter, grad)
             return
         while self._in_flight and self._bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        chunk = rows_per_rank(grad.shape[0], self.channel.size)
         dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
-        lease = self.pool.lease((chunk, *grad.shape[1:]), dtype, grad.device)
-        source = pad_rows(grad.contiguous(), self.channel.size * chunk)
-        pending = self.channel.reduce_scatter_into(lease.tensor, source, label=label)
-        self._in_flight.append(
-            _InFlight(parameter, parameter.shape[0], pending, lease, grad.nbytes)
-        )
+        lease = self.pool.lease(piece_shape(layout), dtype, grad.device)
+        pending = self.channel.reduce_scatter_into(lease.tensor, pieces(grad, layout), label=label)
+        self._in_flight.append(_InFlight(parameter, layout, pending, lease, grad.nbytes))
         self._bytes_in_flight += grad.nbytes
 
     def finish(self) -> None:
@@ -95,13 +93,8 @@ class GradientReducer:
         while self._in_flight:
             self._deliver_oldest()
 
-    def abandon(self) -> None:
-        """Drop what is in flight, after a failure; buffers that a transfer may use are not reused."""
-        self._in_flight.clear()
-        self._bytes_in_flight = 0
-
     def _deliver_oldest(self) -> None:
         item = self._in_flight.popleft()
         self._bytes_in_flight -= item.num_bytes
-        self.sink.add(item.parameter, item.pending.wait()[: item.num_rows])
+        self.sink.add(item.parameter, trimmed(item.pending.wait(), item.layout))
         item.lease.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -29,6 +30,11 @@ class WPCommunicator(ABC):
 
     def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
         """The layer has been reached; it will ask for its weight after some work of its own."""
+        return
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Forward passes in this context compute again what a backward is about to need."""
+        return nullcontext()
 
     @abstractmethod
     def weight_hook(
