@@ -1,3 +1,56 @@
-"""A runtime and trainer for long-context language models on PyTorch."""
+"""A runtime and trainer for long-context language models on PyTorch.
+
+The public names, which are loaded when they are first asked for: `from isp import ISPCommunicator`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from isp.attention.distributed import DistributedAttention
+    from isp.attention.exchange import SeqAllToAll
+    from isp.scheduler_hook import ISPCommunicatorSchedulerHook
+    from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
+    from isp.weights.ends import (
+        EmbeddingWeightParallelCommunicator,
+        HeadWeightParallelCommunicator,
+    )
+    from isp.weights.pool import MemoryPool
+    from isp.weights.wp import WPCommunicator
+    from isp.weights.wrapper import ISPCommunicatorWrapper
+
+_HOMES = {
+    "DistributedAttention": "isp.attention.distributed",
+    "EmbeddingWeightParallelCommunicator": "isp.weights.ends",
+    "HeadWeightParallelCommunicator": "isp.weights.ends",
+    "ISPCommModelConfig": "isp.weights.communicator",
+    "ISPCommunicator": "isp.weights.communicator",
+    "ISPCommunicatorSchedulerHook": "isp.scheduler_hook",
+    "ISPCommunicatorWrapper": "isp.weights.wrapper",
+    "ISPOverlapState": "isp.weights.communicator",
+    "MemoryPool": "isp.weights.pool",
+    "SeqAllToAll": "isp.attention.exchange",
+    "WPCommunicator": "isp.weights.wp",
+}
+
+__all__ = [
+    "DistributedAttention",
+    "EmbeddingWeightParallelCommunicator",
+    "HeadWeightParallelCommunicator",
+    "ISPCommModelConfig",
+    "ISPCommunicator",
+    "ISPCommunicatorSchedulerHook",
+    "ISPCommunicatorWrapper",
+    "ISPOverlapState",
+    "MemoryPool",
+    "SeqAllToAll",
+    "WPCommunicator",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

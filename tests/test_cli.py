@@ -48,6 +48,9 @@ except Exception as error:
 """
 
 
+SMALL_MODEL = ["--model.hidden_size", "16", "--model.num_heads", "2", "--model.num_layers", "3"]
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> str:
     """A file with the smallest configuration."""
@@ -290,3 +293,21 @@ def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank
     assert ("cannot read it" in capsys.readouterr().err) is told
     recorded = json.loads((tmp_path / "error.json").read_text())
     assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
+
+
+def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that is not the configuration's own: its launch point moves with the key."""
+    plans = []
+    for point in ("wqkv", "w1"):
+        key = "--parallel.weight.launch_allgather_before"
+        assert main(["schedule", job, key, point, *SMALL_MODEL]) == 0
+        plans.append(capsys.readouterr().out)
+    assert "start" in plans[0]
+    assert "all of layers.1" in plans[0]
+    assert plans[0] != plans[1]
+
+
+def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan shown for a mode that gathers nothing."""
+    assert main(["schedule", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
+    assert "use isp" in capsys.readouterr().err

@@ -82,6 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_config(
         _command(commands, "config", _config, "print the full configuration", overrides=True)
     )
+    _command(commands, "schedule", _schedule, "print the prefetch plan of a step", overrides=True)
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
     data = commands.add_parser("data", help="work on data", allow_abbrev=False)
     actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -157,6 +158,14 @@ def _note_unused(config: JobConfig) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     """No options of its own."""
+
+
+def _schedule(args: argparse.Namespace) -> int:
+    from isp.config import load_config
+    from isp.train.schedule import schedule_text
+
+    print(schedule_text(load_config(args.config, args.overrides)))
+    return 0
 
 
 def _config(args: argparse.Namespace) -> int:

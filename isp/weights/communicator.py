@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from isp.comm import Channel
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.weights.cursor import PlanCursor
-from isp.weights.declare import DeclaredBlock, DeclaredVisit, WeightHolder, as_chunks
+from isp.weights.declare import (
+    DeclaredBlock,
+    DeclaredVisit,
+    WeightHolder,
+    as_chunks,
+    weight_names,
+)
 from isp.weights.gathers import GatheredLayer, WeightGatherer
 from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step, plan
@@ -136,10 +142,10 @@ class ISPCommunicator(WPCommunicator):
             raise RuntimeError("this communicator has a model: make another for another model")
         self._chunks = tuple(tuple(chunk) for chunk in chunks)
         self._states = [ISPOverlapState() for _ in self._chunks]
+        self._names = weight_names(self._chunks)
         for site, block, visit in self._declared():
             if visit.layer is not None:
-                name = f"{visit.layer.name}.weight"
-                name = self._names.setdefault(id(visit.layer.weight), name)
+                name = self._names[id(visit.layer.weight)]
                 self._homes.setdefault(name, (site[0], visit.layer, block.module))
             elif visit.at is not None:
                 visit.at.register_forward_pre_hook(self._passes(site))
@@ -164,7 +170,7 @@ class ISPCommunicator(WPCommunicator):
     def plan(self, actions: Sequence[Action]) -> Plan:
         """The acts of a step of these actions."""
         return plan(
-            as_chunks(self._chunks, self._names),
+            as_chunks(self._chunks),
             tuple(actions),
             unit=self.forward_overlap_per,
             launch=self.launch_allgather_before,

@@ -15,7 +15,7 @@ from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.weights.trace import Block, Chunks, Visit
 
-__all__ = ["DeclaredBlock", "DeclaredVisit", "WeightHolder", "as_chunks"]
+__all__ = ["DeclaredBlock", "DeclaredVisit", "WeightHolder", "as_chunks", "weight_names"]
 
 
 class WeightHolder(Protocol):
@@ -57,8 +57,23 @@ class DeclaredBlock:
     """Whether its activations are recomputed in backward."""
 
 
-def as_chunks(declared: tuple[tuple[DeclaredBlock, ...], ...], weights: dict[int, str]) -> Chunks:
-    """The declaration as the plan wants it; `weights` names each shard, by its id."""
+DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
+"""The chunks of a model, each with its blocks in forward order."""
+
+
+def weight_names(declared: DeclaredChunks) -> dict[int, str]:
+    """The name of each weight, by the id of its shard; a shared one is named by its first layer."""
+    names: dict[int, str] = {}
+    for block in (block for chunk in declared for block in chunk):
+        for visit in block.visits:
+            if visit.layer is not None:
+                names.setdefault(id(visit.layer.weight), f"{visit.layer.name}.weight")
+    return names
+
+
+def as_chunks(declared: DeclaredChunks) -> Chunks:
+    """The declaration as the plan wants it."""
+    weights = weight_names(declared)
 
     def visit(v: DeclaredVisit) -> Visit:
         weight = None if v.layer is None else weights[id(v.layer.weight)]
