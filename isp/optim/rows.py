@@ -57,12 +57,17 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters that are published together, at most once at a time."""
+    """Parameters that are published together, at most once at a time.
+
+    [Note: Arrival on streams] On CUDA the first stream to wait unpacks the bucket, perhaps that
+    of the weight gathers. Whoever waits later, on whatever stream, waits for the end of that.
+    """
 
     slots: list[_Slot]
     length: int
     label: str
     pending: Pending | None = None
+    arrived: torch.cuda.Event | None = None
 
     def launch(self, channel: Channel) -> Pending:
         sent = self.slots[0].flat.new_empty(self.length)  # [L]
@@ -71,6 +76,17 @@ class _Bucket:
         gathered = sent.new_empty(channel.size, self.length)  # [p, L]
         self.pending = channel.all_gather_into(gathered, sent, label=self.label).then(self._unpack)
         return self.pending
+
+    def wait(self) -> None:
+        """Make the parameters of the bucket usable, for this stream too; free if they are."""
+        if self.pending is not None:
+            gathered, self.pending = self.pending.wait(), None
+            if gathered.is_cuda:
+                gathered.record_stream(torch.cuda.current_stream())
+                self.arrived = torch.cuda.Event()
+                self.arrived.record()
+        if self.arrived is not None:
+            self.arrived.wait()
 
     def _unpack(self, gathered: Tensor) -> Tensor:
         for slot in self.slots:
@@ -107,14 +123,13 @@ class Publisher:
     def wait_for(self, parameter: nn.Parameter) -> None:
         """Wait until `parameter` is up to date; free if it is."""
         bucket = self._bucket_of.get(parameter)  # none in a channel of one rank
-        if bucket is not None and bucket.pending is not None:
-            bucket.pending.wait()
-            bucket.pending = None
+        if bucket is not None:
+            bucket.wait()
 
     def wait(self) -> None:
         """Wait until all parameters are up to date."""
-        for parameter in self._bucket_of:
-            self.wait_for(parameter)
+        for bucket in self._buckets:
+            bucket.wait()
 
     def _open(self, members: list[NamedParameter]) -> None:
         slots, length = [], 0

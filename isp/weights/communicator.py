@@ -333,8 +333,10 @@ class ISPCommunicator(WPCommunicator):
                 gathered.pop(name).drop()
 
     def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:
-        for fn in self._prerequisites:
-            fn(block)
+        # On the gathers' own stream, so that these wait for it and compute does not.
+        with torch.cuda.stream(self._stream):
+            for fn in self._prerequisites:
+                fn(block)
         with self._fails_for_good():
             return self._gatherer.launch(layer, with_bias=with_bias)
 

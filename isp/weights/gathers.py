@@ -102,10 +102,13 @@ class WeightGatherer:
         rows, *rest = piece_shape(layout)
         # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
         # buffer, and what published the weight. It does not wait for compute queued before it.
+        reader = None if self.stream is None else torch.cuda.current_stream()
         with torch.cuda.stream(self.stream):
             shape = (self.channel.size * rows, *rest)
             lease = self.pool.lease(shape, shard.dtype, shard.device)
             piece = pad_rows(source.movedim(layout.dim, 0), rows)
+            if reader is not None:
+                piece.record_stream(reader)  # a padded copy is free when the reader has waited
             pending = self.channel.all_gather_into(
                 lease.tensor, piece, label=f"{layer.name}.{local}"
             )

@@ -106,8 +106,10 @@ class MemoryPool:
 
     def reset_lazy_pools(self) -> None:
         """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
-        for buffers in self._free.values():
-            self._reserved -= sum(buffer.nbytes for buffer, _ in buffers)
+        for buffer, last_use in (item for items in self._free.values() for item in items):
+            if last_use is not None:
+                last_use.synchronize()
+            self._reserved -= buffer.nbytes
         self._free.clear()
 
     def _take_back(self, tensor: Tensor) -> None:

@@ -12,11 +12,13 @@ from isp.layers.factory import LayerFactory
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import init_weights, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
-from isp.weights.wp import GatheredWeights, LocalWeights
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.wp import LocalWeights, WPCommunicator
 from tests.ranks import run_ranks
 
 B, S, D, F_, V = 2, 8, 12, 16, 22
 SEED = 5
+CPU = torch.device("cpu")
 
 
 def _layers(
@@ -26,13 +28,15 @@ def _layers(
         tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
     )
     mesh = Mesh(Topology.create(world, parallel), rank)
-    communicator = GatheredWeights(mesh[Axis.WEIGHT]) if mode is Mode.ISP else LocalWeights()
+    communicator: WPCommunicator = LocalWeights()
+    if mode is Mode.ISP:
+        communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
     layers = LayerFactory(
         mode=mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
         communicator=communicator,
-        device=torch.device("cpu"),
+        device=CPU,
         dtype=torch.float64,
     )
     return layers, mesh
@@ -112,6 +116,8 @@ def _run(rank: int, mode: Mode, tensor: int, weight: int, world: int, tied: bool
     losses = model(ids, labels)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     losses.sum().backward()
+    if isinstance(layers.communicator, ISPCommunicator):
+        layers.communicator.finish()
     for name, parameter, layout in named_parameters(model):
         grad = mesh[layout.reduce_over].all_reduce(parameter.grad).wait()
         wanted = layout.shard(expected_grads[name])
