@@ -71,7 +71,9 @@ class _Model(nn.Module):
         bind_names(self)
 
 
-def make_run(rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6) -> Run:
+def make_run(
+    rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6, device: str = "cpu"
+) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
     mesh = _channels(topology, rank)
@@ -80,7 +82,7 @@ def make_run(rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6) ->
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
         communicator=LocalWeights(),  # nothing is computed here
-        device=torch.device("cpu"),
+        device=torch.device(device),
         dtype=dtype,
     )
     parameters = list(named_parameters(_Model(layers, wide=wide)))
@@ -165,6 +167,6 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
             wanted = layout.shard(whole if through is None else whole.to(through))[rows]
             if tensor.dtype == torch.bfloat16:
                 wanted = wanted.float()  # the master weights are rounded, not the value itself
-            assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, kind)
+            assert torch.equal(tensor.cpu(), wanted.to(tensor.dtype)), (name, kind)
             compared += tensor.numel()
     return compared

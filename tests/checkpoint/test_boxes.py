@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from isp.checkpoint.boxes import boxes_of
-from isp.checkpoint.planner import BoxSavePlanner
+from isp.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
 from isp.checkpoint.shards import Shard
 from isp.optim.rows import owned_rows
 from isp.parallel import Axis
@@ -94,6 +95,20 @@ def test_a_missing_shard_is_refused(missing: int) -> None:
     plans = [_plan([shard]) for i, shard in enumerate(shards) if i != missing]
     with pytest.raises(ValueError, match="of the 21 elements of x"):
         BoxSavePlanner().create_global_plan(plans)
+
+
+def test_elements_that_were_not_saved_are_refused() -> None:
+    """Catches a shard loaded in part, with the rest left as it was before."""
+    shards = _shards("rows", 2, 1)
+    _, metadata = BoxSavePlanner().create_global_plan([_plan([shard]) for shard in shards])
+    saved = metadata.state_dict_metadata["x"]
+    assert isinstance(saved, TensorStorageMetadata)
+    planner = BoxLoadPlanner({"x": "x"})
+    planner.set_up_planner({"x": Shard.whole("x", torch.zeros(7, 3))}, metadata)
+    assert len(planner.create_local_plan().items) == 2
+    del saved.chunks[0]
+    with pytest.raises(ValueError, match="x has only 9 of 21 needed elements"):
+        planner.create_local_plan()
 
 
 def test_ranks_that_disagree_are_refused() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import resource
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -161,3 +165,43 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
     passed_over = run_ranks(2, _resume, folder)
     assert passed_over[0] == ["step_20.tmp: left over from a save that did not end"]
     assert sorted(os.listdir(folder)) == ["step_10", "step_20"]
+
+
+def _save_until_killed(folder: Path, published: Connection) -> None:
+    """Go on from the newest checkpoint: save its step once more, and then one after the other."""
+    torch.set_num_threads(1)
+    run = make_run(0, Layout(), torch.float32)
+    fill(run)
+    config = CheckpointConfig(keep_latest_k=2)
+    checkpointer = Checkpointer(folder, config, world=run.world)
+    info = checkpointer.choose()
+    for step in itertools.count(1 if info is None else info.step):
+        checkpointer.save(step, run.state, tokens=0)
+        published.send(step)
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Catches an instant of writing, replacing or deleting at which death costs a checkpoint."""
+    context, chance = mp.get_context("fork"), random.Random(0)
+    run = make_run(0, Layout(), torch.float32)
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(), world=run.world)
+    newest = 0
+    for _ in range(20):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_save_until_killed, args=(tmp_path, sender))
+        process.start()
+        sender.close()
+        assert receiver.poll(30), "nothing was saved"
+        time.sleep(chance.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        with suppress(EOFError):
+            while True:
+                newest = receiver.recv()
+        info = checkpointer.choose()
+        assert info is not None
+        assert info.step >= newest
+        clear(run)
+        checkpointer.load(info, run.state)
+        assert expect(run) > 0
+    assert newest >= 20

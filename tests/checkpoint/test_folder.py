@@ -122,6 +122,16 @@ def test_one_that_goes_back_is_kept(folder: CheckpointFolder) -> None:
     assert 10 not in folder.steps()
 
 
+def test_what_is_newer_is_left_alone(folder: CheckpointFolder) -> None:
+    """Catches a damaged checkpoint deleted before it was written anew: it may still be mended."""
+    for step in (10, 20, 30):
+        _publish(folder, step)
+    (folder.published(30) / "data").unlink()
+    _publish(folder, 25)
+    folder.prune(1, newest=25)
+    assert folder.steps() == [30, 25]
+
+
 def test_what_is_half_deleted_is_no_checkpoint(folder: CheckpointFolder) -> None:
     """Catches a run that died while deleting and leaves a checkpoint without its files."""
     _publish(folder, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_a_background_failure_is_told_once(tmp_path: Path) -> None:
     checkpointer.save(30, run.state, tokens=0)
     checkpointer.close()
     assert checkpointer.folder.steps() == [30]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("back", ["cpu", "cuda"])
+def test_a_device_saves_and_loads(
+    tmp_path: Path, mode: Literal["disabled", "async"], back: str
+) -> None:
+    """Catches copies from a device that are written before they have arrived."""
+    run = make_run(0, ONE, torch.bfloat16, wide=4096, device="cuda")
+    fill(run)
+    checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode=mode))
+    checkpointer.save(20, run.state, tokens=0)
+    clear(run)
+    checkpointer.close()
+    other = make_run(0, ONE, torch.bfloat16, wide=4096, device=back)
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, other.state)
+    assert expect(other) > 0
 
 
 def test_torch_can_read_it(tmp_path: Path) -> None:
