@@ -36,10 +36,14 @@ from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.reductions import GradientReducer, GradientSink
-from isp.weights.trace import Action, Site, sequential_actions
+from isp.weights.trace import Action, ActionKind, Site
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
+
+
+_Place = tuple[int, int, int]
+"""Chunk, block and visit of a declaration, as indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ class _Visit:
     """Its step of the plan, if it has one."""
     launched: bool = False
     """Whether the gathers of the step have been launched."""
+    asked: bool = False
+    """Whether the layer has asked for its weight."""
     own: GatheredLayer | None = None
     """Gathered for this visit alone."""
 
@@ -196,7 +202,8 @@ class ISPCommunicator(WPCommunicator):
     def drain(self) -> None:
         """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
         self._check()
-        self._cursor = self._visit = None
+        self._cursor = None
+        self._leave()
         with self._fails_for_good():
             for state in self._states:
                 while state.gathered:
@@ -220,29 +227,33 @@ class ISPCommunicator(WPCommunicator):
     # -- the layers' hooks -------------------------------------------------------------------
 
     def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        self._launch_gathers(self._enter(module, phase))
+        visit = self._enter(module, phase)
+        if self.overlap:
+            self._launch_gathers(visit)
 
     def weight_hook(
         self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
     ) -> Tensor:
         visit = self._visit
-        if visit is None or visit.layer is not module or visit.phase is not self._true(phase):
+        if is_bias:
+            assert visit is not None, "the weight is asked for before the bias"
+            with self._fails_for_good():
+                return self._gathered(visit).bias()
+        phase = self._true(phase)
+        announced = visit is not None and visit.layer is module and visit.phase is phase
+        if visit is None or visit.asked or not announced:
             visit = self._enter(module, phase)
+        visit.asked = True
         with self._fails_for_good():
-            gathered = self._gathered(visit)
-            if is_bias:
-                return gathered.bias()
-            weight = gathered.weight()
+            weight = self._gathered(visit).weight()
         # Only now: what is needed at once does not share the wire with what is needed next.
         self._launch_gathers(visit)
         return weight
 
     def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        visit, self._visit = self._visit, None
+        visit = self._leave()
         assert visit is not None, "released without having been asked for"
         assert visit.layer is module, "another layer has been reached in between"
-        if visit.own is not None:
-            visit.own.drop()
         if visit.step is not None:
             self._execute(visit.step.after)
 
@@ -259,13 +270,13 @@ class ISPCommunicator(WPCommunicator):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _declared(self) -> Iterator[tuple[tuple[int, int, int], DeclaredBlock, DeclaredVisit]]:
+    def _declared(self) -> Iterator[tuple[_Place, DeclaredBlock, DeclaredVisit]]:
         for c, chunk in enumerate(self._chunks):
             for b, block in enumerate(chunk):
                 for v, visit in enumerate(block.visits):
                     yield (c, b, v), block, visit
 
-    def _passes(self, place: tuple[int, int, int]) -> Callable[..., None]:
+    def _passes(self, place: _Place) -> Callable[..., None]:
         def passes(*_: Any) -> None:
             if (step := self._arrive(place, Phase.FORWARD)) is not None:
                 self._execute((*step.before, *step.after))
@@ -273,8 +284,12 @@ class ISPCommunicator(WPCommunicator):
         return passes
 
     def _key_of(self, site: Site) -> Hashable:
-        layer = self._chunks[site.chunk][site.block].visits[site.visit].layer
-        return (site.chunk, site.block, site.visit) if layer is None else id(layer)
+        return self._key_at((site.chunk, site.block, site.visit))
+
+    def _key_at(self, place: _Place) -> Hashable:
+        chunk, block, visit = place
+        layer = self._chunks[chunk][block].visits[visit].layer
+        return place if layer is None else id(layer)
 
     def _true(self, phase: Phase) -> Phase:
         """A layer does not know that its forward is a recompute."""
@@ -283,14 +298,27 @@ class ISPCommunicator(WPCommunicator):
     def _begin(self, actions: Sequence[Action]) -> None:
         self.drain()
         self._cursor = PlanCursor(self.plan(actions), self._key_of)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # the weights are written there
+        self._wait_for_writers()
         self._execute(self._cursor.plan.start)
 
+    def _wait_for_writers(self) -> None:
+        """Let gathers wait for what is queued now, such as an update of the weights."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
     def _enter(self, layer: WeightHolder, phase: Phase) -> _Visit:
+        self._leave()
         step = self._arrive(id(layer), phase)
         self._visit = _Visit(layer, self._true(phase), step)
         return self._visit
+
+    def _leave(self) -> _Visit | None:
+        """End the visit that the layers are in, if any; one that failed left its weight behind."""
+        visit, self._visit = self._visit, None
+        if visit is not None and visit.own is not None:
+            with self._fails_for_good():
+                visit.own.drop()
+        return visit
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""
@@ -298,7 +326,7 @@ class ISPCommunicator(WPCommunicator):
         phase = self._true(phase)
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
         if found is None and self._automatic and self._starts(key, phase):
-            self._begin(sequential_actions(1))
+            self._begin(self._one_pass())
             assert self._cursor is not None
             found = self._cursor.arrive(key, phase)
         if found is None:
@@ -311,9 +339,15 @@ class ISPCommunicator(WPCommunicator):
 
     def _starts(self, key: Hashable, phase: Phase) -> bool:
         """Whether this is the first visit of a forward."""
-        return phase is Phase.FORWARD and any(
-            key == self._key_of(Site(phase, c, 0, 0)) for c in range(len(self._chunks))
-        )
+        first = next(self._declared(), None)
+        return phase is Phase.FORWARD and first is not None and key == self._key_at(first[0])
+
+    def _one_pass(self) -> tuple[Action, ...]:
+        """What is expected when nobody says: all chunks forward, then back."""
+        chunks = range(len(self._chunks))
+        forward = (Action(ActionKind.FORWARD, 0, c) for c in chunks)
+        backward = (Action(ActionKind.BACKWARD, 0, c) for c in reversed(chunks))
+        return (*forward, *backward)
 
     def _launch_gathers(self, visit: _Visit) -> None:
         if visit.step is not None and not visit.launched:
@@ -326,18 +360,26 @@ class ISPCommunicator(WPCommunicator):
             chunk, layer, block = self._homes[name]
             gathered = self._states[chunk].gathered
             if kind is ActKind.GATHER and name not in gathered:
-                assert self._cursor is not None
-                with_bias = layer.bias is not None and not self._cursor.waits_in_backward(name)
+                with_bias = layer.bias is not None and self._goes_forward(layer, name)
                 gathered[name] = self._gather(layer, block, with_bias=with_bias)
             elif kind is ActKind.FREE and name in gathered:
-                gathered.pop(name).drop()
+                with self._fails_for_good():
+                    gathered.pop(name).drop()
+
+    def _goes_forward(self, layer: WeightHolder, weight: str) -> bool:
+        """Whether `layer` goes forward, which reads a bias, before `weight` is freed again."""
+        assert self._cursor is not None
+        return any(
+            step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == id(layer)
+            for step in self._cursor.stay(weight)
+        )
 
     def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:
-        # On the gathers' own stream, so that these wait for it and compute does not.
-        with torch.cuda.stream(self._stream):
-            for fn in self._prerequisites:
-                fn(block)
         with self._fails_for_good():
+            # On the gathers' own stream, so that these wait for it and compute does not.
+            with torch.cuda.stream(self._stream):
+                for fn in self._prerequisites:
+                    fn(block)
             return self._gatherer.launch(layer, with_bias=with_bias)
 
     def _gathered(self, visit: _Visit) -> GatheredLayer:
@@ -347,6 +389,7 @@ class ISPCommunicator(WPCommunicator):
         with_bias = visit.layer.bias is not None and visit.phase is not Phase.BACKWARD
         name = self._names.get(id(visit.layer.weight))
         if name is None:  # nobody has declared this layer
+            self._wait_for_writers()
             visit.own = self._gatherer.launch(visit.layer, with_bias=with_bias)
             return visit.own
         chunk, _, block = self._homes[name]
@@ -355,6 +398,7 @@ class ISPCommunicator(WPCommunicator):
             planned.pop(name).drop()
         if name in planned and planned[name].serves(visit.layer, visit.phase):
             return planned[name]
+        self._wait_for_writers()  # the reader, too, is queued behind them
         gathered = self._gather(visit.layer, block, with_bias=with_bias)
         if visit.step is None or name in planned:
             visit.own = gathered

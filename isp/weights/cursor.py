@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from isp.weights.phase import Phase
-from isp.weights.plan import ActKind, Plan, Step
+from isp.weights.plan import Act, ActKind, Plan, Step
 from isp.weights.trace import Site
 
 __all__ = ["PlanCursor"]
@@ -41,13 +41,15 @@ class PlanCursor:
                 return step, steps[start:index]
         return None
 
-    def waits_in_backward(self, weight: str) -> bool:
-        """Whether the next wait for `weight` is in a backward, which reads no bias."""
+    def stay(self, weight: str) -> Iterator[Step]:
+        """The steps from the next wait for `weight` to the free that follows, both included."""
+        inside = False
         for step in self.plan.steps[max(0, self.position - 1) :]:
-            for act in step.before:
-                if act.kind is ActKind.WAIT and act.weight == weight:
-                    return step.site.phase is Phase.BACKWARD
-        return False
+            inside = inside or Act(ActKind.WAIT, weight) in step.before
+            if inside:
+                yield step
+                if Act(ActKind.FREE, weight) in step.after:
+                    return
 
 
 def _action(step: Step) -> tuple[int, int, bool]:

@@ -6,6 +6,7 @@ places that a forward passes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,12 +63,18 @@ DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
 
 
 def weight_names(declared: DeclaredChunks) -> dict[int, str]:
-    """The name of each weight, by the id of its shard; a shared one is named by its first layer."""
+    """The name of each weight, by the id of its shard; a shared one is named by its first layer.
+
+    Raises ValueError if two weights have the same name.
+    """
     names: dict[int, str] = {}
     for block in (block for chunk in declared for block in chunk):
         for visit in block.visits:
             if visit.layer is not None:
                 names.setdefault(id(visit.layer.weight), f"{visit.layer.name}.weight")
+    for name, count in Counter(names.values()).items():
+        if count > 1:
+            raise ValueError(f"{count} weights are named {name}: call bind_names(model) first")
     return names
 
 

@@ -87,7 +87,8 @@ class MemoryPool:
                 last_use.wait()
             self._reuses += 1
         else:
-            buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
+            with torch.inference_mode(False):  # such a tensor could not be written in training
+                buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
             self._reserved += buffer.nbytes
             self._allocations += 1
         self._leased += buffer.nbytes

@@ -1,0 +1,225 @@
+"""A weight group in one process, whose other ranks hold what this one holds, and its events.
+
+Collectives are exact: a gather joins equal pieces, a reduction adds equal gradients. So a step runs
+through the whole runtime in milliseconds, and its order of events can be written down. What the
+numbers are worth is tested on real ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, Pending
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import ParallelLinear
+from isp.layers.module import bind_names, init_weights
+from isp.parallel import Mode
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.recompute import recomputed
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "spy_on_releases"]
+
+CPU = torch.device("cpu")
+D = 4
+
+
+class EchoChannel(Channel):
+    """Rank 0 of `size` ranks that all do the same; what is launched and waited for is noted.
+
+    Nothing has arrived before it is waited for: until then a buffer holds NaN.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__(None, name="weight")
+        self.size = size
+        self.events: list[str] = []
+        self.labels: dict[int, str] = {}
+        """What was last gathered into the buffer at an address."""
+        self.fail_at: str = ""
+        """The event that raises instead of happening."""
+
+    def note(self, event: str) -> None:
+        """Write an event down."""
+        self.events.append(event)
+        if event == self.fail_at:
+            raise ConnectionError(f"{event}: connection lost")
+
+    def all_gather_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+        name = label.removesuffix(".weight")
+        self.labels[out.data_ptr()] = name
+        self.note(f"gather {name}")
+        out.fill_(math.nan)
+
+        def arrive() -> Tensor:
+            self.note(f"wait {name}")
+            out.view(self.size, -1).copy_(sent.view(-1))
+            return out
+
+        sent = x.clone()
+        return Pending(arrive, keep=(x,))
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+        name = label.removesuffix(".grad").removesuffix(".weight")
+        self.note(f"reduce {name}")
+        out.fill_(math.nan)
+
+        def arrive() -> Tensor:
+            self.note(f"sum {name}")
+            return out.copy_(x.view(self.size, *out.shape)[0] * self.size)
+
+        return Pending(arrive, keep=(x,))
+
+    def taken(self) -> list[str]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+
+def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None:
+    """Note as well when the buffer of a gathered weight goes back to the pool."""
+    take_back = communicator.pool._take_back
+
+    def noted(tensor: Tensor) -> None:
+        if (name := channel.labels.pop(tensor.data_ptr(), "")) != "":
+            channel.note(f"free {name}")
+        take_back(tensor)
+
+    communicator.pool._take_back = noted  # type: ignore[method-assign]
+
+
+def echo_layers(
+    communicator: WPCommunicator, channel: Channel, *, dtype: torch.dtype = torch.float64
+) -> LayerFactory:
+    """Layers in isp mode on this rank, whose sequences are not split."""
+    return LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=channel,
+        communicator=communicator,
+        device=CPU,
+        dtype=dtype,
+    )
+
+
+class Core(nn.Module):
+    """What lies between the two linears of a block: a launch point without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class NetBlock(nn.Module):
+    """x + wo(core(wqkv(x))), and a third linear if asked for."""
+
+    def __init__(self, layers: LayerFactory, *, bias: bool, mlp: bool) -> None:
+        super().__init__()
+        self.wqkv = layers.column(D, (D,), bias=bias, std=0.5)
+        self.core = Core()
+        self.wo = layers.row(D, D, bias=bias, std=0.5)
+        self.w1 = layers.column(D, (D,), std=0.5) if mlp else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.wo(self.core(self.wqkv(x)))
+        return x if self.w1 is None else x + torch.sin(self.w1(x))
+
+    def visits(self) -> tuple[DeclaredVisit, ...]:
+        at = LaunchPoint
+        last = (DeclaredVisit(name="w1", layer=self.w1, launch_point=at.W1),) if self.w1 else ()
+        return (
+            DeclaredVisit(name="wqkv", layer=self.wqkv, launch_point=at.WQKV),
+            DeclaredVisit(name="attn", at=self.core, launch_point=at.ATTN),
+            DeclaredVisit(name="wo", layer=self.wo, launch_point=at.WO),
+            *last,
+        )
+
+
+class Net(nn.Module):
+    """Embedding, blocks a, b, c ..., head; the first `recomputed` blocks are recomputed."""
+
+    def __init__(
+        self,
+        layers: LayerFactory,
+        *,
+        num_blocks: int = 3,
+        num_recomputed: int = 0,
+        bias: bool = False,
+        mlp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = layers.embedding(8, D, std=1.0)
+        self.blocks = [NetBlock(layers, bias=bias, mlp=mlp) for _ in range(num_blocks)]
+        for name, block in zip("abcdefgh", self.blocks, strict=False):
+            self.add_module(name, block)
+        self.head: ParallelLinear = layers.head(D, 8, std=0.5)
+        self.num_recomputed = num_recomputed
+        self.recomputing = layers.communicator.recomputing
+        bind_names(self)
+        init_weights(self, seed=3)
+        self.fail_in: NetBlock | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for i, block in enumerate(self.blocks):
+            if block is self.fail_in:
+                raise ArithmeticError("bad block")
+            x = recomputed(self.recomputing, block, x) if i < self.num_recomputed else block(x)
+        y: Tensor = self.head(x)
+        return y
+
+    def declared(self) -> tuple[DeclaredBlock, ...]:
+        table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
+        head = DeclaredVisit(name="head", layer=self.head)
+        return (
+            DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)),
+            *(
+                DeclaredBlock(
+                    name=name,
+                    module=block,
+                    visits=block.visits(),
+                    recomputed=i < self.num_recomputed,
+                )
+                for i, (name, block) in enumerate(zip("abcdefgh", self.blocks, strict=False))
+            ),
+            DeclaredBlock(name="head", module=self.head, visits=(head,)),
+        )
+
+
+def echo_net(
+    *,
+    num_blocks: int = 3,
+    num_recomputed: int = 0,
+    bias: bool = False,
+    mlp: bool = False,
+    overlap: bool = True,
+    pool: bool = True,
+    launch: LaunchPoint = LaunchPoint.WO,
+    unit: OverlapUnit = OverlapUnit.LAYER,
+    max_reduce_bytes: int = 1 << 28,
+) -> tuple[Net, ISPCommunicator, EchoChannel]:
+    """A declared net, its communicator with poisoned buffers, and the channel that takes notes."""
+    channel = EchoChannel()
+    communicator = ISPCommunicator(
+        channel,
+        ISPCommModelConfig(device=CPU, max_reduce_bytes=max_reduce_bytes),
+        overlap=overlap,
+        enable_memory_pool=pool,
+        launch_allgather_before=launch,
+        forward_overlap_per=unit,
+        poison=True,
+    )
+    spy_on_releases(communicator, channel)
+    net = Net(
+        echo_layers(communicator, channel),
+        num_blocks=num_blocks,
+        num_recomputed=num_recomputed,
+        bias=bias,
+        mlp=mlp,
+    )
+    communicator.declare([net.declared()])
+    return net, communicator, channel

@@ -1,0 +1,327 @@
+"""What the communicator does in a step and in which order, written out event by event.
+
+`gather` and `reduce` are launches, `wait` and `sum` the moments at which their results are asked
+for, `free` a buffer going back to the pool. Line breaks are for the reader.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.trace import recomputed_blocks, sequential_actions
+from tests.weights.echo import CPU, Net, echo_net
+
+IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
+LAYER, MODULE = OverlapUnit
+WEIGHTS = {"embedding": 8 * 4 * 8, "head": 8 * 4 * 8}
+"""Bytes of the full weights that are no square of 4."""
+SQUARE = 4 * 4 * 8
+
+
+def listed(text: str) -> list[str]:
+    return [event.strip() for event in text.strip().replace("\n", ",").split(",") if event.strip()]
+
+
+def step(net: Net, communicator: ISPCommunicator, micro_batches: int = 1) -> list[Tensor]:
+    """A step without an update; the outputs."""
+    communicator.begin(sequential_actions(micro_batches))
+    outputs = []
+    for m in range(micro_batches):
+        outputs.append(net(IDS.roll(m)))
+        outputs[-1].square().sum().backward()
+    communicator.finish()
+    assert communicator.pool.counters().leased_bytes == 0
+    return outputs
+
+
+FORWARD_PER_LAYER = """
+    gather embedding, gather a.wqkv, gather a.wo
+    wait embedding, free embedding
+    wait a.wqkv, free a.wqkv
+    wait a.wo, gather b.wqkv, gather b.wo, free a.wo
+    wait b.wqkv, free b.wqkv
+    wait b.wo, gather c.wqkv, gather c.wo, free b.wo
+    wait c.wqkv
+    wait c.wo, gather head
+    wait head
+"""
+SUMS = """
+    sum head
+    sum c.wo, sum c.wqkv
+    sum b.wo, sum b.wqkv
+    sum a.wo, sum a.wqkv
+    sum embedding
+"""
+PER_LAYER = (
+    FORWARD_PER_LAYER
+    + """
+    reduce head, free head
+    gather b.wo, reduce c.wo, free c.wo
+    gather b.wqkv, reduce c.wqkv, free c.wqkv
+    gather a.wo, reduce b.wo, wait b.wo, free b.wo
+    gather a.wqkv, reduce b.wqkv, wait b.wqkv, free b.wqkv
+    reduce a.wo, wait a.wo, free a.wo
+    reduce a.wqkv, wait a.wqkv, free a.wqkv
+    reduce embedding
+"""
+    + SUMS
+)
+PER_LAYER_RECOMPUTED = (
+    FORWARD_PER_LAYER
+    + """
+    reduce head, free head
+    gather b.wqkv, gather b.wo
+    reduce c.wo, free c.wo
+    reduce c.wqkv, free c.wqkv
+    wait b.wqkv
+    wait b.wo, gather a.wqkv, gather a.wo
+    reduce b.wo, free b.wo
+    reduce b.wqkv, free b.wqkv
+    wait a.wqkv
+    wait a.wo
+    reduce a.wo, free a.wo
+    reduce a.wqkv, free a.wqkv
+    reduce embedding
+"""
+    + SUMS
+)
+FORWARD_PER_MODULE = """
+    gather embedding, gather a.wqkv
+    wait embedding, free embedding
+    wait a.wqkv, gather a.wo, free a.wqkv
+    wait a.wo, gather b.wqkv, free a.wo
+    wait b.wqkv, gather b.wo, free b.wqkv
+    wait b.wo, gather c.wqkv, free b.wo
+    wait c.wqkv, gather c.wo, free c.wqkv
+    wait c.wo, gather head
+    wait head
+"""
+PER_MODULE = (
+    FORWARD_PER_MODULE
+    + """
+    reduce head, free head
+    gather c.wqkv, reduce c.wo, free c.wo
+    gather b.wo, reduce c.wqkv, wait c.wqkv, free c.wqkv
+    gather b.wqkv, reduce b.wo, wait b.wo, free b.wo
+    gather a.wo, reduce b.wqkv, wait b.wqkv, free b.wqkv
+    gather a.wqkv, reduce a.wo, wait a.wo, free a.wo
+    reduce a.wqkv, wait a.wqkv, free a.wqkv
+    reduce embedding
+"""
+    + SUMS
+)
+NO_OVERLAP = """
+    gather embedding, wait embedding, free embedding
+    gather a.wqkv, wait a.wqkv, free a.wqkv
+    gather a.wo, wait a.wo, free a.wo
+    gather b.wqkv, wait b.wqkv, free b.wqkv
+    gather b.wo, wait b.wo, free b.wo
+    gather c.wqkv, wait c.wqkv
+    gather c.wo, wait c.wo
+    gather head, wait head
+    reduce head, sum head, free head
+    reduce c.wo, sum c.wo, free c.wo
+    reduce c.wqkv, sum c.wqkv, free c.wqkv
+    reduce b.wo, sum b.wo, gather b.wo, wait b.wo, free b.wo
+    reduce b.wqkv, sum b.wqkv, gather b.wqkv, wait b.wqkv, free b.wqkv
+    reduce a.wo, sum a.wo, gather a.wo, wait a.wo, free a.wo
+    reduce a.wqkv, sum a.wqkv, gather a.wqkv, wait a.wqkv, free a.wqkv
+    reduce embedding, sum embedding
+"""
+
+
+@pytest.mark.parametrize(
+    ("unit", "recomputed", "overlap", "expected"),
+    [
+        (LAYER, 0, True, PER_LAYER),
+        (LAYER, 3, True, PER_LAYER_RECOMPUTED),
+        (MODULE, 0, True, PER_MODULE),
+        (LAYER, 0, False, NO_OVERLAP),
+    ],
+    ids=["layer", "layer, recomputed", "module", "no overlap"],
+)
+def test_events(unit: OverlapUnit, recomputed: int, overlap: bool, expected: str) -> None:
+    """Catches acts out of the plan's order: gathered late, freed early, hidden with overlap off."""
+    net, communicator, channel = echo_net(unit=unit, num_recomputed=recomputed, overlap=overlap)
+    for _ in range(2):  # the second step must not differ
+        step(net, communicator)
+        assert channel.taken() == listed(expected)
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        ("wqkv", "wait a.wqkv, NEXT, free a.wqkv, wait a.wo, free a.wo, wait a.w1, free a.w1"),
+        ("attn", "wait a.wqkv, free a.wqkv, NEXT, wait a.wo, free a.wo, wait a.w1, free a.w1"),
+        ("wo", "wait a.wqkv, free a.wqkv, wait a.wo, NEXT, free a.wo, wait a.w1, free a.w1"),
+        ("w1", "wait a.wqkv, free a.wqkv, wait a.wo, free a.wo, wait a.w1, NEXT, free a.w1"),
+    ],
+)
+def test_launch_points(launch: str, expected: str) -> None:
+    """Catches a launch point that is ignored, or a bare one (attn) that nobody notices passing."""
+    net, communicator, channel = echo_net(launch=LaunchPoint(launch), mlp=True, num_blocks=2)
+    step(net, communicator)
+    events = channel.taken()
+    first, last = events.index("wait a.wqkv"), events.index("free a.w1")
+    following = "gather b.wqkv, gather b.wo, gather b.w1"
+    assert events[first : last + 1] == listed(expected.replace("NEXT", following))
+
+
+def test_seam_of_two_micro_batches() -> None:
+    """Catches block a, and its bias, gathered again though it stays from backward to forward."""
+    net, communicator, channel = echo_net(bias=True, num_blocks=2)
+    step(net, communicator, micro_batches=2)
+    events = channel.taken()
+    seam = events[events.index("free head") + 1 :]
+    assert seam[: seam.index("wait head")] == listed(
+        """
+        gather a.wo, gather a.wo.bias, reduce b.wo, reduce b.wo.bias, free b.wo, free b.wo.bias
+        gather a.wqkv, gather a.wqkv.bias
+        reduce b.wqkv, reduce b.wqkv.bias, free b.wqkv, free b.wqkv.bias
+        gather embedding, reduce a.wo, reduce a.wo.bias, wait a.wo
+        reduce a.wqkv, reduce a.wqkv.bias, wait a.wqkv
+        reduce embedding
+        wait embedding, free embedding
+        wait a.wqkv.bias, free a.wqkv, free a.wqkv.bias
+        gather b.wqkv, gather b.wqkv.bias, gather b.wo, gather b.wo.bias
+        wait a.wo.bias, free a.wo, free a.wo.bias
+        wait b.wqkv, wait b.wqkv.bias
+        wait b.wo, gather head, wait b.wo.bias
+        """
+    )
+
+
+def test_backward_alone_gathers_no_bias() -> None:
+    """Catches a bias gathered where nobody reads it."""
+    net, communicator, channel = echo_net(bias=True)
+    step(net, communicator)
+    gathers = Counter(event for event in channel.taken() if event.startswith("gather"))
+    assert gathers["gather a.wo"] == 2
+    assert gathers["gather a.wo.bias"] == 1
+
+
+def test_bounded_reductions_are_summed_oldest_first() -> None:
+    """Catches a bound on the bytes in flight that is not kept, or by waiting for the newest."""
+    net, communicator, channel = echo_net(max_reduce_bytes=2 * SQUARE)
+    step(net, communicator)
+    events = [e for e in channel.taken() if e.startswith(("reduce", "sum"))]
+    assert events == listed(
+        """
+        reduce head, sum head, reduce c.wo, reduce c.wqkv, sum c.wo, reduce b.wo
+        sum c.wqkv, reduce b.wqkv, sum b.wo, reduce a.wo, sum b.wqkv, reduce a.wqkv
+        sum a.wo, sum a.wqkv, reduce embedding, sum embedding
+        """
+    )
+
+
+VARIANTS = list(itertools.product(OverlapUnit, LaunchPoint, (0.0, 0.25, 0.5, 1.0), (1, 3)))
+
+
+def variant_id(variant: tuple[OverlapUnit, LaunchPoint, float, int]) -> str:
+    return " ".join(str(v) for v in variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_one_gather_a_forward_and_one_a_backward(
+    variant: tuple[OverlapUnit, LaunchPoint, float, int],
+) -> None:
+    """Catches weights gathered twice for a recomputed block, and more than two units resident."""
+    unit, launch, fraction, micro = variant
+    num_recomputed = sum(recomputed_blocks(4, fraction))
+    net, communicator, channel = echo_net(
+        num_blocks=4, num_recomputed=num_recomputed, mlp=True, bias=True, unit=unit, launch=launch
+    )
+    step(net, communicator, micro)
+    events = channel.taken()
+    gathers = Counter(e.split()[1] for e in events if e.startswith("gather"))
+    for block in "bc":
+        for name in (f"{block}.wqkv", f"{block}.wo", f"{block}.w1"):
+            assert gathers[name] == 2 * micro, name
+    assert gathers["embedding"] == micro
+    assert gathers["head"] == micro
+    in_last = {gathers[f"d.{name}"] for name in ("wqkv", "wo", "w1")}
+    in_first = {gathers[f"a.{name}"] for name in ("wqkv", "wo", "w1")}
+    if unit is LAYER:  # the last block stays behind the head, the first behind the embedding
+        assert in_last == {micro}
+        assert in_first == {micro + 1}
+        assert peak_bytes(events) <= 2 * 3 * SQUARE
+    else:
+        assert in_last | in_first <= {micro, micro + 1, 2 * micro}
+        held = 3 * SQUARE if fraction else WEIGHTS["head"]  # a block that is recomputed, as a whole
+        assert peak_bytes(events) <= held + WEIGHTS["head"]
+
+
+def peak_bytes(events: list[str]) -> int:
+    """The most bytes of full weights (not biases) between gather and free."""
+    now = peak = 0
+    for event in events:
+        kind, name = event.split()
+        if kind in ("gather", "free") and not name.endswith(".bias"):
+            size = WEIGHTS.get(name, SQUARE)
+            now += size if kind == "gather" else -size
+            peak = max(peak, now)
+    assert now == 0
+    return peak
+
+
+def test_switches_change_no_bit() -> None:
+    """Catches overlap, pool, unit, launch point or recompute changing an output or a gradient."""
+    wanted: list[Tensor] = []
+    options = [{"overlap": o, "pool": p} for o in (True, False) for p in (True, False)]
+    options += [
+        {"unit": unit, "launch": launch, "num_recomputed": n, "max_reduce_bytes": b}
+        for unit, launch, n, b in itertools.product(OverlapUnit, LaunchPoint, (0, 2, 3), (0, 300))
+    ]
+    for option in options:
+        net, communicator, _ = echo_net(bias=True, mlp=True, **option)  # type: ignore[arg-type]
+        found = [y.detach() for _ in range(2) for y in step(net, communicator, 2)]
+        found += [p.grad for p in net.parameters() if p.grad is not None]
+        assert len(found) == 4 + len(list(net.parameters()))
+        assert all(t.isfinite().all() for t in found), option
+        wanted = wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), option
+
+
+def test_buffers_are_reused_after_the_first_step() -> None:
+    """Catches a pool that grows from step to step, or a switch that does not turn reuse off."""
+    for pool in (True, False):
+        net, communicator, _ = echo_net(pool=pool)
+        step(net, communicator)
+        before = communicator.pool.counters()
+        step(net, communicator)
+        after = communicator.pool.counters()
+        assert (after.allocations == before.allocations) is pool
+        assert (after.reuses > before.reuses) is pool
+        assert after.reserved_bytes == (before.reserved_bytes if pool else 0)
+
+
+def test_model_chunk_must_exist() -> None:
+    """Catches a chunk number taken as it comes."""
+    _, communicator, _ = echo_net()
+    communicator.switch_current_model_chunk(0)
+    for chunk in (-1, 1):
+        with pytest.raises(ValueError, match=f"chunk {chunk} is not one of the 1 model chunks"):
+            communicator.switch_current_model_chunk(chunk)
+
+
+def test_one_model_for_one_communicator() -> None:
+    """Catches a second declaration mixed into the first."""
+    net, communicator, _ = echo_net()
+    with pytest.raises(RuntimeError, match="make another for another model"):
+        communicator.declare([net.declared()])
+
+
+def test_two_weights_of_one_name_are_refused() -> None:
+    """Catches layers without names sharing one gathered weight, the first one's, unnoticed."""
+    donor, _, channel = echo_net()
+    donor.b.wo.name = donor.a.wo.name  # type: ignore[union-attr]
+    communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU))
+    with pytest.raises(ValueError, match=r"2 weights are named a\.wo\.weight: call bind_names"):
+        communicator.declare([donor.declared()])

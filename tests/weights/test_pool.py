@@ -1,0 +1,126 @@
+"""The pool's leases, counters and debug switch, without a communicator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isp.weights.pool import MemoryPool, PoolCounters
+
+CPU = torch.device("cpu")
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+def test_buffer_is_reused_for_any_shape_of_its_size() -> None:
+    """Catches a pool that allocates for every lease, and one that lends what is still leased."""
+    pool = MemoryPool()
+    first, second = pool.lease((4, 6), FLOAT, CPU), pool.lease((4, 6), FLOAT, CPU)
+    address = first.tensor.data_ptr()
+    assert second.tensor.data_ptr() != address
+    first.release()
+    third = pool.lease((3, 8), FLOAT, CPU)
+    assert third.tensor.data_ptr() == address
+    assert third.tensor.shape == (3, 8)
+    assert third.tensor.is_contiguous()
+    assert pool.counters() == PoolCounters(192, 192, 192, allocations=2, reuses=1)
+
+
+@pytest.mark.parametrize("other", [((4, 6), HALF), ((4, 7), FLOAT), ((12,), torch.float64)])
+def test_buffer_serves_its_own_dtype_and_size_alone(
+    other: tuple[tuple[int, ...], torch.dtype],
+) -> None:
+    """Catches a key that leaves out the dtype or the size, or that counts bytes."""
+    pool = MemoryPool()
+    lease = pool.lease((4, 6), FLOAT, CPU)
+    address = lease.tensor.data_ptr()
+    lease.release()
+    shape, dtype = other
+    assert pool.lease(shape, dtype, CPU).tensor.data_ptr() != address
+    assert pool.counters().reuses == 0
+
+
+def test_misuse_raises() -> None:
+    """Catches a lease that can be used or returned after its end, when it may be another's."""
+    pool = MemoryPool()
+    lease = pool.lease((2,), FLOAT, CPU)
+    lease.release()
+    with pytest.raises(RuntimeError, match="was released: another transfer may be writing"):
+        _ = lease.tensor
+    heir = pool.lease((2,), FLOAT, CPU)
+    with pytest.raises(RuntimeError, match="released already: it may be leased to another"):
+        lease.release()
+    heir.tensor.fill_(1.0)
+    assert pool.lease((2,), FLOAT, CPU).tensor.data_ptr() != heir.tensor.data_ptr()
+    assert pool.counters().leased_bytes == 16
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_peak_is_of_what_was_leased_at_once(reuse: bool) -> None:
+    """Catches a peak that adds up leases, or that forgets what is leased when it is reset."""
+    pool = MemoryPool(reuse=reuse)
+    leases = [pool.lease((n,), FLOAT, CPU) for n in (1, 2, 3)]
+    leases[0].release()
+    leases[1].release()
+    pool.lease((1,), FLOAT, CPU).release()
+    assert pool.counters().peak_leased_bytes == 24
+    assert pool.counters().leased_bytes == 12
+    pool.reset_peak()
+    pool.lease((2,), FLOAT, CPU).release()
+    assert pool.counters().peak_leased_bytes == 20
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, torch.float64])
+def test_poison(dtype: torch.dtype, reuse: bool) -> None:
+    """Catches a late read of a freed buffer that goes unnoticed; integers have no NaN."""
+    pool = MemoryPool(reuse=reuse, poison=True)
+    lease, numbers = pool.lease((3,), dtype, CPU), pool.lease((3,), torch.int64, CPU)
+    late, late_numbers = lease.tensor.fill_(1), numbers.tensor.fill_(1)
+    lease.release()
+    numbers.release()
+    assert late.isnan().all()
+    assert late_numbers.tolist() == [1, 1, 1]
+
+
+def test_without_poison_nothing_is_written() -> None:
+    """Catches the debug switch, which costs a pass over the memory, being on by itself."""
+    pool = MemoryPool()
+    lease = pool.lease((3,), FLOAT, CPU)
+    late = lease.tensor.fill_(1)
+    lease.release()
+    assert late.tolist() == [1, 1, 1]
+
+
+def test_reset_lazy_pools_keeps_what_is_leased() -> None:
+    """Catches a reset that drops leased buffers, keeps free ones, or miscounts."""
+    pool = MemoryPool()
+    kept, dropped = pool.lease((4,), FLOAT, CPU), pool.lease((8,), FLOAT, CPU)
+    kept.tensor.fill_(7)
+    dropped.release()
+    assert pool.counters().reserved_bytes == 48
+    pool.reset_lazy_pools()
+    assert pool.counters().reserved_bytes == 16
+    assert kept.tensor.tolist() == [7] * 4
+    pool.lease((8,), FLOAT, CPU)
+    assert pool.counters() == PoolCounters(48, 48, 48, allocations=3, reuses=0)
+    kept.release()
+    assert pool.lease((4,), FLOAT, CPU).tensor.data_ptr() == kept._tensor.data_ptr()
+
+
+def test_reuse_off() -> None:
+    """Catches a switch that still keeps buffers: every lease is an allocation, nothing is held."""
+    pool = MemoryPool(reuse=False)
+    for _ in range(3):
+        pool.lease((4,), FLOAT, CPU).release()
+    assert pool.counters() == PoolCounters(0, 0, 16, allocations=3, reuses=0)
+
+
+def test_buffer_made_in_inference_mode_serves_training() -> None:
+    """Catches buffers that remember the mode: torch forbids writing to those of inference mode."""
+    pool = MemoryPool()
+    with torch.inference_mode():
+        pool.lease((2,), FLOAT, CPU).release()
+    lease = pool.lease((2,), FLOAT, CPU)
+    assert pool.counters().reuses == 1
+    lease.tensor.fill_(1.0)
+    (lease.tensor * torch.ones(2, requires_grad=True)).sum().backward()
