@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
@@ -162,15 +163,32 @@ class Net(nn.Module):
         bind_names(self)
         init_weights(self, seed=3)
         self.fail_in: NetBlock | None = None
+        self.leave_out: NetBlock | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for i, block in enumerate(self.blocks):
             if block is self.fail_in:
                 raise ArithmeticError("bad block")
+            if block is self.leave_out:
+                continue
             x = recomputed(self.recomputing, block, x) if i < self.num_recomputed else block(x)
         y: Tensor = self.head(x)
         return y
+
+    def plainly(self, ids: Tensor) -> Tensor:
+        """The same in plain torch, with each full tensor the shard twice, as an echo gathers it."""
+
+        def linear(x: Tensor, layer: ParallelLinear) -> Tensor:
+            bias = None if layer.bias is None else layer.bias.repeat(2)
+            return F.linear(x, layer.weight.repeat(2, 1), bias)
+
+        x = F.embedding(ids, self.embedding.weight.repeat(2, 1))
+        for block in self.blocks:
+            if block is not self.leave_out:
+                x = x + linear(torch.tanh(linear(x, block.wqkv)), block.wo)
+                x = x if block.w1 is None else x + torch.sin(linear(x, block.w1))
+        return linear(x, self.head)
 
     def declared(self) -> tuple[DeclaredBlock, ...]:
         table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
