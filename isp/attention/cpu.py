@@ -7,7 +7,7 @@ backward  for each piece: dq[rows] = .., dk[rows] += .., dv[rows] += ..
 
 One node, because with slices under autograd every document's gradient would be a tensor of the
 whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
-masks of windows are [BLOCK_ROWS, BLOCK_ROWS + window].
+masks of windows are [_ROWS, _ROWS + window].
 
 [Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
 takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from isp.attention.mask import AttentionMask
 from isp.attention.pieces import (
-    BLOCK_ROWS,
     EVERYTHING,
     Piece,
     Visible,
@@ -35,8 +34,16 @@ __all__ = ["CpuAttention"]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_BATCH_BELOW = 128
+_BATCH_BELOW = 64
 """Neighbouring documents of equal length share a kernel call if they are shorter, in tokens."""
+
+
+_ROWS = 192
+"""Queries of a block."""
+
+_SPLIT_UP_TO = 1024
+"""Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
+512 at a time, so that it would compute nearly the whole square of a shorter one."""
 
 
 class CpuAttention:
@@ -52,7 +59,8 @@ class CpuAttention:
             causal=mask.causal,
             window=mask.window,
             batch_below=_BATCH_BELOW,
-            rows=BLOCK_ROWS,
+            rows=_ROWS,
+            split_up_to=_SPLIT_UP_TO,
         )
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]

@@ -33,8 +33,8 @@ _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
 class LaunchedQuery:
     """Queries on their way; `DistributedAttention.finish` takes them."""
 
-    def __init__(self, num_heads: int, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
-        self.num_heads = num_heads
+    def __init__(self, plan: HeadPlan, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.plan = plan
         self.arrive = arrive
 
 
@@ -54,7 +54,7 @@ class DistributedAttention:
         local_attention: LocalAttention,
         channel: Channel,
         *,
-        together_below_bytes: int = 64 << 20,
+        together_below_bytes: int = 4 << 20,
     ) -> None:
         self.local_attention = local_attention
         self.channel = channel
@@ -89,17 +89,23 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def launch(self, q: Tensor) -> LaunchedQuery:
+    def launch(self, q: Tensor, *, num_kv_heads: int) -> LaunchedQuery:
         """Send q [B, S/p, H, d] ahead; what is computed until `finish` runs while it travels.
 
-        In backward, what made k and v gets its gradient while that of q travels.
+        In backward, what made k and v gets its gradient while that of q travels. Which query heads
+        go where depends on the number of KV heads.
         """
-        plan = HeadPlan.of(q.shape[_HEADS], q.shape[_HEADS], self.channel.size)
-        return LaunchedQuery(q.shape[_HEADS], self._send((q,), (plan.query,), "q"))
+        plan = HeadPlan.of(q.shape[_HEADS], num_kv_heads, self.channel.size)
+        return LaunchedQuery(plan, self._send((q,), (plan.query,), "q"))
 
     def finish(self, query: LaunchedQuery, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """k and v [B, S/p, K, d] -> [B, S/p, H, d]; the same bits as without `launch`."""
-        plan = HeadPlan.of(query.num_heads, k.shape[_HEADS], self.channel.size)
+        plan = query.plan
+        if k.shape[_HEADS] != plan.num_kv_heads:
+            raise ValueError(
+                f"k has {k.shape[_HEADS]} heads, but the queries were launched for"
+                f" num_kv_heads={plan.num_kv_heads}"
+            )
         arrive = self._send((k, v), (plan.kv, plan.kv), "kv")
         (q,) = query.arrive()
         k, v = arrive()

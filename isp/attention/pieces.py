@@ -107,20 +107,23 @@ def pieces_of(
     *,
     causal: bool,
     window: int | None,
-    batch_below: int,
-    rows: int,
+    batch_below: int = 0,
+    rows: int = BLOCK_ROWS,
+    split_up_to: int = 0,
 ) -> tuple[Piece, ...]:
     """The pieces of documents of these (queries, keys), packed one after another.
 
-    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens.
-    Queries that see no key are in no piece.
+    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens. The
+    rest is as in `blocks_of`.
     """
     pieces: list[Piece] = []
     query_start = key_start = 0
     for (num_queries, num_keys), run in groupby(lengths):
         count = len(list(run))
         together = count if max(num_queries, num_keys) < batch_below else 1
-        blocks = blocks_of(num_queries, num_keys, causal=causal, window=window, rows=rows)
+        blocks = blocks_of(
+            num_queries, num_keys, causal=causal, window=window, rows=rows, split_up_to=split_up_to
+        )
         for _ in range(0, count, together):
             for query, key, visible in blocks:
                 block = Block(_shift(query, query_start), _shift(key, key_start), visible)
@@ -141,11 +144,13 @@ def blocks_of(
     causal: bool,
     window: int | None,
     rows: int = BLOCK_ROWS,
+    split_up_to: int = 0,
 ) -> list[Block]:
     """The blocks of one document, aligned at its last query and key.
 
-    One block where no mask has to be given, else blocks of `rows` queries; queries that see no key
-    are left out.
+    One block where no mask has to be given, else blocks of `rows` queries; documents of up to
+    `split_up_to` tokens are cut into such blocks also where the mask is the plain triangle. Queries
+    that see no key are left out.
     """
     offset = num_keys - num_queries
     # query i sees key j if low <= j - i <= high
@@ -154,7 +159,8 @@ def blocks_of(
     if num_queries == 0 or num_keys == 0:
         return []
     whole = Visible(low, high).within(num_queries, num_keys)
-    if whole == EVERYTHING or (whole == TRIANGLE and offset == 0):
+    known = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
+    if whole == EVERYTHING or known:
         return [Block(range(num_queries), range(num_keys), whole)]
     first = 0 if high is None else max(0, -high)  # queries before it see nothing
     starts = range(first, num_queries, rows)

@@ -1,0 +1,307 @@
+"""`DistributedAttention` on 1, 2 and 4 ranks against whole sequences on one process."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isp.attention import (
+    AttentionMask,
+    CpuAttention,
+    DistributedAttention,
+    HeadPlan,
+    padded_length,
+    shard_sequence,
+)
+from isp.comm import Channel
+from tests.attention.reference import (
+    Result,
+    attend,
+    make_mask,
+    random_inputs,
+    with_gradients,
+)
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-12  # float64, and sums of a few dozen terms in another order
+LENGTH = 24
+HEADS = [(4, 4), (8, 1), (4, 2), (6, 3), (12, 3), (7, 7), (7, 1), (3, 3), (2, 1), (1, 1)]
+PACKINGS = [
+    None,
+    [5, 8, 2, 6, 3],  # across the ends of shards of 12 and of 6
+    [6, 12, 6],  # one is exactly a shard
+    [1] * LENGTH,
+]
+MASKS: list[tuple[bool, int | None]] = [(True, None), (False, None), (True, 3), (False, 3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is attended, and what must come out."""
+
+    heads: tuple[int, int]
+    batch: int
+    mask: AttentionMask
+    inputs: list[Tensor]
+    dout: Tensor
+    expected: Result
+    name: str
+
+
+def _case(
+    heads: tuple[int, int],
+    batch: int,
+    documents: list[int] | None,
+    causal: bool = True,
+    window: int | None = None,
+    length: int = LENGTH,
+) -> Case:
+    mask = make_mask(documents, causal, window, batch)
+    inputs, dout = random_inputs(batch, length, *heads)
+    expected = with_gradients(attend(*inputs, mask), inputs, dout)
+    name = f"heads {heads}, batch {batch}, {documents}, causal {causal}, window {window}"
+    return Case(heads, batch, mask, inputs, dout, expected, name)
+
+
+def _channel(world: int) -> Channel:
+    return Channel(dist.group.WORLD, name="sequence") if world > 1 else Channel.solo()
+
+
+def _shards(inputs: list[Tensor], channel: Channel) -> list[Tensor]:
+    return [shard_sequence(x.detach(), channel).clone().requires_grad_() for x in inputs]
+
+
+def _error(result: Result, expected: Result, channel: Channel) -> float:
+    errors = [
+        (a - shard_sequence(b, channel)).abs().max().item()
+        for a, b in zip(result, expected, strict=True)
+    ]
+    return max(errors)
+
+
+def _run_cases(rank: int, world: int, cases: list[Case], together: int) -> list[tuple[str, float]]:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel, together_below_bytes=together)
+    errors = []
+    for case in cases:
+        shards = _shards(case.inputs, channel)
+        out = attention(*shards, mask=case.mask)
+        result = with_gradients(out, shards, shard_sequence(case.dout, channel))
+        errors.append((case.name, _error(result, case.expected, channel)))
+    return errors
+
+
+@pytest.fixture(scope="module")
+def grid() -> list[Case]:
+    return [
+        _case(heads, batch, documents, causal, window)
+        for heads, batch, documents, (causal, window) in itertools.product(
+            HEADS, (1, 2), PACKINGS, MASKS
+        )
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_grid_of_heads_packings_and_masks(grid: list[Case], world: int) -> None:
+    """Catches a head on the wrong rank, a lost KV gradient, a document that sees its neighbour."""
+    assert len(grid) == len(HEADS) * 2 * len(PACKINGS) * len(MASKS)
+    assert all(case.expected[i].abs().max() > 0.1 for case in grid for i in (0, 3))
+    for errors in run_ranks(world, _run_cases, world, grid, 1 << 40, timeout_seconds=110):
+        wrong = [(name, error) for name, error in errors if not error < TOLERANCE]
+        assert len(errors) == len(grid)
+        assert not wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_separate_trips(grid: list[Case], world: int) -> None:
+    """Catches a rank without heads whose backward never joins k's and v's trip: a hang."""
+    for errors in run_ranks(world, _run_cases, world, grid[::7], 0):
+        assert not [(name, error) for name, error in errors if not error < TOLERANCE]
+
+
+def _run_forms(rank: int, world: int, packed: Case, grouped: Case) -> list[bool]:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel)
+    same = []
+    for case in (packed, grouped):
+        q, k, v = _shards(case.inputs, channel)
+        dout = shard_sequence(case.dout, channel)
+        plain = with_gradients(attention(q, k, v, mask=case.mask), [q, k, v], dout)
+        kv = torch.stack((k, v), 2)
+        forms = [attention.from_kv(q, kv, mask=case.mask)]
+        query = attention.launch(q, num_kv_heads=k.shape[2])
+        forms.append(attention.finish(query, k, v, mask=case.mask))
+        if case is packed:
+            forms.append(attention.from_qkv(torch.stack((q, k, v), 2), mask=case.mask))
+        for out in forms:
+            result = with_gradients(out, [q, k, v], dout)
+            same.append(all(torch.equal(a, b) for a, b in zip(result, plain, strict=True)))
+        same.append(_error(plain, case.expected, channel) < TOLERANCE)
+    return same
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_form_gives_the_same_bits(world: int) -> None:
+    """Catches a form that swaps k and v, and an asynchronous one that reads before it arrived."""
+    documents = [5, 8, 2, 6, 3]
+    cases = _case((7, 7), 2, documents), _case((6, 2), 1, documents)
+    for same in run_ranks(world, _run_forms, world, *cases):
+        assert same == [True] * 7
+
+
+def _run_padded(rank: int, world: int, case: Case, documents: list[int] | None) -> float:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel)
+    length = case.inputs[0].shape[1]
+    padded = padded_length(length, world)
+    mask = case.mask.padded(case.batch, length, padded)
+    # what stands in the padding must not matter, nor its gradient
+    shards = [shard_sequence(x.detach(), channel, value=7.0).clone() for x in case.inputs]
+    shards = [x.requires_grad_() for x in shards]
+    out = attention(*shards, mask=mask)
+    result = with_gradients(out, shards, shard_sequence(case.dout, channel))
+    real = (shard_sequence(torch.ones(1, length), channel) == 1)[0]
+    cut = tuple(x[:, real] for x in result)
+    expected = tuple(shard_sequence(x, channel)[:, real] for x in case.expected)
+    return max((a - b).abs().max().item() for a, b in zip(cut, expected, strict=True) if a.numel())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [None, [5, 8, 2, 6, 1]])
+def test_padding_changes_nothing(causal: bool, documents: list[int] | None) -> None:
+    """Catches padding that is seen by real tokens, where 22 tokens are split over 4 ranks."""
+    case = _case((4, 2), 2, documents, causal, length=22)
+    for error in run_ranks(4, _run_padded, 4, case, documents):
+        assert error < TOLERANCE
+
+
+def _count_transfers(
+    rank: int, world: int, case: Case, together: int
+) -> list[tuple[str, str, int]]:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel, together_below_bytes=together)
+    shards = _shards(case.inputs, channel)
+    out = attention(*shards, mask=case.mask)
+    torch.autograd.grad(out, shards, shard_sequence(case.dout, channel))
+    return [(t.kind, t.label, t.sent_bytes) for t in channel.log.take()]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_and_bytes(heads: tuple[int, int], world: int) -> None:
+    """Catches more messages than tensors, and KV heads that are sent where nobody looks at them."""
+    case = _case(heads, 1, None)
+    plan = HeadPlan.of(*heads, world)
+    head_bytes = LENGTH // world * 4 * 8  # of a rank's tokens, in float64
+
+    def sent(rank: int, deal: tuple[range, ...]) -> int:
+        return head_bytes * sum(len(deal[to]) for to in range(world) if to != rank)
+
+    for rank, transfers in enumerate(run_ranks(world, _count_transfers, world, case, 0)):
+        # back, a rank sends what it has of the heads, to every other rank its tokens
+        back_q = head_bytes * len(plan.query[rank]) * (world - 1)
+        back_kv = head_bytes * len(plan.kv[rank]) * (world - 1)
+        query, kv = sent(rank, plan.query), sent(rank, plan.kv)
+        assert transfers == [
+            ("all_to_all", "attention.q", query),
+            ("all_to_all", "attention.k", kv),
+            ("all_to_all", "attention.v", kv),
+            ("all_to_all", "attention.out", back_q),
+            ("all_to_all", "attention.out", query),
+            ("all_to_all", "attention.v", back_kv),
+            ("all_to_all", "attention.k", back_kv),
+            ("all_to_all", "attention.q", back_q),
+        ]
+    for rank, transfers in enumerate(run_ranks(world, _count_transfers, world, case, 1 << 40)):
+        assert [label for _, label, _ in transfers] == [
+            "attention.qkv",
+            "attention.out",
+            "attention.out",
+            "attention.qkv",
+        ]
+        assert transfers[0][2] == sent(rank, plan.query) + 2 * sent(rank, plan.kv)
+
+
+def _record_order(rank: int, world: int, case: Case) -> tuple[list[str], list[str]]:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel)
+    shards = _shards(case.inputs, channel)
+
+    def launched() -> list[str]:
+        return [t.label for t in channel.log.transfers]
+
+    query = attention.launch(shards[0], num_kv_heads=2)
+    before_kv = launched()
+    k, v = shards[1] * 2, shards[2] * 2  # stands for their projection
+    out = attention.finish(query, k, v, mask=case.mask)
+    channel.log.take()
+    events: list[str] = []
+    k.register_hook(lambda _: events.append(f"dk after {launched()}"))
+    query_grad = shards[0].register_hook(lambda _: events.append("dq"))
+    out.backward(shard_sequence(case.dout, channel))
+    query_grad.remove()
+    return before_kv, events
+
+
+def test_projection_of_k_and_v_runs_while_q_travels() -> None:
+    """Catches an asynchronous form that waits at once, in forward or in backward."""
+    case = _case((4, 2), 1, None)
+    for before_kv, events in run_ranks(2, _record_order, 2, case):
+        assert before_kv == ["attention.q"]
+        # dq has been launched when k's gradient is there, and is waited for after it
+        assert events == ["dk after ['attention.out', 'attention.kv', 'attention.q']", "dq"]
+
+
+def test_size_one_calls_local_attention_alone() -> None:
+    """Catches a world of one that copies, logs or goes another way."""
+    channel = Channel.solo()
+    seen = []
+
+    def local(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        seen.append((q, k, v, mask))
+        return q
+
+    (q, k, v), _ = random_inputs(1, 6, 2, 1)
+    mask = AttentionMask()
+    assert DistributedAttention(local, channel)(q, k, v, mask=mask) is q
+    assert all(a is b for a, b in zip(seen[0], (q, k, v, mask), strict=True))
+    assert channel.log.take() == []
+
+
+def _run_bfloat16(rank: int, world: int, case: Case) -> float:
+    channel = _channel(world)
+    attention = DistributedAttention(CpuAttention(), channel)
+    shards = [x.detach().bfloat16().requires_grad_() for x in _shards(case.inputs, channel)]
+    out = attention(*shards, mask=case.mask)
+    result = with_gradients(out, shards, shard_sequence(case.dout, channel).bfloat16())
+    assert all(x.dtype == torch.bfloat16 for x in result)
+    return _error(tuple(x.double() for x in result), case.expected, channel)  # type: ignore[arg-type]
+
+
+def test_replicated_gradients_are_summed_in_float32() -> None:
+    """Catches a sum of KV gradients over ranks that rounds to bfloat16 at every step."""
+    case = _case((8, 1), 1, None)
+    case = replace(case, inputs=[x.detach().bfloat16().double() for x in case.inputs])
+    for error in run_ranks(4, _run_bfloat16, 4, case):
+        assert error < 0.1  # 8 bits of mantissa on values up to about 4
+
+
+def _run_wrong_heads(rank: int, world: int) -> str:
+    channel = _channel(world)
+    q, kv = torch.randn(1, 4, 4, 2), torch.randn(1, 4, 3, 2)
+    try:
+        DistributedAttention(CpuAttention(), channel)(q, kv, kv, mask=AttentionMask())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_heads_that_cannot_be_grouped_are_refused() -> None:
+    """Catches a KV head that is shared unevenly, which would attend with the wrong one."""
+    for message in run_ranks(2, _run_wrong_heads, 2):
+        assert "num_kv_heads=3 must divide num_heads=4" in message

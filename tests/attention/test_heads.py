@@ -1,0 +1,74 @@
+"""The plan of heads: nothing lost, nothing sent that is not looked at."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from isp.attention import HeadPlan
+
+RANKS = [1, 2, 3, 4, 8]
+HEADS = [
+    (query, kv) for query in range(1, 25) for kv in range(1, query + 1) if query % kv == 0
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_query_head_meets_its_kv_head(ranks: int) -> None:
+    """Catches a head dealt twice or not at all, and local KV heads in the wrong order."""
+    for query, kv in HEADS:
+        _check_plan(query, kv, ranks)
+
+
+def _check_plan(query: int, kv: int, ranks: int) -> None:
+    plan = HeadPlan.of(query, kv, ranks)
+    assert [head for heads in plan.query for head in heads] == list(range(query))
+    assert max(map(len, plan.query)) - min(map(len, plan.query)) <= 1
+    group = query // kv
+    for rank in range(ranks):
+        own = plan.query[rank]
+        assert set(plan.kv[rank]) == {head // group for head in own}
+        local = plan.repeated_kv(rank) or tuple(range(len(plan.kv[rank])))
+        if own:
+            share = len(own) // len(local)
+            looked_at = [plan.kv[rank][local[i // share]] for i in range(len(own))]
+            assert looked_at == [head // group for head in own]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_no_even_deal_needs_fewer_copies(ranks: int) -> None:
+    """Catches a deal that cuts groups of query heads where it need not."""
+    for query, kv in HEADS:
+        copies = sum(map(len, HeadPlan.of(query, kv, ranks).kv))
+        assert copies == _fewest_copies(query, kv, ranks)
+
+
+def _fewest_copies(query: int, kv: int, ranks: int) -> int:
+    """By trying every choice of the ranks with a query head more."""
+    base, extra = divmod(query, ranks)
+    group = query // kv
+    fewest = query * ranks
+    for larger in itertools.combinations(range(ranks), extra):
+        copies = start = 0
+        for rank in range(ranks):
+            stop = start + base + (rank in larger)
+            copies += len({head // group for head in range(start, stop)})
+            start = stop
+        fewest = min(fewest, copies)
+    return fewest
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kv", [1, 2, 3])
+def test_few_kv_heads_are_replicated_least(kv: int, ranks: int) -> None:
+    """Catches replication to every rank: a KV head is only where its own query heads are."""
+    plan = HeadPlan.of(kv * 8, kv, ranks)
+    copies = sum(map(len, plan.kv))
+    assert max(kv, ranks) <= copies <= ranks + kv - 1
+
+
+def test_kv_heads_must_divide_query_heads() -> None:
+    """Catches groups of unequal size, which no model means."""
+    with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=8"):
+        HeadPlan.of(8, 3, 2)

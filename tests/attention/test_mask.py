@@ -1,0 +1,122 @@
+"""Masks, documents and the slices of a padded sequence, without any attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isp.attention import AttentionMask, document_positions, padded_length, shard_sequence
+from isp.attention.mask import AttentionMask as Mask
+from isp.attention.pieces import blocks_of, document_lengths, pieces_of
+from isp.comm import Channel
+from tests.attention.reference import visible
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_cover_what_is_visible_exactly(causal: bool, window: int | None, rows: int) -> None:
+    """Catches a window or an alignment that is off by one, and keys outside a block's run."""
+    for num_queries in range(7):
+        for num_keys in range(7):
+            expected = visible(num_queries, num_keys, causal, window)
+            for split_up_to in (0, 5):
+                seen = torch.zeros_like(expected)
+                blocks = blocks_of(
+                    num_queries,
+                    num_keys,
+                    causal=causal,
+                    window=window,
+                    rows=rows,
+                    split_up_to=split_up_to,
+                )
+                for query, key, what in blocks:
+                    assert len(query) > 0
+                    assert len(key) > 0
+                    band = what.band(len(query), len(key), torch.device("cpu"))
+                    assert band.any(1).all(), "a block's query must see something"
+                    seen[query.start : query.stop, key.start : key.stop] |= band
+                assert torch.equal(seen, expected)
+
+
+def test_a_window_costs_no_more_than_its_width() -> None:
+    """Catches a sliding window that is computed as a mask of S x S."""
+    length, window, rows = 4096, 64, 128
+    pieces = pieces_of(((length, length),), causal=True, window=window, rows=rows)
+    assert len(pieces) == length // rows
+    assert max(len(p.block.key) for p in pieces) == rows + window - 1
+
+
+def test_neighbours_of_equal_length_become_one_piece() -> None:
+    """Catches a run of documents that swallows one of another length."""
+    lengths = tuple((n, n) for n in (3, 3, 3, 5, 3, 9, 9))
+    pieces = pieces_of(lengths, causal=True, window=None, batch_below=9)
+    assert [(p.block.query.start, len(p.block.query), p.count) for p in pieces] == [
+        (0, 3, 3),
+        (9, 5, 1),
+        (14, 3, 1),
+        (17, 9, 1),
+        (26, 9, 1),
+    ]
+
+
+def test_positions_restart_in_every_document() -> None:
+    """Catches positions that run on, or that restart at the ends of shards."""
+    mask = AttentionMask.of_documents([3, 1, 0, 4, 2, 6])
+    cpu = torch.device("cpu")
+    expected = [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5]]
+    assert mask.positions(2, 8, cpu).tolist() == expected
+    assert mask.positions(2, 8, cpu).dtype == torch.int64
+    assert AttentionMask().positions(2, 3, cpu).tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert document_positions(torch.tensor([0, 2, 3])).tolist() == [0, 1, 0]
+
+
+def test_padding_is_a_document_of_its_own() -> None:
+    """Catches padding that joins the last document of a row, or shifts the next row."""
+    mask = AttentionMask.of_documents([2, 3, 0, 5]).padded(2, 5, 8)
+    assert mask.lengths == (2, 3, 3, 0, 5, 3)
+    full = AttentionMask(causal=False).padded(2, 5, 6)
+    assert full.lengths == (5, 1, 5, 1)
+    assert not full.causal
+    same = AttentionMask.of_documents([5])
+    assert same.padded(1, 5, 5) is same
+    causal = AttentionMask()
+    assert causal.padded(2, 5, 6) is causal
+
+
+def test_slices_of_a_padded_sequence() -> None:
+    """Catches ranks that disagree about where the sequence is cut."""
+    assert [padded_length(n, 4) for n in (1, 4, 5)] == [4, 4, 8]
+    channel = Channel.solo()
+    channel.size = 4
+    x = torch.arange(10).view(1, 10)
+    shards = []
+    for rank in range(4):
+        channel.rank = rank
+        shards.append(shard_sequence(x, channel, value=-1))
+    assert torch.cat(shards, 1).tolist() == [[*range(10), -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "message"),
+    [
+        ([3, 4], (1, 8, 8), "rise from 0 to the 8 tokens"),
+        ([6, 2], (2, 4, 4), "cannot go on from one row"),
+        ([4, 4], (2, 4, 5), "as many queries as keys, got 4 and 5"),
+        ([5, -1], (1, 4, 4), "rise from 0"),
+    ],
+)
+def test_documents_that_do_not_fit_are_refused(
+    lengths: list[int], sizes: tuple[int, int, int], message: str
+) -> None:
+    """Catches cu_seqlens of a shard, or of another batch, which would attend across documents."""
+    with pytest.raises(ValueError, match=message):
+        document_lengths(AttentionMask.of_documents(lengths), *sizes)
+
+
+def test_wrong_masks_are_refused() -> None:
+    """Catches arguments that kernels would misread without a word."""
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+        Mask(window=0)
+    with pytest.raises(ValueError, match=r"int32 .* got torch.int64"):
+        Mask(cu_seqlens=torch.tensor([0, 4]))
