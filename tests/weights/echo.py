@@ -24,21 +24,21 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "spy_on_releases"]
+__all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes"]
 
 CPU = torch.device("cpu")
 D = 4
 
 
 class EchoChannel(Channel):
-    """Rank 0 of `size` ranks that all do the same; what is launched and waited for is noted.
+    """One of two ranks that do the same; what is launched and waited for is noted.
 
     Nothing has arrived before it is waited for: until then a buffer holds NaN.
     """
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__(None, name="weight")
-        self.size = size
+        self.size, self.rank = 2, rank
         self.events: list[str] = []
         self.labels: dict[int, str] = {}
         """What was last gathered into the buffer at an address."""
@@ -65,14 +65,16 @@ class EchoChannel(Channel):
         sent = x.clone()
         return Pending(arrive, keep=(x,))
 
-    def reduce_scatter_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+    def reduce_scatter_into(
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, label: str = ""
+    ) -> Pending:
         name = label.removesuffix(".grad").removesuffix(".weight")
         self.note(f"reduce {name}")
         out.fill_(math.nan)
 
         def arrive() -> Tensor:
             self.note(f"sum {name}")
-            return out.copy_(x.view(self.size, *out.shape)[0] * self.size)
+            return out.copy_(x.view(self.size, *out.shape)[self.rank] * self.size)
 
         return Pending(arrive, keep=(x,))
 
@@ -80,6 +82,12 @@ class EchoChannel(Channel):
         """The events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+def leased_bytes(communicator: ISPCommunicator) -> int:
+    """What is leased from the communicator's pools."""
+    pools = (communicator.pool, communicator.reduce_pool)
+    return sum(pool.counters().leased_bytes for pool in pools)
 
 
 def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None:
@@ -95,7 +103,11 @@ def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None
 
 
 def echo_layers(
-    communicator: WPCommunicator, channel: Channel, *, dtype: torch.dtype = torch.float64
+    communicator: WPCommunicator,
+    channel: Channel,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
 ) -> LayerFactory:
     """Layers in isp mode on this rank, whose sequences are not split."""
     return LayerFactory(
@@ -103,7 +115,7 @@ def echo_layers(
         tensor=Channel.solo("tensor"),
         weight=channel,
         communicator=communicator,
-        device=CPU,
+        device=device,
         dtype=dtype,
     )
 
@@ -151,13 +163,14 @@ class Net(nn.Module):
         num_recomputed: int = 0,
         bias: bool = False,
         mlp: bool = False,
+        vocab_size: int = 8,
     ) -> None:
         super().__init__()
-        self.embedding = layers.embedding(8, D, std=1.0)
+        self.embedding = layers.embedding(vocab_size, D, std=1.0)
         self.blocks = [NetBlock(layers, bias=bias, mlp=mlp) for _ in range(num_blocks)]
         for name, block in zip("abcdefgh", self.blocks, strict=False):
             self.add_module(name, block)
-        self.head: ParallelLinear = layers.head(D, 8, std=0.5)
+        self.head: ParallelLinear = layers.head(D, vocab_size, std=0.5)
         self.num_recomputed = num_recomputed
         self.recomputing = layers.communicator.recomputing
         bind_names(self)

@@ -1,0 +1,282 @@
+"""The embedding's table and the head with its logits, against plain torch in float64.
+
+B batch, S sequence, D hidden size, V vocabulary; /p = split over the ranks of a sequence.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.comm import Channel, Mesh
+from isp.layers.embedding import VocabParallelEmbedding
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import ParallelLinear
+from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
+from isp.layers.module import bind_names
+from isp.layers.moves import Moves
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.ends import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
+from isp.weights.trace import sequential_actions
+from tests.ranks import run_ranks
+from tests.weights.echo import EchoChannel, echo_net
+
+CPU = torch.device("cpu")
+B, S, D, V = 2, 8, 6, 12
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+class Ends(nn.Module):
+    """Embedding, tanh, head."""
+
+    def __init__(
+        self, mesh: Mesh, *, retain: bool | None, split_hidden: bool, overlap: bool, tied: bool
+    ) -> None:
+        super().__init__()
+        weight = mesh[Axis.WEIGHT]
+        self.runtime = ISPCommunicator(
+            weight, ISPCommModelConfig(device=CPU), overlap=overlap, poison=True
+        )
+        table = EmbeddingWeightParallelCommunicator(self.runtime, weight, split_hidden=split_hidden)
+        last = HeadWeightParallelCommunicator(
+            self.runtime, weight, mesh[Axis.TENSOR], retain_out_sharded=retain
+        )
+        assert table.communication_mode == last.communication_mode == "isp"
+        assert table.gathers_weights
+        assert last.gathers_weights
+        place = {"device": CPU, "dtype": torch.float64}
+        layout = table.table_layout(V, D)
+        self.embedding = VocabParallelEmbedding(
+            layout,
+            communicator=table,
+            moves=Moves(),
+            **place,  # type: ignore[arg-type]
+        )
+        self.head = ParallelLinear(
+            layout if tied else last.layout((V, D)),
+            communicator=last,
+            moves=Moves(y=last.output_hook, dy=last.grad_output_hook),
+            tied_to=self.embedding.weight if tied else None,
+            **place,  # type: ignore[arg-type]
+        )
+        bind_names(self)
+        self.runtime.declare(
+            [
+                [
+                    DeclaredBlock(
+                        name=name,
+                        module=layer,
+                        visits=(
+                            DeclaredVisit(
+                                name=name, layer=layer, weight_in_backward=name == "head"
+                            ),
+                        ),
+                    )
+                    for name, layer in (("embedding", self.embedding), ("head", self.head))
+                ]
+            ]
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.embedding(ids)))
+        return y
+
+
+def full_weights() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    weights = (torch.randn(V, D, generator=random, dtype=torch.float64) for _ in range(2))
+    table, head = (w.requires_grad_() for w in weights)
+    return table, head
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """ids and labels [B, S], and a gradient of the logits [B, S, V]."""
+    random = torch.Generator().manual_seed(2)
+    ids, labels = torch.randint(V, (2, B, S), generator=random)
+    labels[0, :3] = IGNORED
+    return ids, labels, torch.randn(B, S, V, generator=random, dtype=torch.float64)
+
+
+def run_logits(mesh: Mesh, *, tied: bool, split_hidden: bool, overlap: bool) -> None:
+    """Logits in each of the three forms, and the gradients of both weights."""
+    tensor = mesh[Axis.TENSOR]
+    ids, _, dy = batch()
+    for retain in (True, False, None):
+        table, head = full_weights()
+        head = table if tied else head
+        logits = F.linear(torch.tanh(F.embedding(ids, table)), head)
+        logits.backward(dy)
+        model = Ends(mesh, retain=retain, split_hidden=split_hidden, overlap=overlap, tied=tied)
+        with torch.no_grad():
+            model.embedding.weight.copy_(model.embedding.layouts["weight"].shard(table))
+            if not tied:
+                model.head.weight.copy_(model.head.layouts["weight"].shard(head))
+        model.runtime.begin(sequential_actions(1))
+        found = model(ids.chunk(tensor.size, 1)[tensor.rank])
+        # V/p of all tokens, all of all tokens, or all of its own tokens
+        wanted, grad = (
+            t.chunk(tensor.size, 2 if retain else 1)[tensor.rank] if retain is not False else t
+            for t in (logits.detach(), dy)
+        )
+        close(found, wanted)
+        found.backward(grad)
+        model.runtime.finish()
+        for layer, weight in ((model.embedding, table), (model.head, head)):
+            assert layer.weight.grad is not None
+            assert weight.grad is not None
+            close(layer.weight.grad, layer.layouts["weight"].shard(weight.grad))
+
+
+def run_loss(mesh: Mesh) -> None:
+    """The loss of each rank's own tokens and that of a split vocabulary are the same number."""
+    tensor = mesh[Axis.TENSOR]
+    ids, labels, _ = batch()
+    table, head = full_weights()
+    logits = F.linear(torch.tanh(F.embedding(ids, table)), head)
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    wanted.sum().backward()
+    wanted = wanted.view(B, S)
+    for split in (False, True):
+        communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
+        layers = LayerFactory(
+            mode=Mode.ISP,
+            tensor=tensor,
+            weight=mesh[Axis.WEIGHT],
+            communicator=communicator,
+            vocab_parallel_loss=split,
+            device=CPU,
+            dtype=torch.float64,
+        )
+        embedding, last = layers.embedding(V, D, std=1.0), layers.head(D, V, std=1.0)
+        with torch.no_grad():
+            for layer, weight in ((embedding, table), (last, head)):
+                layer.weight.copy_(layer.layouts["weight"].shard(weight))
+        own_ids, own_labels, own = (
+            t.chunk(tensor.size, 1)[tensor.rank] for t in (ids, labels, wanted)
+        )
+        losses = vocab_parallel_cross_entropy(
+            last(torch.tanh(embedding(own_ids))),
+            labels if split else own_labels,
+            first=layers.first_logit(V),
+            channel=layers.loss_channel,
+        )
+        close(losses, wanted if split else own)
+        losses.sum().backward()
+        communicator.finish()
+        for layer, weight in ((embedding, table), (last, head)):
+            assert layer.weight.grad is not None
+            close(layer.weight.grad, layer.layouts["weight"].shard(weight.grad))
+
+
+def run_ends(rank: int, world: int) -> None:
+    parallel = ParallelConfig(tensor=TensorConfig(size=world), weight=WeightConfig(size=world))
+    mesh = Mesh(Topology.create(world, parallel), rank)
+    run_logits(mesh, tied=False, split_hidden=False, overlap=True)
+    run_logits(mesh, tied=True, split_hidden=False, overlap=True)
+    run_logits(mesh, tied=True, split_hidden=True, overlap=True)
+    run_logits(mesh, tied=False, split_hidden=True, overlap=False)
+    run_loss(mesh)
+    head = HeadWeightParallelCommunicator(
+        ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU)),
+        mesh[Axis.WEIGHT],
+        mesh[Axis.TENSOR],
+        retain_out_sharded=True,
+    )
+    with pytest.raises(ValueError, match=f"does not divide by the {world} ranks"):
+        head.output_hook(torch.zeros(B, S // world, V + 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ends_match_plain_torch(world: int) -> None:
+    """Catches logits or their gradient cut along the wrong dim, or counted once for each rank."""
+    if world == 1:
+        mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
+        run_logits(mesh, tied=False, split_hidden=True, overlap=True)
+        run_loss(mesh)
+    else:
+        run_ranks(world, run_ends, world)
+
+
+def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
+    """Catches a table gathered at the moment of use, or again in backward, which reads no table."""
+    net, communicator, channel = echo_net(num_blocks=2)
+    communicator.begin(sequential_actions(2))
+    assert channel.taken()[0] == "gather embedding"  # before there is any data
+    ids = torch.tensor([[1, 2, 3]])
+    loss = net(ids).sum()
+    forward = channel.taken()
+    assert forward[:2] == ["wait embedding", "free embedding"]
+    assert "gather embedding" not in forward
+    loss.backward()
+    backward = channel.taken()
+    ahead = backward.index("gather embedding")  # for the second micro-batch, behind block a's work
+    assert backward.index("reduce b.wqkv") < ahead < backward.index("reduce a.wo")
+    assert "wait embedding" not in backward
+    net(ids).sum().backward()
+    assert "gather embedding" not in channel.taken()
+    communicator.finish()
+
+
+def test_tied_head_gathers_the_table_for_itself_alone() -> None:
+    """Catches a shared table kept from embedding to head, or gathered once too often."""
+    channel = EchoChannel()
+    communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU), poison=True)
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=channel,
+        communicator=communicator,
+        device=CPU,
+        dtype=torch.float64,
+    )
+    net = nn.ModuleDict({"embedding": layers.embedding(V, D, std=1.0)})
+    for name in "abc":
+        net[name] = layers.column(D, (D,), std=1.0)
+    net["head"] = layers.head(D, V, std=1.0, tied_to=net["embedding"])  # type: ignore[arg-type]
+    bind_names(net)
+    for p in net.parameters():
+        nn.init.ones_(p)
+    communicator.declare(
+        [
+            [
+                DeclaredBlock(
+                    name=name,
+                    module=layer,
+                    visits=(
+                        DeclaredVisit(
+                            name=name,
+                            layer=layer,  # type: ignore[arg-type]
+                            weight_in_backward=name != "embedding",
+                        ),
+                    ),
+                )
+                for name, layer in net.items()
+            ]
+        ]
+    )
+    communicator.begin(sequential_actions(1))
+    x = torch.tensor([[1, 2, 3]])
+    for layer in net.values():
+        x = layer(x)
+    x.sum().backward()
+    communicator.finish()
+    events = channel.taken()
+    assert [e for e in events if e.split()[0] in ("gather", "wait")] == [
+        *("gather embedding", "gather a", "wait embedding", "wait a"),
+        *("gather b", "wait b", "gather c", "wait c"),
+        *("gather embedding", "wait embedding"),  # for the head, forward and backward
+        *("gather b", "gather a", "wait b", "wait a"),
+    ]
+    assert [e for e in events if e.startswith("reduce")] == [
+        "reduce head",
+        "reduce c",
+        "reduce b",
+        "reduce a",
+        "reduce embedding",
+    ]

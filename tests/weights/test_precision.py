@@ -1,0 +1,203 @@
+"""In which dtype and order gradients are summed, and in which they arrive.
+
+One linear with bfloat16 weights on four ranks, each with its own samples.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import reduce
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import ParallelLinear
+from isp.layers.module import bind_names, named_parameters
+from isp.optim import MainGradients
+from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.train.build import build_model
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.reductions import ParameterGradients
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+WORLD, I, O, TOKENS, MICRO = 4, 6, 8, 5, 2  # noqa: E741
+
+
+class Recorder(ParameterGradients):
+    """Keeps what is delivered, before anybody adds it to something."""
+
+    def __init__(self) -> None:
+        self.delivered: list[Tensor] = []
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.delivered.append(gradient.clone())
+
+
+class Setting(NamedTuple):
+    mesh: Mesh
+    layer: ParallelLinear
+    communicator: ISPCommunicator
+
+
+def setting(
+    mesh: Mesh,
+    *,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype = torch.bfloat16,
+    sum_locally: bool | None = None,
+) -> Setting:
+    communicator = ISPCommunicator(
+        mesh[Axis.WEIGHT],
+        ISPCommModelConfig(device=CPU, reduce_dtype=reduce_dtype),
+        reduce_channel=mesh.open(Axis.WEIGHT, "reduce", sum_locally=sum_locally),
+        poison=True,
+    )
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=mesh[Axis.WEIGHT],
+        communicator=communicator,
+        device=CPU,
+        dtype=dtype,
+    )
+    layer = layers.column(I, (O,), std=0.1)
+    bind_names(nn.ModuleDict({"layer": layer}))
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(mesh.rank))
+    return Setting(mesh, layer, communicator)
+
+
+def samples(rank: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [TOKENS, I] and dy [TOKENS, O] of a rank; large, small, large, small: all sums round."""
+    random = torch.Generator().manual_seed(10 * rank + micro)
+    scale = (4096.0, 1 / 64, -4096.0, 1 / 64)[rank]
+    x = torch.randn(TOKENS, I, generator=random) * scale
+    return x.to(dtype), torch.randn(TOKENS, O, generator=random).to(dtype)
+
+
+def products(micro: int, dtype: torch.dtype) -> list[Tensor]:
+    """Each rank's full dW."""
+    pairs = (samples(rank, micro, dtype) for rank in range(WORLD))
+    return [dy.T @ x for x, dy in pairs]
+
+
+def shard_of(full: Tensor, rank: int) -> Tensor:
+    return full.chunk(WORLD)[rank]
+
+
+def run_backward(s: Setting, micro: int, delay: float = 0.0) -> None:
+    x, dy = samples(s.mesh.rank, micro, s.layer.weight.dtype)
+    y = s.layer(x.unsqueeze(0))
+    time.sleep(delay)
+    y.backward(dy.unsqueeze(0))
+
+
+def in_float32_in_rank_order(mesh: Mesh) -> None:
+    parts = [[p.float() for p in products(m, torch.bfloat16)] for m in range(MICRO)]
+    wanted = [shard_of(reduce(torch.add, p), mesh.rank) for p in parts]
+    narrow = [shard_of(reduce(torch.add, [q.bfloat16() for q in p]), mesh.rank) for p in parts]
+    backwards = [shard_of(reduce(torch.add, p[::-1]), mesh.rank) for p in parts]
+    assert not torch.equal(wanted[0], narrow[0].float())  # else nothing is tested here
+    assert not torch.equal(wanted[0], backwards[0])
+
+    for delays in ((0.0, 0.0, 0.0, 0.0), (0.02, 0.0, 0.01, 0.0), (0.0, 0.01, 0.0, 0.02)):
+        s = setting(mesh)
+        recorder = Recorder()
+        s.communicator.deliver_to(recorder)
+        for micro in range(MICRO):
+            run_backward(s, micro, delays[mesh.rank])
+        s.communicator.finish()
+        assert [g.dtype for g in recorder.delivered] == [torch.float32] * MICRO
+        assert all(torch.equal(a, b) for a, b in zip(recorder.delivered, wanted, strict=True))
+
+    s = setting(mesh)
+    gradients = MainGradients(named_parameters(nn.ModuleDict({"layer": s.layer})), mesh)
+    s.communicator.deliver_to(gradients)
+    for micro in range(MICRO):
+        if micro == MICRO - 1:
+            gradients.expect_last()
+        run_backward(s, micro)
+    s.communicator.finish()
+    gradients.reduce()
+    main = gradients.grad(s.layer.weight)
+    assert main.dtype == torch.float32
+    assert torch.equal(main, wanted[0] + wanted[1])
+    assert s.layer.weight.grad is None
+
+
+def in_the_gradients_own_dtype(mesh: Mesh) -> None:
+    s = setting(mesh, reduce_dtype=None)
+    recorder = Recorder()
+    s.communicator.deliver_to(recorder)
+    run_backward(s, 0)
+    s.communicator.finish()
+    (found,) = recorder.delivered
+    assert found.dtype == torch.bfloat16
+    summed = reduce(torch.add, [p.float() for p in products(0, torch.bfloat16)])
+    assert torch.equal(found, shard_of(summed, mesh.rank).bfloat16())  # rounded once, at the end
+
+
+def never_narrower_than_the_gradient(mesh: Mesh) -> None:
+    for reduce_dtype in (torch.float32, None):
+        s = setting(mesh, reduce_dtype=reduce_dtype, dtype=torch.float64)
+        run_backward(s, 0)
+        s.communicator.finish()
+        wanted = shard_of(reduce(torch.add, products(0, torch.float64)), mesh.rank)
+        assert s.layer.weight.grad is not None
+        assert torch.equal(s.layer.weight.grad, wanted)
+
+
+def by_reduce_scatter(mesh: Mesh) -> None:
+    s = setting(mesh, sum_locally=False)
+    recorder = Recorder()
+    s.communicator.deliver_to(recorder)
+    run_backward(s, 0)
+    s.communicator.finish()
+    (found,) = recorder.delivered
+    assert found.dtype == torch.float32
+    parts = [p.double() for p in products(0, torch.bfloat16)]
+    exact = shard_of(reduce(torch.add, parts), mesh.rank)
+    bound = shard_of(reduce(torch.add, [p.abs() for p in parts]), mesh.rank) * WORLD * 2**-24
+    assert ((found.double() - exact).abs() <= bound).all()  # float32 sums, in whatever order
+
+
+def run_precision(rank: int) -> None:
+    mesh = Mesh(Topology.create(WORLD, ParallelConfig(weight=WeightConfig(size=WORLD))), rank)
+    in_float32_in_rank_order(mesh)
+    in_the_gradients_own_dtype(mesh)
+    never_narrower_than_the_gradient(mesh)
+    by_reduce_scatter(mesh)
+
+
+def test_sums_of_bfloat16_gradients() -> None:
+    """Catches sums rounded on the way, in the order of arrival, or narrowed before delivery."""
+    run_ranks(WORLD, run_precision)
+
+
+def delivered_dtypes(rank: int, switch: str) -> set[torch.dtype]:
+    weight = WeightConfig(size=2, reduce_dtype=switch)  # type: ignore[arg-type]
+    mesh = Mesh(Topology.create(2, ParallelConfig(weight=weight)), rank)
+    config = ModelConfig(
+        vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    built = build_model(config, weight, mesh, seed=0, device=CPU, dtype=torch.bfloat16)
+    assert built.communicator is not None
+    recorder = Recorder()
+    built.communicator.deliver_to(recorder)
+    tokens = torch.tensor([[1, 2, 3]])
+    built.model(tokens, torch.arange(3)[None], None).float().sum().backward()
+    built.communicator.finish()
+    return {g.dtype for g in recorder.delivered}
+
+
+@pytest.mark.parametrize(
+    ("switch", "dtype"), [("float32", torch.float32), ("gradient", torch.bfloat16)]
+)
+def test_reduce_dtype_of_the_configuration(switch: str, dtype: torch.dtype) -> None:
+    """Catches `parallel.weight.reduce_dtype` that does not reach the reductions."""
+    assert run_ranks(2, delivered_dtypes, switch) == [{dtype}] * 2
