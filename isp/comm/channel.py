@@ -55,7 +55,8 @@ class Channel:
         self.link = link
         if sum_locally is None:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
-        self._sum_locally = sum_locally
+        self.sums_locally = sum_locally
+        """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
     @classmethod
     def solo(cls, name: str = "") -> Channel:
@@ -119,23 +120,26 @@ class Channel:
             keep=(x,),
         )
 
-    def reduce_scatter_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+    def reduce_scatter_into(
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, label: str = ""
+    ) -> Pending:
         """Write the sum of the ranks' x [p, *out.shape], this rank's slice of it, into `out`.
 
         `out` may have a wider dtype than x, and then sums in it. Sums on gloo as the note
-        [Reduce-scatter by all-to-all] says.
+        [Reduce-scatter by all-to-all] says; `received`, like x, is a buffer for that, which is in
+        use until the wait, as `out` is.
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)))
         sent = _num_bytes(x) // self.size * (self.size - 1)
-        if self._sum_locally:
-            received = torch.empty_like(x)
+        if self.sums_locally:
+            parts = torch.empty_like(x) if received is None else received
             return self._launch(
                 "reduce_scatter",
                 label,
                 sent,
-                lambda: dist.all_to_all_single(received, x, group=self.group, async_op=True),
-                lambda: _sum_in_rank_order(received.view(self.size, *out.shape), out),
+                lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=True),
+                lambda: _sum_in_rank_order(parts.view(self.size, *out.shape), out),
                 keep=(x,),
             )
         wide = x if x.dtype == out.dtype else x.to(out.dtype)
@@ -295,7 +299,11 @@ def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
     """Sum received [p, ..] over p into `out`, in float32 at least."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-    total.copy_(received[0])
-    for part in received[1:]:
+    parts = list(received)
+    if received.dtype == dtype and len(parts) > 1:
+        torch.add(parts.pop(0), parts.pop(0), out=total)  # one pass over memory instead of two
+    else:
+        total.copy_(parts.pop(0))
+    for part in parts:
         total += part
     return out if total is out else out.copy_(total)

@@ -114,13 +114,16 @@ class ISPCommunicator(WPCommunicator):
         self.launch_allgather_before = launch_allgather_before
         self.forward_overlap_per = forward_overlap_per
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
+        """What weights are gathered into: at most two units at once."""
+        self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
+        """What gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
         self._stream = torch.cuda.Stream(config.device) if config.device.type == "cuda" else None
         self._gatherer = WeightGatherer(channel, self.pool, self._stream)
         self._reducer = GradientReducer(
             reduce_channel or channel,
-            self.pool,
+            self.reduce_pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes if overlap else 0,
         )

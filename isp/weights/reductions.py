@@ -44,7 +44,7 @@ class _InFlight(NamedTuple):
     parameter: nn.Parameter
     layout: ParameterLayout
     pending: Pending
-    lease: Lease
+    leases: list[Lease]
     num_bytes: int
     """Of the full gradient, which is kept until the transfer is over."""
 
@@ -83,9 +83,16 @@ class GradientReducer:
         while self._in_flight and self._bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
             self._deliver_oldest()
         dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
-        lease = self.pool.lease(piece_shape(layout), dtype, grad.device)
-        pending = self.channel.reduce_scatter_into(lease.tensor, pieces(grad, layout), label=label)
-        self._in_flight.append(_InFlight(parameter, layout, pending, lease, grad.nbytes))
+        sent = pieces(grad, layout)
+        leases = [self.pool.lease(piece_shape(layout), dtype, grad.device)]
+        received = None
+        if self.channel.sums_locally:
+            leases.append(self.pool.lease(tuple(sent.shape), sent.dtype, sent.device))
+            received = leases[1].tensor
+        pending = self.channel.reduce_scatter_into(
+            leases[0].tensor, sent, received=received, label=label
+        )
+        self._in_flight.append(_InFlight(parameter, layout, pending, leases, grad.nbytes))
         self._bytes_in_flight += grad.nbytes
 
     def finish(self) -> None:
@@ -97,4 +104,5 @@ class GradientReducer:
         item = self._in_flight.popleft()
         self._bytes_in_flight -= item.num_bytes
         self.sink.add(item.parameter, trimmed(item.pending.wait(), item.layout))
-        item.lease.release()
+        for lease in item.leases:
+            lease.release()
