@@ -1,0 +1,67 @@
+"""The overlap benchmark runs, and its namespaces do not outlive it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick_run_has_every_row() -> None:
+    """Catches a contestant that no longer runs or computes something else, or a row lost."""
+    command = [sys.executable, str(ROOT / "tools" / "bench_overlap.py"), "--quick", "--ranks", "2"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, "--trace", "layer, wo"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    names = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line[:1] == "|"]
+    wanted = ["compute alone", "one rank a group, overlap on", "ours, no overlap"]
+    wanted += [f"ours, per layer, {point}" for point in ("wqkv", "attn", "wo", "w1")]
+    wanted += ["ours, per module", "fully_shard, default", "fully_shard, async prefetch"]
+    assert not set(wanted) - set(names)
+    assert names[-1] == "the bound"
+    assert "reduce_scatter embedding.weight.grad" in done.stdout
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="network namespaces need root, ip and tc",
+)
+def test_namespaces_go_when_their_maker_is_killed() -> None:
+    """Catches namespaces left behind by a benchmark that could not clean up itself."""
+    code = "from netns import Wires\nwith Wires(2):\n    print('ready', flush=True)\n    input()"
+    maker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT / "tools",
+    )
+    assert maker.stdout is not None
+    if maker.stdout.readline() != "ready\n":
+        pytest.skip("this machine does not let us make network namespaces")
+    mine = f"isp-{maker.pid}-"
+    assert mine in _namespaces()
+    maker.kill()
+    maker.communicate()
+    deadline = time.monotonic() + 20
+    while mine in _namespaces():
+        assert time.monotonic() < deadline, _namespaces()
+        time.sleep(0.05)
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

@@ -1,0 +1,408 @@
+"""How much communication of weights and gradients is hidden, ours and fully_shard's, in one run.
+
+    python tools/bench_overlap.py                     # over a modelled link, anywhere
+    python tools/bench_overlap.py --link real         # over veth and tc tbf, root only
+    python tools/bench_overlap.py --paced 40          # compute that sleeps: cores do not blur
+    python tools/bench_overlap.py --trace wo          # and a timeline of the rows named so
+
+A step is forward, backward and the reduction of the gradients, of the same decoder with the same
+weights and tokens; losses and gradients of all rows are compared before anything is timed. The
+rows run in turn, a step each, the first one rotating; the slowest rank counts, and shown are
+medians over the rounds, differences and ratios being taken within a round. A step during which
+other programs were busy is taken again, and the least disturbed of `--tries` counts. The link is as
+fast as makes the step's transfers, nothing else running, take the given ratio of compute alone.
+
+    communication   what the row's bytes take at the link's speed, latencies included
+    exposed         step time minus compute alone, which has in it what moving bytes costs the cores
+    blocked         how long transfers were waited for, by the channels' log
+    bound           the first gathers (before the first matmul), the last reduce-scatter, and for
+                    forward and backward what is longer than their compute
+    peak            most bytes gathered at once, in blocks, by the memory pool
+
+With `--paced` a matmul with a weight sleeps for as long as a core of that speed would take, on
+16 tokens that stand for all: what is measured is then the order of things and the runtime's own
+cost, and four ranks have room on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from netns import Wires
+from overlap_rows import (
+    Compute,
+    Row,
+    compute_alone,
+    mesh_of,
+    move,
+    ours,
+    theirs,
+    traffic,
+)
+
+from isp.comm import Channel, CommLog, Link, Transfer
+from isp.parallel import Axis
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from model.config import ModelConfig
+
+UNLIMITED = 1e15
+"""Bytes per second of a link that is not modelled."""
+
+
+QUIET = 0.1
+"""Share of the machine that other programs may take in a step that counts."""
+
+
+class Sample(NamedTuple):
+    """One step of one row; seconds and bytes of the slowest rank."""
+
+    step: float
+    forward: float
+    blocked: float
+    sent_bytes: float
+    num_transfers: float
+    foreign: float
+    """Processor time of other programs meanwhile, as a share of the machine's."""
+
+
+class Bench:
+    """One rank's part of the tables for one world size."""
+
+    def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
+        self.rank, self.world, self.options, self.wires = rank, world, options, wires
+        self.compute = compute_of(options)
+        self.log = CommLog()
+        self.latency = 0.0 if wires else options.latency_us * 1e-6
+        self.link = None if wires else Link(UNLIMITED, 0.0)
+        self.mesh = mesh_of(world, rank, log=self.log, link=self.link)
+        self.channel = self.mesh[Axis.WEIGHT]
+        self.alone = compute_alone(self.compute)
+        self.rows = [self.alone, *self._size_one(), *self._ours(), *self._theirs()]
+        self.traces: dict[str, tuple[float, float, float, list[Transfer]]] = {}
+
+    def run(self) -> None:
+        """Check, calibrate, and print a table for each ratio."""
+        self._check()
+        reference = next(row for row in self.rows if row.name == "ours, per layer, wo")
+        self._timed(reference)
+        moves = [t for t in self.log.take() if t.channel == Axis.WEIGHT]
+        self.rows.insert(1, traffic(self.alone, moves, self.channel))
+        for ratio in self.options.ratios:
+            alone = statistics.median(
+                s.step for s in self._rounds([self.alone], 5)[self.alone.name]
+            )
+            speed = self._calibrate(moves, ratio * alone)
+            samples = self._rounds(self.rows, self.options.rounds)
+            if self.rank == 0:
+                print(f"\n### {self.world} ranks, communication {ratio:g} of compute", end="")
+                foreign = statistics.median(s.foreign for own in samples.values() for s in own)
+                print(f" ({speed / 1e6:.0f} MB/s; other programs took {max(0.0, foreign):.0%})\n")
+                self._print_table(samples, moves, speed)
+                self._print_traces()
+
+    # -- contestants -------------------------------------------------------------------------
+
+    def _size_one(self) -> Iterator[Row]:
+        solo = mesh_of(1, 0)
+        yield ours("one rank a group, overlap off", self.compute, solo, overlap=False)
+        yield ours("one rank a group, overlap on", self.compute, solo)
+
+    def _ours(self) -> Iterator[Row]:
+        yield ours("ours, no overlap", self.compute, self.mesh, overlap=False)
+        for launch in LaunchPoint:
+            yield ours(f"ours, per layer, {launch}", self.compute, self.mesh, launch=launch)
+        yield ours("ours, per module", self.compute, self.mesh, unit=OverlapUnit.MODULE)
+
+    def _theirs(self) -> Iterator[Row]:
+        default = self.channel
+        if self.wires:  # torch's own reduce-scatter, which moves twice the bytes on gloo
+            default = Channel(self.channel.group, name="weight", log=self.log, sum_locally=False)
+        yield theirs("fully_shard, default", self.compute, default, prefetch=False)
+        name = "fully_shard, async prefetch"
+        yield theirs(name, self.compute, self.channel, prefetch=True)
+        name += ", reduce deferred"
+        yield theirs(name, self.compute, self.channel, prefetch=True, defer_reduce=True)
+
+    # -- measuring ---------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Every row computes the same loss and the same gradients."""
+        expected = self.alone.step().loss
+        dist.all_reduce(expected)
+        wanted = self.alone.gradients()
+        for row in self.rows[1:]:
+            loss = row.step().loss
+            if "one rank" in row.name:
+                continue
+            dist.all_reduce(loss)
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+            for name, grad in row.gradients().items():
+                if grad.shape == wanted[name].shape:
+                    torch.testing.assert_close(grad, wanted[name], rtol=1e-3, atol=1e-6)
+                else:  # fully_shard cuts the norms' weights, too
+                    part = wanted[name].chunk(self.world)[self.rank]
+                    torch.testing.assert_close(grad, part, rtol=1e-3, atol=1e-6)
+
+    def _calibrate(self, moves: list[Transfer], wanted: float) -> float:
+        """Make `moves` alone take `wanted` seconds; the speed, in bytes per second."""
+        sent = sum(t.sent_bytes for t in moves)
+        speed = sent / max(0.1 * wanted, wanted - self.latency * len(moves))
+        if self.link is not None:
+            self.link.bytes_per_second, self.link.latency_seconds = speed, self.latency
+            return speed
+        assert self.wires is not None
+        for _ in range(2):  # headers and the bucket's first megabyte: as measured
+            self.wires.limit(self.rank, speed)
+            seconds = [self._clock(lambda: move(moves, self.channel)) for _ in range(3)]
+            speed *= statistics.median(seconds) / wanted
+        self.wires.limit(self.rank, speed)
+        return sent / wanted
+
+    def _clock(self, act: Callable[[], object]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        act()
+        return self._slowest([time.perf_counter() - begin])[0]
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def _rounds(self, rows: list[Row], rounds: int) -> dict[str, list[Sample]]:
+        samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+        for i in range(rounds + 1):
+            for row in rows[i % len(rows) :] + rows[: i % len(rows)]:
+                sample = self._undisturbed(row)
+                if i > 0:
+                    samples[row.name].append(sample)
+        return samples
+
+    def _undisturbed(self, row: Row) -> Sample:
+        tries: list[Sample] = []
+        while len(tries) < self.options.tries and not any(s.foreign < QUIET for s in tries):
+            tries.append(self._timed(row))
+        return min(tries, key=lambda s: s.foreign)
+
+    def _timed(self, row: Row) -> Sample:
+        if row.pool is not None:
+            row.pool.reset_peak()
+        self.log.take()
+        dist.barrier()
+        begin, used, busy = time.perf_counter(), time.process_time(), _busy_seconds()
+        result = row.step()
+        end, used, busy = time.perf_counter(), time.process_time() - used, _busy_seconds() - busy
+        if row.name.startswith("compute alone, "):
+            end = result.forward_ended
+            self.log.take()
+        transfers = list(self.log.transfers)
+        self.traces[row.name] = (begin, result.forward_ended, end, transfers)
+        totals = CommLog.totals(transfers)
+        sample = Sample(
+            end - begin,
+            result.forward_ended - begin,
+            totals.exposed_seconds,
+            totals.sent_bytes,
+            totals.num_transfers,
+            busy / (end - begin) / (os.cpu_count() or 1),
+        )
+        own = torch.tensor(used / (end - begin) / (os.cpu_count() or 1), dtype=torch.float64)
+        dist.all_reduce(own)
+        slowest = Sample(*self._slowest(list(sample)))
+        return slowest._replace(foreign=slowest.foreign - own.item())
+
+    # -- printing ----------------------------------------------------------------------------
+
+    def _print_table(
+        self, samples: dict[str, list[Sample]], moves: list[Transfer], speed: float
+    ) -> None:
+        alone = samples[self.alone.name]
+        forward = statistics.median(s.forward for s in alone)
+        backward = statistics.median(s.step - s.forward for s in alone)
+        bound = self._bound(moves, forward, backward, speed)
+        print(
+            "| | step ms | of compute | comm. ms | exposed ms | % | of bound | blocked ms | % ",
+            end="",
+        )
+        print("| peak |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+        for row in self.rows:
+            own = samples[row.name]
+            step = statistics.median(s.step for s in own)
+            factor = statistics.median(s.step / a.step for s, a in zip(own, alone, strict=True))
+            cells = [row.name, f"{step * 1e3:.0f}", f"{factor:.3f}"]
+            comm = own[0].sent_bytes / speed + own[0].num_transfers * self.latency
+            if own[0].num_transfers:
+                late = statistics.median(s.step - a.step for s, a in zip(own, alone, strict=True))
+                blocked = statistics.median(s.blocked for s in own)
+                cells += [f"{comm * 1e3:.0f}", f"{late * 1e3:.0f}", f"{late / comm:.0%}"]
+                cells += [f"{late / bound:.2f}", f"{blocked * 1e3:.0f}", f"{blocked / comm:.0%}"]
+            cells += [""] * (9 - len(cells)) + [self._peak(row)]
+            print(f"| {' | '.join(cells)} |")
+        step = statistics.median(s.step for s in alone) + bound
+        comm = sum(t.sent_bytes for t in moves) / speed + len(moves) * self.latency
+        cells = [
+            "the bound",
+            f"{step * 1e3:.0f}",
+            f"{step / (step - bound):.3f}",
+            f"{comm * 1e3:.0f}",
+        ]
+        cells += [f"{bound * 1e3:.0f}", f"{bound / comm:.0%}", "1.00", "", "", ""]
+        print(f"| {' | '.join(cells)} |")
+
+    def _peak(self, row: Row) -> str:
+        if row.pool is None or not row.pool.counters().allocations:
+            return ""
+        peak = row.pool.counters().peak_leased_bytes
+        return f"{peak / unit_bytes(self.compute.model):.2f}"
+
+    def _bound(self, moves: list[Transfer], forward: float, backward: float, speed: float) -> float:
+        """Seconds that no order of transfers could hide."""
+
+        def seconds(transfers: list[Transfer]) -> float:
+            return sum(t.sent_bytes / speed + self.latency for t in transfers)
+
+        gathers = [t for t in moves if t.kind == "all_gather"]
+        labels = [t.label for t in gathers]
+        again = [t for i, t in enumerate(gathers) if t.label in labels[:i]]
+        first = gathers[:2]  # the table and the first linear
+        going_forward = [t for i, t in enumerate(gathers) if t.label not in labels[:i]][2:]
+        reduces = [t for t in moves if t.kind == "reduce_scatter"]
+        return (
+            seconds(first)
+            + seconds(reduces[-1:])
+            + max(0.0, seconds(going_forward) - forward)
+            + max(0.0, seconds(again) + seconds(reduces[:-1]) - backward)
+        )
+
+    def _print_traces(self) -> None:
+        for name, (begin, forward_ended, end, transfers) in self.traces.items():
+            if self.options.trace is None or self.options.trace not in name or not transfers:
+                continue
+            print(f"\n{name}: forward until {(forward_ended - begin) * 1e3:.1f} ms", end="")
+            print(f", step {(end - begin) * 1e3:.1f} ms (rank 0, last round)\n")
+            print(f"{'launched':>9} {'ended':>9} {'blocked':>8} ms   (# on its way)")
+            for t in transfers:
+                times = (t.launched - begin, t.ended - begin, t.exposed)
+                bar = _bar(times[0], times[1], end - begin)
+                numbers = " ".join(
+                    f"{x * 1e3:{w}.1f}" for x, w in zip(times, (9, 9, 8), strict=True)
+                )
+                print(f"{numbers}  |{bar}| {t.kind} {t.label}")
+
+
+def _busy_seconds() -> float:
+    """Processor time of all programs and of neighbours on the same hardware, all cores together."""
+    with open("/proc/stat") as stat:
+        user, nice, system, _, _, _, _, steal = (int(n) for n in stat.readline().split()[1:9])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _bar(begin: float, end: float, whole: float, width: int = 60) -> str:
+    first = min(width - 1, int(begin / whole * width))
+    last = min(width - 1, max(first, int(end / whole * width)))
+    return " " * first + "#" * (last - first + 1) + " " * (width - 1 - last)
+
+
+def unit_bytes(config: ModelConfig) -> int:
+    """Bytes of a block's weights, all but its norms."""
+    q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
+    return 4 * config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+
+
+def compute_of(options: argparse.Namespace) -> Compute:
+    """The work that the options ask for."""
+    model = ModelConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        num_layers=options.layers,
+        num_heads=max(1, options.hidden // 32),
+        intermediate_size=-(-options.hidden * 8 // 3 // 32) * 32,
+    )
+    if options.paced:
+        tokens = options.batch * options.tokens
+        return Compute(model, 1, 16, paced_gflops=options.paced, paced_tokens=tokens)
+    return Compute(model, options.batch, options.tokens)
+
+
+def rank_main(
+    rank: int, world: int, folder: str, options: argparse.Namespace, wires: Wires | None
+) -> None:
+    if wires:
+        wires.enter(rank)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    Bench(rank, world, options, wires).run()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_ranks(world: int, options: argparse.Namespace) -> None:
+    """Fork the ranks and wait for them; one that fails ends all."""
+    wires = Wires(world) if options.link == "real" else None
+    context = mp.get_context("fork")
+    with wires or nullcontext(), tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=rank_main, args=(r, world, folder, options, wires), daemon=True)
+            for r in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            while any(process.is_alive() for process in ranks):
+                if any(process.exitcode for process in ranks):
+                    raise SystemExit("a rank failed")
+                time.sleep(0.1)
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tries", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4, help="rows of a rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--latency-us", type=float, default=50.0, help="of a modelled transfer")
+    parser.add_argument("--paced", type=float, metavar="GFLOPS", default=0.0)
+    parser.add_argument("--trace", metavar="TEXT", help="timelines of the rows with TEXT in them")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.ratios, options.rounds, options.tries = [0.5], 2, 1
+        options.hidden, options.layers, options.vocab = 32, 2, 64
+        options.batch, options.tokens = 1, 64
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch", end=" ")
+    print(f"{torch.__version__}, gloo over a {options.link} link, one thread a rank")
+    print(f"{compute_of(options)}", flush=True)
+    for world in options.ranks:
+        run_ranks(world, options)
+
+
+if __name__ == "__main__":
+    main()

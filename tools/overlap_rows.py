@@ -1,0 +1,327 @@
+"""The contestants of `bench_overlap`: a training step of one model, run in different ways."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from isp.attention import DistributedAttention, make_local_attention
+from isp.comm import Channel, Mesh, Pending, Transfer
+from isp.layers.factory import LayerFactory
+from isp.layers.module import init_weights, named_parameters
+from isp.optim import MainGradients
+from isp.parallel import Axis, Mode, Topology
+from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.ends import EmbeddingWeightParallelCommunicator
+from isp.weights.phase import Phase
+from isp.weights.pool import MemoryPool
+from isp.weights.trace import sequential_actions
+from isp.weights.wp import LocalWeights, WPCommunicator
+from model.config import ModelConfig
+from model.decoder import Decoder
+
+__all__ = ["Compute", "Row", "StepResult", "compute_alone", "mesh_of", "ours", "theirs", "traffic"]
+
+CPU = torch.device("cpu")
+
+
+class StepResult(NamedTuple):
+    """What a step says of itself."""
+
+    loss: Tensor
+    forward_ended: float
+    """In `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contestant."""
+
+    name: str
+    step: Callable[[], StepResult]
+    gradients: Callable[[], dict[str, Tensor]]
+    """This rank's rows of each gradient of the last step, by the parameter's name."""
+    pool: MemoryPool | None = None
+    """What weights are gathered into."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The work of a rank in a step: a model, tokens, and how long a matmul takes."""
+
+    model: ModelConfig
+    rows: int
+    tokens: int
+    paced_gflops: float = 0.0
+    """Each matmul with a weight sleeps for as long as it would take at this speed on `paced_tokens`
+    tokens, besides what it takes; 0: it does not."""
+    paced_tokens: int = 0
+
+    def decoder(self, mesh: Mesh, communicator: WPCommunicator) -> Decoder:
+        """The model with the same weights in every contestant."""
+        layers = LayerFactory(
+            mode=Mode.ISP,
+            tensor=mesh[Axis.TENSOR],
+            weight=mesh[Axis.WEIGHT],
+            communicator=_Paced(communicator, self) if self.paced_gflops else communicator,
+            device=CPU,
+            dtype=torch.float32,
+        )
+        attention = make_local_attention(device=CPU, dtype=torch.float32)
+        model = Decoder(self.model, layers, DistributedAttention(attention, Channel.solo()))
+        init_weights(model, seed=1)
+        return model
+
+    def forward_and_backward(self, model: nn.Module) -> StepResult:
+        """A pass over this rank's rows; the loss is the mean over the tokens of all ranks."""
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (self.rows, self.tokens + 1)
+        ids = torch.randint(self.model.vocab_size, shape, generator=generator)
+        positions = torch.arange(self.tokens).expand(self.rows, -1)
+        logits = model(ids[:, :-1], positions, None)
+        losses = model.token_losses(logits, ids[:, 1:])  # type: ignore[operator]
+        loss = losses.sum() / (losses.numel() * dist.get_world_size())
+        forward_ended = time.perf_counter()
+        loss.backward()
+        return StepResult(loss.detach(), forward_ended)
+
+
+class _Paced(WPCommunicator):
+    """Sleeps where a matmul with a weight runs, then hands on to the real communicator."""
+
+    def __init__(self, communicator: WPCommunicator, compute: Compute) -> None:
+        self.communicator = communicator
+        self.gathers_weights = communicator.gathers_weights
+        self.seconds_per_weight = 2e-9 * compute.paced_tokens / compute.paced_gflops
+
+    @property
+    def communication_mode(self) -> str:
+        return self.communicator.communication_mode
+
+    def prefetch_hook(self, *, module: Any, phase: Phase) -> None:
+        self.communicator.prefetch_hook(module=module, phase=phase)
+
+    def weight_hook(self, shard: Tensor, **place: Any) -> Tensor:
+        return self.communicator.weight_hook(shard, **place)
+
+    def release_hook(self, *, module: Any, phase: Phase) -> None:
+        self._pause(module)
+        self.communicator.release_hook(module=module, phase=phase)
+
+    def grad_hook(self, grad: Tensor, *, module: Any, is_bias: bool = False) -> Tensor | None:
+        self._pause(module)
+        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias)
+
+    def _pause(self, module: Any) -> None:
+        rows, columns = module.layouts["weight"].global_shape
+        if not isinstance(module.communicator, EmbeddingWeightParallelCommunicator):
+            time.sleep(rows * columns * self.seconds_per_weight)
+
+
+def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
+    """Weights split over all ranks, a sequence to each; of one rank, without any group."""
+    parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=WeightConfig(size=world_size))
+    return Mesh(Topology.create(world_size, parallel), rank, **options)
+
+
+def compute_alone(compute: Compute) -> Row:
+    """The whole model on every rank, nothing travels."""
+    model = compute.decoder(mesh_of(1, 0), LocalWeights())
+
+    def step() -> StepResult:
+        model.zero_grad()
+        return compute.forward_and_backward(model)
+
+    def gradients() -> dict[str, Tensor]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for grad in named.values():
+            dist.all_reduce(grad)
+        return {
+            name: grad.chunk(size)[rank] if grad.dim() > 1 else grad for name, grad in named.items()
+        }
+
+    return Row("compute alone", step, gradients)
+
+
+def traffic(alone: Row, moves: Sequence[Transfer], channel: Channel) -> Row:
+    """Compute alone, while the same bytes move beside it and nobody waits for them."""
+
+    def step() -> StepResult:
+        mover = threading.Thread(target=move, args=(moves, channel))
+        mover.start()
+        result = alone.step()
+        ended = time.perf_counter()
+        mover.join()
+        return result._replace(forward_ended=ended)
+
+    return Row("compute alone, traffic beside it", step, alone.gradients)
+
+
+def move(moves: Sequence[Transfer], channel: Channel, at_once: int = 4) -> None:
+    """The same transfers one after another, `at_once` in flight."""
+    flying: list[Pending] = []
+    for transfer in moves:
+        piece = torch.zeros(transfer.sent_bytes // (channel.size - 1) // 4)
+        full = torch.zeros(channel.size, piece.numel())
+        if transfer.kind == "all_gather":
+            flying.append(channel.all_gather_into(full, piece))
+        else:
+            flying.append(channel.reduce_scatter_into(piece, full))
+        if len(flying) == at_once:
+            flying.pop(0).wait()
+    for pending in flying:
+        pending.wait()
+
+
+def ours(
+    name: str,
+    compute: Compute,
+    mesh: Mesh,
+    *,
+    overlap: bool = True,
+    unit: OverlapUnit = OverlapUnit.LAYER,
+    launch: LaunchPoint = LaunchPoint.WO,
+) -> Row:
+    """The step with an `ISPCommunicator`."""
+    communicator = ISPCommunicator(
+        mesh[Axis.WEIGHT],
+        ISPCommModelConfig(device=CPU),
+        overlap=overlap,
+        forward_overlap_per=unit,
+        launch_allgather_before=launch,
+    )
+    model = compute.decoder(mesh, communicator)
+    communicator.declare([model.weight_blocks()])
+    parameters = list(named_parameters(model))
+    gradients = MainGradients(parameters, mesh)
+    communicator.deliver_to(gradients)
+
+    def step() -> StepResult:
+        gradients.zero()
+        gradients.expect_last()
+        communicator.begin(sequential_actions(1))
+        result = compute.forward_and_backward(model)
+        communicator.finish()
+        gradients.reduce()
+        return result
+
+    def shards() -> dict[str, Tensor]:
+        return {name: gradients.grad(parameter) for name, parameter, _ in parameters}
+
+    return Row(name, step, shards, communicator.pool)
+
+
+class _Arriving(dist.Work):
+    """A `Pending` as torch knows it."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+    def wait(self, timeout: object = None) -> bool:
+        self.pending.wait()
+        return True
+
+
+class _ThroughChannel:
+    """fully_shard's collectives through a channel, so that link and log are the same for all."""
+
+    def __init__(self, channel: Channel, *, defers: bool = False) -> None:
+        self.channel = channel
+        self.defers = defers
+        self.deferred: list[Pending] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_ThroughChannel):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        pending = self.channel.all_gather_into(output_tensor, input_tensor, label="unit")
+        if async_op:
+            return _Arriving(pending)
+        pending.wait()
+        return None
+
+
+class _ReduceScatter(_ThroughChannel):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM
+        pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, label="unit.grad")
+        if self.defers:
+            self.deferred.append(pending)
+        else:
+            pending.wait()
+
+
+def theirs(
+    name: str, compute: Compute, channel: Channel, *, prefetch: bool, defer_reduce: bool = False
+) -> Row:
+    """The step with torch's `fully_shard`, on blocks and root.
+
+    `prefetch`: asynchronous unshard, each unit requested while the one before it runs, forward and
+    backward, the first ones before the forward begins; embedding and head are units of their own.
+    `defer_reduce`: gradients are reduced asynchronously too. fully_shard does so on a GPU alone; a
+    custom reduce-scatter that nobody waits for until the step ends does it here.
+    """
+    model: Any = compute.decoder(mesh_of(1, 0), LocalWeights())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    chain: list[Any] = list(model.layers)
+    for block in chain:
+        fully_shard(block, mesh=mesh)
+    if prefetch:
+        fully_shard(model.embedding, mesh=mesh)
+        fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+        chain = [model.embedding, *chain, model.norm]
+    fully_shard(model, mesh=mesh)
+    gather, reduce = _Gather(channel), _ReduceScatter(channel, defers=defer_reduce)
+    for unit in [*chain, *([] if prefetch else [model])]:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    if prefetch:
+        model._set_unshard_async_op(True)  # the one switch that is not public
+        for unit, following in pairwise(chain):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
+
+    def step() -> StepResult:
+        model.zero_grad()
+        if prefetch:
+            for unit in chain[:2]:
+                unit.unshard(async_op=True)
+        result = compute.forward_and_backward(model)
+        while reduce.deferred:
+            reduce.deferred.pop(0).wait()
+        return result
+
+    def gradients() -> dict[str, Tensor]:
+        return {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+
+    return Row(name, step, gradients)
