@@ -177,6 +177,13 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
+def _shape(text: str) -> tuple[int, int]:
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdecimal() and inputs.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write e.g. 16x8")
+    return _positive(outputs), _positive(inputs)
+
+
 def _add_topology(parser: argparse.ArgumentParser) -> None:
     from isp.parallel.config import Mode
 
@@ -201,6 +208,12 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=[mode.value for mode in Mode], default=Mode.ISP.value, help="default: isp"
     )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="OUTxIN",
+        help="draw how a weight of this shape is cut, rank by rank",
+    )
 
 
 def _topology(args: argparse.Namespace) -> int:
@@ -212,6 +225,7 @@ def _topology(args: argparse.Namespace) -> int:
         WeightConfig,
         Zero1Config,
     )
+    from isp.parallel.picture import describe_cuts
     from isp.parallel.topology import Topology
 
     parallel = ParallelConfig(
@@ -220,7 +234,11 @@ def _topology(args: argparse.Namespace) -> int:
         pipeline=PipelineConfig(size=args.pipeline),
         zero1=Zero1Config(size=args.zero1),
     )
-    print(Topology.create(args.world, parallel).describe())
+    topology = Topology.create(args.world, parallel)
+    picture = "" if args.shape is None else describe_cuts(topology, args.shape)
+    print(topology.describe())
+    if picture:
+        print(f"\n{picture}")
     return 0
 
 

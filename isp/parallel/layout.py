@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from isp.parallel.partition import chunk_range
 from isp.parallel.topology import Axis
 
 __all__ = ["Interval", "ParameterLayout"]
@@ -55,9 +55,8 @@ class ParameterLayout:
         index = self.index if index is None else index
         intervals, begin = [], 0
         for size in self.segments:
-            chunk = math.ceil(size / self.parts)
-            start, stop = min(size, index * chunk), min(size, (index + 1) * chunk)
-            intervals.append((begin + start, begin + stop))
+            part = chunk_range(size, self.parts, index)
+            intervals.append((begin + part.start, begin + part.stop))
             begin += size
         return tuple(intervals)
 
