@@ -15,8 +15,12 @@ from torch import Tensor
 
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.trace import recomputed_blocks, sequential_actions
-from tests.weights.echo import CPU, Net, echo_net
+from isp.weights.cursor import PlanCursor
+from isp.weights.phase import Phase
+from isp.weights.plan import plan
+from isp.weights.trace import Site, recomputed_blocks, sequential_actions
+from tests.weights.echo import CPU, Net, echo_net, leased_bytes
+from tests.weights.schedules import decoder
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
 LAYER, MODULE = OverlapUnit
@@ -37,7 +41,7 @@ def step(net: Net, communicator: ISPCommunicator, micro_batches: int = 1) -> lis
         outputs.append(net(IDS.roll(m)))
         outputs[-1].square().sum().backward()
     communicator.finish()
-    assert communicator.pool.counters().leased_bytes == 0
+    assert leased_bytes(communicator) == 0
     return outputs
 
 
@@ -300,6 +304,25 @@ def test_buffers_are_reused_after_the_first_step() -> None:
         assert (after.allocations == before.allocations) is pool
         assert (after.reuses > before.reuses) is pool
         assert after.reserved_bytes == (before.reserved_bytes if pool else 0)
+
+
+def test_cursor_looks_no_further_than_the_next_block() -> None:
+    """Catches a visit out of turn taken for one far ahead: all that lies between would be lost."""
+    chunks = decoder(2)
+    order = sequential_actions(2)
+    cursor = PlanCursor(plan(chunks, order, unit=LAYER, launch=LaunchPoint.WO), lambda site: site)
+    sites = [step.site for step in cursor.plan.steps]
+    forward = sites[: sites.index(Site(Phase.BACKWARD, 0, 3, 0))]
+    for site in forward:
+        assert cursor.arrive(site, Phase.FORWARD) is not None
+    position = cursor.position
+    assert cursor.arrive(forward[0], Phase.FORWARD) is None  # that is F1, behind the whole of B0
+    assert cursor.arrive(Site(Phase.BACKWARD, 0, 2, 0), Phase.BACKWARD) is None  # not B0's first
+    assert cursor.position == position
+    assert cursor.arrive(Site(Phase.BACKWARD, 0, 3, 0), Phase.BACKWARD) is not None
+    found = cursor.arrive(Site(Phase.BACKWARD, 0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
+    assert found is not None
+    assert [step.site.block for step in found[1]] == [2, 2, 2, 2, 1, 1, 1]
 
 
 def test_model_chunk_must_exist() -> None:

@@ -17,7 +17,7 @@ from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
-from tests.weights.echo import CPU, Net, echo_layers, echo_net
+from tests.weights.echo import CPU, Net, echo_layers, echo_net, leased_bytes
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
 ONE = sequential_actions(1)
@@ -39,7 +39,7 @@ def train(net: Net, communicator: ISPCommunicator) -> dict[str, Tensor]:
 
 
 def taken_gradients(net: Net, communicator: ISPCommunicator) -> dict[str, Tensor]:
-    assert communicator.pool.counters().leased_bytes == 0
+    assert leased_bytes(communicator) == 0
     grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     return grads
@@ -163,7 +163,7 @@ def test_exception_inside_a_layer(declared: bool) -> None:
     with pytest.raises(RuntimeError, match=r"shapes|size"):
         layer(torch.ones(1, 5, dtype=torch.float64))
     communicator.drain()
-    assert communicator.pool.counters().leased_bytes == 0
+    assert leased_bytes(communicator) == 0
 
 
 @pytest.mark.parametrize("which", ["weight", "bias"])
@@ -189,9 +189,9 @@ def test_forward_without_backward_is_drained(automatic: bool) -> None:
             communicator.begin(ONE)
         forward(net)
         update(net)
-    assert communicator.pool.counters().leased_bytes > 0
+    assert leased_bytes(communicator) > 0
     communicator.finish()
-    assert communicator.pool.counters().leased_bytes == 0
+    assert leased_bytes(communicator) == 0
 
 
 def test_two_forwards_then_two_backwards() -> None:
