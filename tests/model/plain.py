@@ -1,0 +1,181 @@
+"""The decoder and its training loop once more, in plain torch: what every layout has to equal.
+
+Nothing of it comes from the project but the names of the configuration: separate projections, one
+`scaled_dot_product_attention` a document, rotation by complex numbers, torch's own AdamW.
+
+B batch, S sequence, D hidden size, H query heads, K key/value heads, d head size, n document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.data.batch import MicroBatch
+from isp.settings import OptimizerConfig
+from model.config import ModelConfig
+
+__all__ = ["PlainDecoder", "document_bounds", "plain_adamw", "train_plainly"]
+
+
+class _Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, inner, d, eps = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.head_size,
+            config.norm_eps,
+        )
+        q, kv = config.num_heads * d, config.kv_heads * d
+        self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
+        self.q = nn.Linear(hidden, q, bias=config.qkv_bias)
+        self.k = nn.Linear(hidden, kv, bias=config.qkv_bias)
+        self.v = nn.Linear(hidden, kv, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(d, eps=eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(d, eps=eps) if config.qk_norm else nn.Identity()
+        self.o = nn.Linear(q, hidden, bias=False)
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor, bounds: Sequence[int]) -> Tensor:
+        h, d = self.norm1(x), self.config.head_size
+        q = _turned(self.q_norm(self.q(h).unflatten(-1, (-1, d))), turn)  # [B, S, H, d]
+        k = _turned(self.k_norm(self.k(h).unflatten(-1, (-1, d))), turn)  # [B, S, K, d]
+        v = self.v(h).unflatten(-1, (-1, d))
+        documents = [self._attend(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in pairwise(bounds)]
+        x = x + self.o(torch.cat(documents, 1).flatten(2))
+        h = self.norm2(x)
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, window = q.shape[1], self.config.sliding_window
+        place = torch.arange(n)
+        distance = place[:, None] - place[None, :]
+        seen = (distance >= 0) & (distance < (n if window is None else window))
+        out: Tensor = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen, enable_gqa=True
+        )
+        return out.transpose(1, 2)  # [B, n, H, d]
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Multiply the pairs (x_i, x_{i + d/2}) by `turn` [B, S, d/2], complex numbers."""
+    pairs = torch.complex(*x.chunk(2, -1)) * turn.unsqueeze(2)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+class PlainDecoder(nn.Module):
+    """Tokens to logits; `frequencies` [d/2], where given, are the rotary ones."""
+
+    def __init__(
+        self, config: ModelConfig, *, frequencies: Tensor | None = None, logit_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.config, self.logit_scale = config, logit_scale
+        pairs = torch.arange(config.head_size // 2, dtype=torch.float64)
+        plain = torch.exp(-2 * pairs / config.head_size * math.log(config.rope_theta))
+        self.frequencies = plain if frequencies is None else frequencies
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, bounds: Sequence[int]) -> Tensor:
+        """tokens and positions [B, S] -> [B, S, V]; documents are cut at `bounds`, 0 .. S."""
+        angles = positions.unsqueeze(-1) * self.frequencies  # [B, S, d/2]
+        turn = torch.polar(torch.full_like(angles, self.logit_scale), angles)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, turn, bounds)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> PlainDecoder:
+        """Take the weights of the project's decoder, whole, under its names."""
+        config, left = self.config, dict(weights)
+        d = config.head_size
+        cuts = [config.num_heads * d, config.kv_heads * d, config.kv_heads * d]
+        self.embedding.weight.copy_(left.pop("embedding.weight"))
+        self.norm.weight.copy_(left.pop("norm.weight"))
+        if not config.tie_embeddings:
+            self.head.weight.copy_(left.pop("head.weight"))
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, _Block)
+            name = f"layers.{i}."
+            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+                fused = left.pop(f"{name}attention.wqkv.{kind}")
+                for linear, part in zip(
+                    (block.q, block.k, block.v), fused.split(cuts), strict=True
+                ):
+                    getattr(linear, kind).copy_(part)
+            gate, up = left.pop(f"{name}feed_forward.w13.weight").chunk(2)
+            block.gate.weight.copy_(gate)
+            block.up.weight.copy_(up)
+            block.down.weight.copy_(left.pop(f"{name}feed_forward.w2.weight"))
+            block.o.weight.copy_(left.pop(f"{name}attention.wo.weight"))
+            block.norm1.weight.copy_(left.pop(f"{name}attention_norm.weight"))
+            block.norm2.weight.copy_(left.pop(f"{name}ffn_norm.weight"))
+            for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+                block.get_submodule(norm).weight.copy_(left.pop(f"{name}attention.{norm}.weight"))
+        assert not left, f"weights that the plain decoder has no place for: {left.keys()}"
+        return self
+
+
+def document_bounds(batch: MicroBatch) -> list[int]:
+    """Where the documents of a row begin, and its end."""
+    if batch.cu_seqlens is None:
+        return [0, batch.tokens.shape[1]]
+    bounds: list[int] = batch.cu_seqlens.tolist()
+    return bounds
+
+
+def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """torch's AdamW; matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+    )
+
+
+def train_plainly(
+    model: PlainDecoder,
+    steps: Iterable[tuple[float, Sequence[MicroBatch]]],
+    config: OptimizerConfig,
+    *,
+    max_norm: float,
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, given its learning rate and micro-batches."""
+    adamw, numbers = plain_adamw(model, config), []
+    for lr, batches in steps:
+        num_valid = sum(int((batch.labels != -100).sum()) for batch in batches)
+        adamw.zero_grad(set_to_none=False)
+        total = 0.0
+        for batch in batches:
+            logits = model(batch.tokens, batch.positions, document_bounds(batch))
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
+            ) / max(num_valid, 1)
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        numbers.append((total, norm.item()))
+    return numbers

@@ -1,0 +1,213 @@
+"""Small runs in any layout on the same samples, and what a run of theirs gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
+
+from isp.comm import Mesh
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
+from isp.layers.module import NamedParameter, named_parameters
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.parallel import (
+    Axis,
+    Mode,
+    ParallelConfig,
+    TensorConfig,
+    Topology,
+    WeightConfig,
+    Zero1Config,
+)
+from isp.settings import OptimizerConfig
+from isp.train.build import build_model
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+
+__all__ = [
+    "MAX_NORM",
+    "OPTIMIZER",
+    "SEED",
+    "SEQ_LEN",
+    "Layout",
+    "Meshes",
+    "Numbers",
+    "Run",
+    "Task",
+    "Weights",
+    "largest_difference",
+    "learning_rate",
+    "make_run",
+]
+
+SEED = 5
+SEQ_LEN = 32
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+MAX_NORM = 3.0
+"""Some steps of these runs have a larger gradient and some a smaller one."""
+CPU = torch.device("cpu")
+
+Numbers = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+Weights = dict[str, npt.NDArray[np.float64]]
+"""By name; arrays, because a rank's tensors cannot be read once it has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model and the kind of rows it is trained on."""
+
+    model: ModelConfig
+    packed: bool = True
+    micro_bsz: int = 1
+    """Rows of a micro-batch that is not packed."""
+
+    def batch(self, step: int, place: int) -> MicroBatch:
+        """Number `place` of the micro-batches in the global batch of `step`.
+
+        Documents have unequal lengths and masks. Every third step all odd places have no label:
+        with two data ranks, one of them has not a single valid token. In step 7 nobody has.
+        """
+        random = torch.Generator().manual_seed(1000 * step + place)
+        shape = (1 if self.packed else self.micro_bsz, SEQ_LEN)
+        tokens = torch.randint(self.model.vocab_size, shape, generator=random)
+        labels = torch.randint(self.model.vocab_size, shape, generator=random)
+        labels[torch.rand(shape, generator=random) < 0.2] = IGNORED
+        labels[:, : (5 * place + step) % 20] = IGNORED
+        if step == 7 or (step % 3 == 1 and place % 2 == 1):
+            labels[:] = IGNORED
+        if not self.packed:
+            return MicroBatch(tokens, labels, torch.arange(SEQ_LEN).expand(shape).clone(), None)
+        cuts = torch.randperm(SEQ_LEN - 1, generator=random)[: (step + place) % 5] + 1
+        bounds = [0, *sorted(cuts.tolist()), SEQ_LEN]
+        labels[0, torch.tensor(bounds[1:]) - 1] = IGNORED
+        pieces = [torch.arange(b - a) for a, b in pairwise(bounds)]
+        return MicroBatch(
+            tokens, labels, torch.cat(pieces)[None], torch.tensor(bounds, dtype=torch.int32)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run is split; `micro` micro-batches on each of `data` data ranks."""
+
+    mode: Mode = Mode.ISP
+    tensor: int = 1
+    weight: int = 1
+    data: int = 1
+    micro: int = 1
+    zero1: int = -1
+    options: WeightConfig = field(default_factory=WeightConfig)
+    """What else `parallel.weight` says; its size is `weight`."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tensor * self.data
+
+    @property
+    def global_batch(self) -> int:
+        """Micro-batches of all data ranks in a step."""
+        return self.data * self.micro
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As the configuration says it."""
+        return ParallelConfig(
+            tensor=TensorConfig(size=self.tensor, mode=self.mode),
+            weight=replace(self.options, size=self.weight),
+            zero1=Zero1Config(size=self.zero1),
+        )
+
+    def topology(self) -> Topology:
+        """Its groups.  Raises ValueError if the sizes do not fit."""
+        return Topology.create(self.world, self.parallel)
+
+    def __str__(self) -> str:
+        sizes = f"tensor {self.tensor}  weight {self.weight}  data {self.data}  micro {self.micro}"
+        plain = asdict(WeightConfig())
+        changed = [f"  {k}={v}" for k, v in asdict(self.options).items() if v != plain[k]]
+        return f"{self.mode:<4} {sizes}  zero1 {self.zero1:>2}{''.join(changed)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a trainer has on a rank."""
+
+    step: TrainStep
+    parameters: list[NamedParameter]
+    optimizer: Zero1Optimizer
+    layout: Layout
+    task: Task
+
+    def numbers(self, steps: range) -> Numbers:
+        """Loss and gradient norm of each of `steps`, which are trained."""
+        data, parts = self.step.mesh[Axis.DATA], self.layout.global_batch
+        numbers = []
+        for step in steps:
+            places = range(data.rank, parts, data.size)  # see the note [Global batch]
+            batches = [self.task.batch(step, place) for place in places]
+            outcome = self.step(batches, learning_rate(step))
+            numbers.append((outcome.loss, outcome.grad_norm))
+        return numbers
+
+    def weights(self) -> Weights:
+        """Copies of this rank's shards by name."""
+        for item in self.parameters:
+            self.optimizer.published(item.parameter)
+        return {i.name: i.parameter.detach().double().numpy().copy() for i in self.parameters}
+
+    def close(self) -> None:
+        """Give back what is still on its way, so that a next run can use the same groups."""
+        self.weights()
+        self.step.hook.after_step()
+
+
+def learning_rate(step: int) -> float:
+    """Not constant, so that an update at another step's rate shows."""
+    return OPTIMIZER.lr * (1 + step % 3) / 3
+
+
+def make_run(
+    mesh: Mesh,
+    layout: Layout,
+    task: Task,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Run:
+    """A run on this rank."""
+    weight = layout.parallel.weight
+    built = build_model(task.model, weight, mesh, seed=SEED, device=CPU, dtype=dtype)
+    parameters = list(named_parameters(built.model))
+    gradients = MainGradients(parameters, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, OPTIMIZER, max_norm=MAX_NORM)
+    step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
+    return Run(step, parameters, optimizer, layout, task)
+
+
+class Meshes:
+    """The mesh of each topology on this rank, made once: connecting groups takes long."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: dict[Topology, Mesh] = {}
+
+    def of(self, layout: Layout) -> Mesh:
+        """The mesh of `layout`; all ranks have to ask for the same ones in the same order."""
+        topology = layout.topology()
+        if topology not in self._made:
+            self._made[topology] = Mesh(topology, self._rank)
+        return self._made[topology]
+
+
+def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference of two series; where 0 is wanted, the value itself."""
+    pairs = zip(found, wanted, strict=True)
+    return max(abs(a - b) / abs(b) if b else abs(a) for a, b in pairs)
