@@ -1,0 +1,213 @@
+"""Runs that are stopped, or die, and go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from isp.checkpoint.folder import CheckpointFolder
+from isp.config import (
+    CheckpointConfig,
+    DataConfig,
+    JobConfig,
+    JobSection,
+    LRSchedulerConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from isp.metrics import StepRecord, read_metrics
+from isp.parallel import Mode, TensorConfig, WeightConfig
+from isp.train import main
+from tests.ranks import run_ranks
+
+STEPS = 8
+ISP_4 = ParallelConfig(tensor=TensorConfig(size=2), weight=WeightConfig(size=4))
+MTP_2 = ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MTP))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> JobConfig:
+    """A job of 8 steps on 4 ranks, two rows of unequal documents a step."""
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * (1 + 7 * i % 5))
+    return JobConfig(
+        job=JobSection(dump_folder=str(tmp_path / "outputs")),
+        model=ModelConfig(
+            vocab_size=260,
+            hidden_size=16,
+            num_layers=2,
+            num_heads=2,
+            intermediate_size=24,
+            tie_embeddings=True,
+            init_std=0.1,
+        ),
+        data=DataConfig(source=str(tmp_path / "*.txt"), seq_len=32),
+        parallel=ISP_4,
+        training=TrainingConfig(steps=STEPS, dtype="float64", seed=3),
+        optimizer=OptimizerConfig(lr=1e-2),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=2),
+        metrics=MetricsConfig(),
+        checkpoint=CheckpointConfig(),
+    )
+
+
+class _AtStep(logging.Handler):
+    """Acts when a step is reported; only rank 0's steps are, and once a step."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin, self._act = f"step: {step}/", act
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(self._begin):
+            self._act()
+
+
+def _rank(
+    rank: int, config: JobConfig, port: int, at_step: int, act: Callable[[], None] | None
+) -> None:
+    dist.barrier()  # a group that one rank leaves while others still connect to it fails
+    dist.destroy_process_group()  # the program makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if rank == 0 and act is not None:
+        logging.getLogger("isp.train.trainer").addHandler(_AtStep(at_step, act))
+    main(config)
+
+
+def _run(world: int, config: JobConfig, at_step: int = 0, act: Any = None) -> Path:
+    """Run the job; the folder of the newest run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(world, _rank, config, port, at_step, act, timeout_seconds=100)
+    return _latest(config)
+
+
+def _latest(config: JobConfig) -> Path:
+    return (Path(config.job.dump_folder) / config.job.name / "latest").resolve()
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _die() -> None:
+    os._exit(9)
+
+
+def _numbers(run: Path) -> list[StepRecord]:
+    return read_metrics(run / "metrics.jsonl")
+
+
+def _checkpoint(run: Path, step: int = STEPS) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    plain = run / "plain.pt"
+    dcp_to_torch_save(CheckpointFolder(run / "checkpoint").published(step), plain)
+    found: dict[str, Tensor] = torch.load(plain)
+    assert len(found) > 20
+    return found
+
+
+def _elsewhere(config: JobConfig, name: str) -> JobConfig:
+    return replace(config, job=replace(config.job, name=name))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_stopped_run_goes_on_bit_by_bit(config, dtype):
+    """Catches state that is not saved or not loaded: moments, masters, step, rate, data."""
+    config = replace(config, training=replace(config.training, dtype=dtype))
+    whole = _run(4, _elsewhere(config, "whole"))
+    stopped = _run(4, config, 3, _stop)
+    (saved,) = CheckpointFolder(stopped / "checkpoint").steps()
+    assert 3 <= saved < STEPS, "stopped soon after it was asked, and before the end"
+    assert [r.step for r in _numbers(stopped)] == list(range(1, saved + 1))
+
+    resumed = _run(4, config)
+    assert resumed == stopped, "the same folder goes on"
+    wanted = [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(whole)]
+    assert len(wanted) == STEPS
+    assert [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(resumed)] == wanted
+    assert wanted[-1][1] < wanted[0][1]
+    ours, theirs = _checkpoint(resumed), _checkpoint(whole)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "micro_num"),
+    [(2, MTP_2, 2), (1, ParallelConfig(), 2), (2, ParallelConfig(weight=WeightConfig(size=2)), 1)],
+    ids=["mtp", "one process", "isp"],
+)
+def test_a_stopped_run_goes_on_in_another_layout(config, world, parallel, micro_num):
+    """Catches shards, moments or samples that a resumed run puts in the wrong place."""
+    whole = _numbers(_run(4, _elsewhere(config, "whole")))
+    _run(4, config, 3, _stop)
+    other = replace(config, parallel=parallel, data=replace(config.data, micro_num=micro_num))
+    resumed = _numbers(_run(world, other))
+    assert [(r.step, r.lr, r.tokens) for r in resumed] == [(r.step, r.lr, r.tokens) for r in whole]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        # Sums in another order: float64 rounding, carried on by a few steps of AdamW.
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-9)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
+
+
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(config):
+    """Catches metrics of lost steps that stay, steps told twice, and a checkpoint passed over."""
+    config = replace(
+        config,
+        parallel=MTP_2,
+        checkpoint=replace(config.checkpoint, interval=3, keep_latest_k=1),
+    )
+    whole = _numbers(_run(2, _elsewhere(config, "whole")))
+    with pytest.raises(RuntimeError, match="rank 0 died"):
+        _run(2, config, 5, _die)
+    died = _latest(config)
+    assert [r.step for r in _numbers(died)] == [1, 2, 3, 4]
+    with (died / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # what a machine that lost power may leave
+
+    resumed = _run(2, config)
+    assert resumed == died
+    assert [(r.step, r.loss) for r in _numbers(resumed)] == [(r.step, r.loss) for r in whole]
+    assert CheckpointFolder(resumed / "checkpoint").steps() == [STEPS]
+    log = (resumed / "logs" / "rank_0.log").read_text()
+    assert "resumed from" in log
+    assert "step_3" in log
+
+
+def test_a_finished_run_started_again_is_a_new_run(config):
+    """Catches a finished run that is written over, or that a second start does nothing to."""
+    config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
+    first = _run(1, config)
+    before = (first / "metrics.jsonl").read_text()
+    second = _run(1, config)
+    assert second != first
+    assert (first / "metrics.jsonl").read_text() == before
+    assert [r.step for r in _numbers(second)] == [1, 2]
+    assert [r.loss for r in _numbers(second)] == [r.loss for r in _numbers(first)]
+
+
+def test_more_steps_continue_a_finished_run(config):
+    """Catches a longer job that begins anew, although its first steps have been done."""
+    config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
+    first = _run(1, config)
+    longer = _run(1, replace(config, training=TrainingConfig(steps=4)))
+    assert longer == first
+    assert [r.step for r in _numbers(longer)] == [1, 2, 3, 4]
