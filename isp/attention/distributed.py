@@ -41,6 +41,9 @@ class LaunchedQuery:
 class DistributedAttention:
     """Local attention made to work on a sequence that `channel` splits; made once a model.
 
+    `local_attention` sees what the ranks of `channel` hold together. It may itself be spread over
+    the ranks of another channel, which is how a second axis would split a sequence further.
+
     [Note: Attention forms] Each way of handing over q, k and v has its own method, all with the
     same result: `__call__` (separate), `from_qkv` and `from_kv` (packed), `launch` and `finish`
     (k and v are still being computed while q travels). Every rank calls the same one.
