@@ -15,6 +15,7 @@ from isp.comm import Pending
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
 from isp.layers.moves import Moves
+from isp.layers.weight_gradients import AtOnce, WeightGradientRoute
 from isp.parallel.layout import ParameterLayout
 from isp.weights.phase import Phase
 from isp.weights.wp import WPCommunicator
@@ -73,8 +74,10 @@ class _Linear(torch.autograd.Function):
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             dw = db = None
             if need_w:
-                dw = dy.flatten(0, -2).T @ x_arriving.wait().flatten(0, -2)
-                dw = communicator.grad_hook(dw, module=layer)
+                flat_dy, flat_x = dy.flatten(0, -2), x_arriving.wait().flatten(0, -2)
+                dw = layer.weight_gradients(layer, flat_dy, flat_x)
+                if dw is not None:
+                    dw = communicator.grad_hook(dw, module=layer)
             if need_b:
                 db = communicator.grad_hook(dy.flatten(0, -2).sum(0), module=layer, is_bias=True)
             return dw, db
@@ -107,6 +110,8 @@ class ParallelLinear(ParallelModule):
         moves: Moves,
         bias_layout: ParameterLayout | None = None,
         bias_after_move: bool = False,
+        skip_bias_add: bool = False,
+        weight_gradients: WeightGradientRoute | None = None,
         init_std: float = 0.02,
         tied_to: nn.Parameter | None = None,
         device: torch.device,
@@ -116,6 +121,8 @@ class ParallelLinear(ParallelModule):
         self.communicator = communicator
         self.moves = moves
         self.bias_after_move = bias_after_move
+        self.skip_bias_add = skip_bias_add
+        self.weight_gradients = weight_gradients or AtOnce()
         self.init_std = init_std
         if tied_to is None:
             self.add_shard("weight", layout, device=device, dtype=dtype)
@@ -128,10 +135,10 @@ class ParallelLinear(ParallelModule):
             self.add_shard("bias", bias_layout, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, I] -> y [B, S, O]."""
-        inner_bias = None if self.bias_after_move else self.bias
+        """x [B, S, I] -> y [B, S, O]; without the bias if that is to be added elsewhere."""
+        inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
         y: Tensor = _Linear.apply(x, self.weight, inner_bias, self)
-        if self.bias_after_move and self.bias is not None:
+        if self.bias_after_move and self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y
 

@@ -101,6 +101,24 @@ class MainGradients:
         Raises RuntimeError if the parameter's gradient was final already.
         """
         self._accumulate(parameter, gradient)
+        self.withdraw(parameter)
+
+    def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add the weight gradient dy^T x, as `add` does: dy [N, O], x [N, I].
+
+        Where the factors have the main gradient's dtype it is multiplied straight into it.
+        """
+        view, fresh = self._open(parameter)
+        if dy.dtype == view.dtype:
+            view.addmm_(dy.T, x, beta=0 if fresh else 1)
+        elif fresh:
+            view.copy_(dy.T @ x)
+        else:
+            view.add_(dy.T @ x)
+        self.withdraw(parameter)
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Take a promise back, or count it as kept."""
         if self._owed[parameter]:
             self._owed[parameter] -= 1
         self._settle(parameter)
@@ -148,18 +166,23 @@ class MainGradients:
         self.collect(leaf)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        view, fresh = self._open(parameter)
+        if fresh:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def _open(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """The buffer to add to, and whether what it holds is of no interest any more."""
         if self._reduced or self._buckets.is_ready(parameter):
             raise RuntimeError(
                 f"a gradient of {self._names[parameter]} came after its last one: zero() begins a"
                 f" new step, expect_last() belongs before the last backward pass of a step, and"
                 f" what is delivered after a backward pass has to be promised"
             )
-        view = self._buckets.view(parameter)
-        if parameter in self._untouched:
-            self._untouched.remove(parameter)
-            view.copy_(gradient)
-        else:
-            view.add_(gradient)
+        fresh = parameter in self._untouched
+        self._untouched.discard(parameter)
+        return self._buckets.view(parameter), fresh
 
     def _settle(self, parameter: nn.Parameter) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""

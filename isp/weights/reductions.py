@@ -23,13 +23,19 @@ class GradientSink(Protocol):
         """Announce one `add`."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient; the tensor may not be kept."""
+        """Add a gradient, as promised; the tensor may not be kept."""
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Take a promise back."""
 
 
 class ParameterGradients:
     """The sink of those who have no other: adds into `parameter.grad`, as autograd would."""
 
     def promise(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
         pass
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:

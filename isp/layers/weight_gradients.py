@@ -1,0 +1,103 @@
+"""Where a linear's weight gradient is computed and when: at once, into its main gradient, or later.
+
+N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from isp.weights.declare import WeightHolder
+from isp.weights.reductions import GradientSink
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["AtOnce", "DeferredWeightGradients", "IntoMainGradients", "WeightGradientRoute"]
+
+
+class GradientLayer(WeightHolder, Protocol):
+    """A layer whose weight gradients are routed."""
+
+    communicator: WPCommunicator
+
+
+class WeightGradientRoute(Protocol):
+    """Decides what becomes of the two factors of a weight gradient."""
+
+    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
+        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of."""
+
+
+class AtOnce:
+    """The product, for autograd or the communicator to deliver."""
+
+    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor:
+        return dy.T @ x
+
+
+class ProductSink(GradientSink, Protocol):
+    """A sink that can multiply into its buffers (`isp.optim.MainGradients` is one)."""
+
+    def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x; announced by `promise` as an `add` is."""
+
+
+class IntoMainGradients:
+    """Multiplies straight into the main gradient: no dW is ever allocated.
+
+    For weights that stay on their rank; one whose gradient travels needs it in a buffer.
+    """
+
+    def __init__(self, gradients: ProductSink) -> None:
+        self._gradients = gradients
+
+    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
+        if layer.communicator.gathers_weights:
+            return dy.T @ x
+        self._gradients.promise(layer.weight)
+        self._gradients.add_product(layer.weight, dy, x)
+        return None
+
+
+class _Deferred(NamedTuple):
+    layer: GradientLayer
+    dy: Tensor
+    x: Tensor
+
+
+class DeferredWeightGradients:
+    """Keeps the factors and multiplies in `drain`, in the order in which they came.
+
+    For the embedding and head of a pipeline, whose weight gradients fill its cool-down, and for
+    schedules that split the backward. Up to `limit` products are put off, None: all; what comes
+    beyond is computed at once. Gradients end in `sink`, through the communicator where they travel.
+    """
+
+    def __init__(self, sink: GradientSink, *, limit: int | None = None) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit={limit} must be at least 0, or None to put off all")
+        self._sink = sink
+        self._limit = limit
+        self._waiting: deque[_Deferred] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
+        if self._limit is not None and len(self._waiting) >= self._limit:
+            return dy.T @ x
+        self._sink.promise(layer.weight)
+        self._waiting.append(_Deferred(layer, dy, x))
+        return None
+
+    def drain(self, count: int | None = None) -> None:
+        """Compute the oldest `count` of what was put off; None: all."""
+        for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
+            layer, dy, x = self._waiting.popleft()
+            grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
+            if grad is None:  # on its way, and promised anew by the communicator
+                self._sink.withdraw(layer.weight)
+            else:
+                self._sink.add(layer.weight, grad)
