@@ -19,6 +19,7 @@ from isp.comm.mappings import (
     scatter_to_tensor_model_parallel_region,
     split_tensor_into_1d_equal_chunks,
 )
+from isp.data.broadcast import broadcast_data
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "broadcast_data",
     "copy_to_tensor_model_parallel_region",
     "divide",
     "gather_from_sequence_parallel_region",

@@ -1,0 +1,110 @@
+"""`broadcast_data` from the first rank of a group, over groups side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.tensor_parallel import broadcast_data
+from tests.ranks import run_ranks
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """What a first rank has: tensors of several shapes, one empty, one a scalar, one strided."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(100, (2, 6 + seed), generator=generator)
+    return {
+        "tokens": tokens,
+        "strided": tokens.T,
+        "scalar": torch.tensor(seed),
+        "none": torch.empty(0, 3, dtype=torch.int64),
+        "mask": torch.rand(4, generator=generator) < 0.5,
+        "half": torch.randn(3, 5, generator=generator).bfloat16(),
+        "unasked": torch.ones(2),
+    }
+
+
+INTS = ["tokens", "scalar", "none", "strided"]
+
+
+def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
+    channel = Channel.solo()
+    for number, ranks in enumerate(ranks_of_groups):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            channel, seed = Channel(group), number
+    first = channel.rank == 0
+    data = batch(seed) if first else None
+    found: dict[str, object] = {}
+    got = broadcast_data(INTS, data, torch.int64, channel=channel)
+    got |= broadcast_data(["mask"], data, torch.bool, channel=channel)
+    got |= broadcast_data(["half"], data, torch.bfloat16, channel=channel)
+    wanted = batch(seed)
+    assert list(got) == [*INTS, "mask", "half"]
+    assert all(
+        torch.equal(x, wanted[key]) and x.dtype == wanted[key].dtype for key, x in got.items()
+    )
+    found["kinds"] = [t.kind for t in channel.log.take()]
+    got["tokens"].zero_()
+    assert data is None or data["tokens"].any(), "the first rank's own tensor was written to"
+    # What other ranks have is not looked at.
+    mine = {"tokens": torch.full((3,), rank)}
+    shared = broadcast_data(["tokens"], mine, torch.int64, channel=channel)
+    assert shared["tokens"].tolist() == [ranks_of_groups[seed][0]] * 3
+    assert broadcast_data([], None, torch.int64, channel=channel) == {}
+    channel.log.take()
+    faults = []
+    wrong = {"tokens": batch(0)["tokens"], "labels": torch.zeros(2), "deep": torch.zeros((1,) * 9)}
+    for keys, dtype in (
+        (["tokens", "labels"], torch.int64),
+        (["tokens", "positions"], torch.int64),
+        (["deep"], torch.float32),
+        (["text"], torch.float32),
+    ):
+        here = {**wrong, "text": "abc"} if first else None
+        with pytest.raises(ValueError, match="data") as raised:
+            broadcast_data(keys, here, dtype, channel=channel)  # type: ignore[arg-type]
+        faults.append(str(raised.value))
+    found["faults"] = faults
+    found["told"] = len(channel.log.take())
+    # The group is at the same place on all ranks: the next one works.
+    again = broadcast_data(["tokens"], data, torch.int64, channel=channel)
+    assert torch.equal(again["tokens"], wanted["tokens"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[[0, 1, 2, 3]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, 2, 5, 6], [0, 3, 4, 7]]],
+    ids=str,
+)
+def test_all_ranks_get_what_the_first_one_has(groups: list[list[int]]) -> None:
+    """Catches shapes that must be known, transfers a tensor each, a fault that only some ranks see
+    and the others wait for, and groups that are mixed up.
+    """
+    for found in run_ranks(sum(map(len, groups)), _run, groups):
+        assert found["kinds"] == ["broadcast"] * 6, "shapes and values, for each of three dtypes"
+        assert found["faults"] == [
+            "data['labels'] is torch.float32, not torch.int64",
+            "data has no 'positions'",
+            "data['deep'] has 9 dims, more than 8",
+            "data['text'] is not a tensor",
+        ]
+        assert found["told"] == 4, "no value travelled"
+
+
+def test_a_group_of_one_gets_its_own_tensors() -> None:
+    """Catches copies, and checks left out, where nothing has to travel."""
+    data, channel = batch(1), Channel.solo()
+    got = broadcast_data(INTS, data, torch.int64, channel=channel)
+    assert all(got[key] is data[key] for key in INTS)
+    assert channel.log.take() == []
+    with pytest.raises(ValueError, match="'half'"):
+        broadcast_data(["half"], data, torch.float32, channel=channel)
+    with pytest.raises(ValueError, match="'tokens'"):
+        broadcast_data(["tokens"], None, torch.int64, channel=channel)
+    with pytest.raises(ValueError, match="named twice"):
+        broadcast_data(["mask", "mask"], data, torch.bool, channel=channel)
