@@ -21,8 +21,11 @@ from isp.comm.mappings import (
 )
 from isp.data.broadcast import broadcast_data
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
+from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [
+    "RngStatesTracker",
+    "RngStream",
     "VocabUtility",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
@@ -34,6 +37,7 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
+    "model_parallel_manual_seed",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

@@ -1,0 +1,186 @@
+"""Random streams that are equal over a group of ranks, or different on each of them.
+
+Dropout has to be equal where all ranks compute the same, and different where each computes a part.
+A stream is a state of the generator that torch draws from on a device; `fork` puts it in place.
+
+Source: Megatron-LM, core/tensor_parallel/random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+__all__ = ["RngSnapshot", "RngStatesTracker", "RngStream", "model_parallel_manual_seed"]
+
+
+class RngStream(StrEnum):
+    """The streams of `model_parallel_manual_seed`."""
+
+    EQUAL = "data-parallel-rng"
+    """The same on all ranks that were given the same seed: for replicated activations."""
+    PER_RANK = "model-parallel-rng"
+    """Different on each tensor rank: for activations that are split."""
+    EXPERT = "expert-parallel-rng"
+    """Different on each expert rank and on each tensor rank of an expert."""
+
+
+@dataclass(frozen=True)
+class RngSnapshot:
+    """Everything that decides the next random numbers on a device."""
+
+    generator: Tensor
+    """State of the device's own generator."""
+    host: Tensor
+    """State of the CPU's, from which code for any device may draw."""
+    streams: Mapping[str, Tensor]
+    current: str | None
+    """The stream that is being drawn from."""
+
+
+class RngStatesTracker:
+    """Named random streams of one device, cpu or cuda; serves one thread.
+
+    Has no hold on the generator between two forks: what draws outside of one is left as it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[str, Tensor] = {}
+        self._seeds: set[int] = set()
+        self._current: str | None = None
+        self._replays = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether what runs now is a forward computed again."""
+        return self._replays
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream. Raises ValueError if there is one of this name, or one from this seed."""
+        if name in self._streams:
+            raise ValueError(f"there is a random stream {name!r} already")
+        if seed in self._seeds:
+            raise ValueError(
+                f"seed {seed} of random stream {name!r} has a stream already: the two would give"
+                f" the same numbers"
+            )
+        self._seeds.add(seed)
+        self._streams[name] = torch.Generator(self.device).manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str = RngStream.PER_RANK) -> Iterator[None]:
+        """Draw from stream `name` in this context, and afterwards from where it was before.
+
+        Forks may be nested; a stream goes on where it was left, also after an exception.
+        Raises ValueError if there is no such stream.
+        """
+        if name not in self._streams:
+            known = ", ".join(map(repr, self._streams)) or "none"
+            raise ValueError(f"there is no random stream {name!r}; there are: {known}")
+        outer, outside = self._current, _get_state(self.device)
+        if outer is not None:
+            self._streams[outer] = outside
+        _set_state(self.device, self._streams[name])
+        self._current = name
+        try:
+            yield
+        finally:
+            self._streams[name] = _get_state(self.device)
+            self._current = outer
+            _set_state(self.device, outside if outer is None else self._streams[outer])
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Where each stream is, as tensors of bytes in CPU memory that a checkpoint can keep."""
+        states = {name: state.clone() for name, state in self._streams.items()}
+        if self._current is not None:
+            states[self._current] = _get_state(self.device)
+        return states
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Go on from `states`, which replace all streams.
+
+        Raises ValueError for what is not a state of a generator of this device, and RuntimeError
+        inside a fork.
+        """
+        self._refuse_in_fork("set_states")
+        probe = torch.Generator(self.device)
+        for name, state in states.items():
+            try:
+                probe.set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(
+                    f"random stream {name!r}: not the state of a {self.device.type} generator"
+                ) from error
+        self._streams = {name: state.clone() for name, state in states.items()}
+
+    def reset(self) -> None:
+        """Forget all streams and seeds. Raises RuntimeError inside a fork."""
+        self._refuse_in_fork("reset")
+        self._streams, self._seeds = {}, set()
+
+    def snapshot(self) -> RngSnapshot:
+        """What decides the next random numbers, for `replaying`."""
+        return RngSnapshot(
+            _get_state(self.device), torch.get_rng_state(), self.get_states(), self._current
+        )
+
+    @contextmanager
+    def replaying(self, snapshot: RngSnapshot) -> Iterator[None]:
+        """In this context everything is drawn again from `snapshot` on; then all is as before."""
+        before, outer = self.snapshot(), self._replays
+        self._restore(snapshot)
+        self._replays = True
+        try:
+            yield
+        finally:
+            self._replays = outer
+            self._restore(before)
+
+    def _restore(self, snapshot: RngSnapshot) -> None:
+        torch.set_rng_state(snapshot.host)
+        _set_state(self.device, snapshot.generator)
+        self._streams, self._current = dict(snapshot.streams), snapshot.current
+
+    def _refuse_in_fork(self, what: str) -> None:
+        if self._current is not None:
+            raise RuntimeError(f"{what} inside a fork of random stream {self._current!r}")
+
+
+def model_parallel_manual_seed(
+    seed: int,
+    *,
+    tensor_rank: int,
+    expert_rank: int = 0,
+    expert_tensor_rank: int = 0,
+    device: torch.device,
+) -> RngStatesTracker:
+    """A tracker with the streams of `RngStream`, from seeds that are Megatron-LM's.
+
+    `seed` is to be equal on the ranks of a tensor group and different between pipeline stages.
+    The device's own generator is left alone: draw from `RngStream.EQUAL` where ranks must agree.
+    """
+    tracker = RngStatesTracker(device)
+    tracker.add(RngStream.EQUAL, seed)
+    tracker.add(RngStream.PER_RANK, seed + 2718 + tensor_rank)
+    tracker.add(RngStream.EXPERT, seed + 1024 + 100 * expert_rank + expert_tensor_rank)
+    return tracker
+
+
+def _get_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
