@@ -21,9 +21,11 @@ from isp.comm.mappings import (
 )
 from isp.data.broadcast import broadcast_data
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
+from isp.recompute import CheckpointWithoutOutput, checkpoint
 from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "RngStatesTracker",
     "RngStream",
     "VocabUtility",
@@ -32,6 +34,7 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "broadcast_data",
+    "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "divide",
     "gather_from_sequence_parallel_region",

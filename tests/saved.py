@@ -1,0 +1,28 @@
+"""What a forward keeps for its backward, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["saved_bytes"]
+
+
+def saved_bytes(forward: Callable[[], Any]) -> tuple[Any, int]:
+    """What `forward` gives, and the bytes behind all tensors saved by then; shared memory once.
+
+    Counted at the end of the forward, so what was given back meanwhile does not count.
+    """
+    kept: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    memories = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
+    return out, sum(memories.values())

@@ -1,0 +1,407 @@
+"""Recomputed parts against plain ones, bit for bit with dropout inside, and what they keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in every forked rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.comm import Channel
+from isp.data_parallel import DataParallelBucket
+from isp.recompute import Recomputer
+from isp.tensor_parallel import (
+    CheckpointWithoutOutput,
+    RngStatesTracker,
+    RngStream,
+    checkpoint,
+    model_parallel_manual_seed,
+)
+from tests.ranks import run_ranks
+from tests.saved import saved_bytes
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 8, 16
+X_BYTES = ROWS * WIDTH * 8
+W_BYTES = WIDTH * WIDTH * 8
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Net:
+    """A part with dropout from three streams, and a consumer of what it gives."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.tracker = model_parallel_manual_seed(3, tensor_rank=rank, device=CPU)
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator)
+        shape = (2, WIDTH, WIDTH)
+        self.w, self.v = torch.randn(shape, dtype=torch.float64, generator=generator).unbind()
+        self.rank = rank
+
+    def part(self, x: Tensor) -> Tensor:
+        """Saves several tensors, and draws from every stream."""
+        x = F.dropout(F.gelu(x @ self.v), 0.3)
+        with self.tracker.fork(RngStream.EQUAL):
+            x = F.dropout(x.sin(), 0.3)
+        with self.tracker.fork():
+            return F.dropout(x, 0.3)
+
+    def run(self, forward: Forward, *, passes: int = 1) -> tuple[list[Tensor], int]:
+        """Output, gradients and where the streams are afterwards; and the bytes saved."""
+        torch.manual_seed(self.rank)
+        leaves = [t.clone().requires_grad_() for t in (self.x, self.w, self.v)]
+        x, self.w, self.v = leaves
+        y, saved = saved_bytes(lambda: forward(x))
+        streams = [*self.tracker.get_states().values(), torch.get_rng_state()]
+        found = [y]
+        for remaining in reversed(range(passes)):
+            torch.rand(3)  # the recompute must not care what was drawn meanwhile
+            y.square().sum().backward(retain_graph=remaining > 0)
+            found += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        torch.set_rng_state(streams[-1])
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(self.tracker.get_states().values(), streams, strict=False)
+        ), "backward has moved a stream"
+        return [t.detach() for t in (*found, *streams)], saved
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def plain(net: Net) -> Forward:
+    return lambda x: net.part(x) @ net.w
+
+
+def checkpointed(net: Net, channel: Channel | None = None) -> Forward:
+    return lambda x: checkpoint(
+        lambda x: net.part(x) @ net.w, channel is not None, x, tracker=net.tracker, channel=channel
+    )
+
+
+def without_output(net: Net, **options: Any) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        part = CheckpointWithoutOutput(tracker=net.tracker, **options)
+        y = part.checkpoint(net.part, x)
+        z = y @ net.w
+        part.discard_output_and_register_recompute(z)
+        assert (y.untyped_storage().nbytes() > 0) == net.tracker.replays
+        return z
+
+    return forward
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("how", [checkpointed, without_output])
+def test_a_recompute_is_the_forward_again(how: Callable[[Net], Forward], passes: int) -> None:
+    """Catches other random numbers in the recompute, streams it leaves elsewhere, and contexts
+    that only work for the first of two backward passes.
+    """
+    net, other = Net(), Net()
+    wanted, _ = net.run(plain(net), passes=passes)
+    found, _ = other.run(how(other), passes=passes)
+    assert same(found, wanted)
+
+
+def test_a_part_called_inside_a_fork() -> None:
+    """Catches a recompute, which runs outside of that fork, that draws from another place."""
+
+    def in_fork(net: Net, forward: Forward) -> Forward:
+        def run(x: Tensor) -> Tensor:
+            with net.tracker.fork(RngStream.EQUAL):
+                return F.dropout(forward(x), 0.5)
+
+        return run
+
+    net = Net()
+    wanted, _ = net.run(in_fork(net, plain(net)))
+    for how in (checkpointed, without_output):
+        other = Net()
+        found, _ = other.run(in_fork(other, how(other)))
+        assert same(found, wanted)
+
+
+def test_what_is_kept() -> None:
+    """Catches memory that is claimed to be saved and is not."""
+    saved = {}
+    for name, how in {"all": plain, "checkpoint": checkpointed, "part": without_output}.items():
+        net = Net()
+        saved[name] = net.run(how(net))[1]
+    assert saved["all"] >= 7 * X_BYTES + 2 * W_BYTES
+    assert saved["checkpoint"] == X_BYTES, "the argument"
+    assert saved["part"] == X_BYTES + W_BYTES, "the argument, and the consumer's weight"
+
+
+def _distributed(rank: int, world: int) -> tuple[int, list[str]]:
+    channel = Channel(dist.group.WORLD)
+    net, other, whole = Net(rank), Net(rank), Net(rank)
+    wanted, _ = net.run(plain(net))
+    found, saved = other.run(checkpointed(other, channel))
+    assert same(found, wanted)
+    assert same(whole.run(checkpointed(whole))[0], wanted)
+    kinds = [t.kind for t in channel.log.take()]
+
+    # Nobody else keeps the whole input of the second part alive.
+    x = net.x.clone().requires_grad_()
+    middle = checkpointed(net, channel)(x)
+    end = checkpointed(net, channel)(middle.tanh())
+    inputs = weakref.ref(middle)
+    del middle
+    gone = inputs() is None
+    end.sum().backward()
+    assert gone
+    assert x.grad is not None
+    return saved, kinds
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_each_rank_keeps_a_part_of_the_input(world: int) -> None:
+    """Catches an input that is kept whole, comes back changed, or is gathered more than once."""
+    for saved, kinds in run_ranks(world, _distributed, world):
+        assert saved == X_BYTES // world
+        assert kinds == ["all_gather"]
+
+
+def test_a_channel_is_needed_to_distribute() -> None:
+    """Catches a request to distribute that is ignored."""
+    net = Net()
+    with pytest.raises(ValueError, match="needs the channel"):
+        checkpoint(net.part, True, net.x, tracker=net.tracker)
+
+
+def _odd(rank: int) -> str:
+    net, channel = Net(rank), Channel(dist.group.WORLD)
+    with pytest.raises(ValueError, match="does not divide") as raised:
+        checkpoint(net.part, True, net.x[:7, :15], tracker=net.tracker, channel=channel)
+    return str(raised.value)
+
+
+def test_an_input_that_cannot_be_distributed_is_refused() -> None:
+    """Catches elements that get lost between two ranks."""
+    assert run_ranks(2, _odd) == ["105 does not divide by 2"] * 2
+
+
+@pytest.mark.parametrize("how", [checkpointed, without_output])
+def test_without_gradients_nothing_is_done(how: Callable[[Net], Forward]) -> None:
+    """Catches an output that is dropped though no backward will ever restore it."""
+    net, other = Net(), Net()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        wanted = plain(net)(net.x)
+        torch.manual_seed(0)
+        if how is checkpointed:
+            assert torch.equal(checkpointed(other)(other.x), wanted)
+            return
+        part = CheckpointWithoutOutput(tracker=other.tracker)
+        y = part.checkpoint(other.part, other.x)
+        z = y @ other.w
+        part.discard_output_and_register_recompute(z)
+        assert torch.equal(y @ other.w, wanted)
+
+
+class Phases:
+    """Notes when it is entered and left."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextmanager
+    def announce(self) -> Iterator[None]:
+        self.events.append("recompute")
+        try:
+            yield
+        finally:
+            self.events.append("end")
+
+    def noted(self, net: Net) -> Forward:
+        def part(x: Tensor) -> Tensor:
+            self.events.append("part")
+            return net.part(x)
+
+        return part
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_recompute_is_announced(whole: bool) -> None:
+    """Catches a communicator that takes a recompute for a forward, and parts computed too often."""
+    net, phases = Net(), Phases()
+    part = phases.noted(net)
+
+    def forward(x: Tensor) -> Tensor:
+        options = {"tracker": net.tracker, "announce": phases.announce}
+        if whole:
+            return checkpoint(part, False, x, **options) @ net.w
+        between = CheckpointWithoutOutput(**options)
+        z = between.checkpoint(part, x) @ net.w
+        between.discard_output_and_register_recompute(z)
+        return z
+
+    net.run(forward, passes=2)
+    assert phases.events == ["part", *(["recompute", "part", "end"] * 2)]
+
+
+class SavesViews(torch.autograd.Function):
+    """x [N, M], w [O, M] -> x w^T; saves x in two halves, as grouped linears do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(*x.tensor_split(2), w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, w = ctx.saved_tensors
+        return dy @ w, dy.T @ torch.cat((first, second))
+
+
+def test_views_of_the_output_are_restored_with_it() -> None:
+    """Catches a restored output whose views still show the memory that was given back."""
+    found = []
+    for drop in (False, True):
+        net = Net()
+
+        def forward(x: Tensor, net: Net = net, drop: bool = drop) -> Tensor:
+            part = CheckpointWithoutOutput(tracker=net.tracker)
+            y = part.checkpoint(net.part, x) if drop else net.part(x)
+            z: Tensor = SavesViews.apply(y, net.w)
+            if drop:
+                part.discard_output_and_register_recompute(z)
+            return z
+
+        found.append(net.run(forward))
+    assert same(found[0][0], found[1][0])
+    assert found[1][1] == X_BYTES + W_BYTES
+
+
+def test_several_outputs_in_one_memory() -> None:
+    """Catches outputs that are views of each other and are restored one over the other."""
+    found = []
+    for drop in (False, True):
+        net = Net()
+
+        def forward(x: Tensor, net: Net = net, drop: bool = drop) -> Tensor:
+            def split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                a, b = net.part(x).chunk(2, -1)
+                return a, b, b.exp()
+
+            part = CheckpointWithoutOutput(tracker=net.tracker)
+            a, b, c = part.checkpoint(split, x) if drop else split(x)
+            z = (a * b * c) @ net.w[: WIDTH // 2]
+            if drop:
+                part.discard_output_and_register_recompute(z)
+            return z
+
+        found.append(net.run(forward))
+    assert same(found[0][0], found[1][0])
+
+
+def test_misuse_is_refused() -> None:
+    """Catches an argument's memory given back, and an output that nothing would restore."""
+    net = Net()
+    x = net.x.clone().requires_grad_()
+    fresh = CheckpointWithoutOutput(tracker=net.tracker)
+    with pytest.raises(RuntimeError, match="no output yet"):
+        fresh.discard_output_and_register_recompute(x)
+    with pytest.raises(ValueError, match="shares its memory with an argument"):
+        fresh.checkpoint(lambda x: x.view(-1), x)
+    y = fresh.checkpoint(net.part, x)
+    with pytest.raises(ValueError, match="requires no gradient"):
+        fresh.discard_output_and_register_recompute(y.detach())
+    with pytest.raises(RuntimeError, match="used once"):
+        fresh.checkpoint(net.part, x)
+    assert y.untyped_storage().nbytes() == X_BYTES
+    z = y @ net.w
+    fresh.discard_output_and_register_recompute(z)
+    with pytest.raises(RuntimeError, match="dropped already"):
+        fresh.discard_output_and_register_recompute(z)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_is_left_behind(backward: bool) -> None:
+    """Catches a circle of references through the graph, which no collector can see."""
+    net = Net()
+    x = net.x.clone().requires_grad_()
+    z = without_output(net)(x)
+    if backward:
+        z.sum().backward()
+    gone = weakref.ref(x)
+    del x, z
+    assert gone() is None
+
+
+def test_a_part_that_fails_leaves_the_streams_in_place() -> None:
+    """Catches a tracker that stays where a failed recompute left it."""
+    net = Net()
+
+    def fails_later(x: Tensor) -> Tensor:
+        y = net.part(x).exp()
+        if failing:
+            raise ZeroDivisionError
+        return y.exp()
+
+    failing = False
+    y = checkpoint(fails_later, False, net.x.clone().requires_grad_(), tracker=net.tracker)
+    failing, before = True, net.tracker.snapshot()
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    after = net.tracker.snapshot()
+    assert torch.equal(after.generator, before.generator)
+    assert all(torch.equal(s, after.streams[name]) for name, s in before.streams.items())
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_data_parallel_sees_one_backward(drop: bool) -> None:
+    """Catches a recompute that is a backward within the backward: it would end the pass early."""
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)])
+    again = Recomputer(tracker=RngStatesTracker(CPU))
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c, d = self.module
+            if drop:
+                return again.without_output(c, d, again.without_output(a, b, x))
+            return again(nn.Sequential(c, d), again(nn.Sequential(a, b), x))
+
+    model = DataParallelBucket(Recomputed(), Channel.solo())
+    x = Net().x.clone().requires_grad_()
+    model(x).square().sum().backward()
+    found = [p.grad.clone() for p in module.parameters()]
+    model.reset()
+    module(x).square().sum().backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(found, module.parameters(), strict=True))
+
+
+def test_a_part_inside_a_recomputed_whole() -> None:
+    """Catches an output dropped in a recompute: backward would read memory that is not there."""
+    net, other = Net(), Net()
+    wanted, _ = net.run(plain(net), passes=2)
+    found, saved = other.run(
+        lambda x: checkpoint(without_output(other), False, x, tracker=other.tracker), passes=2
+    )
+    assert same(found, wanted)
+    assert saved == X_BYTES
+
+
+def test_inside_a_recomputed_whole_nothing_is_dropped() -> None:
+    """Catches a part that is dropped within a whole whose recompute would not restore it."""
+    net, other = Net(), Net()
+    again = Recomputer(tracker=other.tracker)
+    wanted, _ = net.run(plain(net))
+    found, saved = other.run(
+        lambda x: again(lambda x: again.without_output(other.part, lambda y: y @ other.w, x), x)
+    )
+    assert same(found, wanted)
+    assert saved == X_BYTES
