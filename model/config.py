@@ -52,11 +52,23 @@ class ModelConfig:
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
     checkpoint_keeps_attention: bool = False
     """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
+    checkpoint_distribute_activations: bool = False
+    """mtp: keep 1/p of a recomputed block's input on each tensor rank; gather it in backward."""
+    checkpoint_norm_outputs: bool = False
+    """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
+    least in msp mode, whose linears keep what they gather of it."""
+    checkpoint_mlp_activation: bool = False
+    """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.checkpoint <= 1:
             raise ValueError(
                 f"model.checkpoint={self.checkpoint} must be from 0 (recompute nothing) to 1"
+            )
+        if self.checkpoint_distribute_activations and not self.checkpoint:
+            raise ValueError(
+                "model.checkpoint_distribute_activations has nothing to distribute without"
+                " recomputed blocks: set model.checkpoint above 0"
             )
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
         for name in (*sizes, "num_kv_heads", "head_dim", "sliding_window"):
@@ -113,6 +125,8 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
                     f"parallel.tensor.size={size} must divide model.{key}={value} in {mode} mode:"
                     f" use {_usable(value, size)}, or isp mode, which does not split the features"
                 )
+    if model.checkpoint_distribute_activations:
+        _check_distributable(model, parallel, seq_len)
     if mode is not Mode.MTP and seq_len % size:
         raise ValueError(
             f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
@@ -129,6 +143,21 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
         raise ValueError(
             f"parallel.tensor.size={size} must divide model.vocab_size={model.vocab_size} for"
             f" parallel.weight.vocab_parallel_loss: use a multiple of {size}, or the default loss"
+        )
+
+
+def _check_distributable(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
+    size, mode = parallel.tensor.size, parallel.tensor.mode
+    if mode is not Mode.MTP:
+        raise ValueError(
+            f"model.checkpoint_distribute_activations is for mtp mode: in {mode} mode each tensor"
+            f" rank keeps its own tokens only; set it to false"
+        )
+    if seq_len * model.hidden_size % size:
+        raise ValueError(
+            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row times"
+            f" model.hidden_size={model.hidden_size} for model.checkpoint_distribute_activations:"
+            f" use {_usable(seq_len * model.hidden_size, size)}, or set it to false"
         )
 
 

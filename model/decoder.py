@@ -8,6 +8,7 @@ V vocabulary; S' the tokens and H', K', F', V' the features that this rank compu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.parallel.config import LaunchPoint
-from isp.recompute import Announce, recomputed
+from isp.recompute import Recomputer
+from isp.rng import RngStatesTracker
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import recomputed_blocks
 from model.config import ModelConfig
@@ -60,10 +62,10 @@ class Attention(nn.Module):
         self.core = CoreAttention(core)
         self.wo = layers.row(q, config.hidden_size, std=std / math.sqrt(2 * config.num_layers))
 
-    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S', D] -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
+    def to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """What `wqkv` gives -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
         num_q, num_kv = self.heads
-        heads = self.wqkv(x).unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
+        heads = fused.unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -84,19 +86,27 @@ class FeedForward(nn.Module):
         self.w13 = layers.column(hidden, (inner, inner), std=std)
         self.w2 = layers.row(inner, hidden, std=std / math.sqrt(2 * config.num_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S', D] -> [B, S', D]."""
-        gate, up = self.w13(x).chunk(2, dim=-1)  # [B, S', F'] each
-        y: Tensor = self.w2(F.silu(gate) * up)
-        return y
+    def activation(self, fused: Tensor) -> Tensor:
+        """What `w13` gives, [B, S', 2F'] -> [B, S', F']."""
+        gate, up = fused.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerFactory,
+        core: DistributedAttention,
+        recompute: Recomputer,
+    ):
         super().__init__()
         self.keeps_attention = config.checkpoint_keeps_attention
+        self.drops_norms = config.checkpoint_norm_outputs
+        self.drops_activation = config.checkpoint_mlp_activation
+        self.recompute = recompute
         self.attention_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, layers, core)
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
@@ -107,22 +117,30 @@ class Block(nn.Module):
         q, k, v = self._before_attention(x, rotary)
         return self._after_attention(x, self.attention.core(q, k, v, mask))
 
-    def forward_recomputed(
-        self, x: Tensor, rotary: Rotary, mask: AttentionMask, announce: Announce
-    ) -> Tensor:
+    def forward_recomputed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """As `forward`, with only x kept for backward, or x and what attention takes and gives."""
         if not self.keeps_attention:
-            return recomputed(announce, self.forward, x, rotary, mask)
-        q, k, v = recomputed(announce, self._before_attention, x, rotary)
+            return self.recompute(self.forward, x, rotary, mask)
+        q, k, v = self.recompute(self._before_attention, x, rotary)
         heads = self.attention.core(q, k, v, mask)
-        return recomputed(announce, self._after_attention, x, heads)
+        return self.recompute(self._after_attention, x, heads)
 
     def _before_attention(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attention.project(self.attention_norm(x), rotary)
+        fused = self._through(self.attention_norm, self.attention.wqkv, x, drop=self.drops_norms)
+        return self.attention.to_heads(fused, rotary)
 
     def _after_attention(self, x: Tensor, heads: Tensor) -> Tensor:
-        x = x + self.attention.output(heads)
-        y: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        mlp, x = self.feed_forward, x + self.attention.output(heads)
+        fused = self._through(self.ffn_norm, mlp.w13, x, drop=self.drops_norms)
+        return x + self._through(mlp.activation, mlp.w2, fused, drop=self.drops_activation)
+
+    def _through(
+        self, part: Callable[..., Tensor], linear: nn.Module, x: Tensor, *, drop: bool
+    ) -> Tensor:
+        """linear(part(x)); `drop` what is between the two until its gradient is near."""
+        if drop:
+            return self.recompute.without_output(part, linear, x)
+        y: Tensor = linear(part(x))
         return y
 
     def weight_visits(self) -> tuple[DeclaredVisit, ...]:
@@ -154,7 +172,14 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(
             config.head_size, base=config.rope_theta, scaling=config.rope_scaling
         )
-        self.layers = nn.ModuleList(Block(config, layers, core) for _ in range(config.num_layers))
+        recompute = Recomputer(
+            tracker=RngStatesTracker(layers.device),
+            announce=layers.communicator.recomputing,
+            distribute_over=layers.tensor if config.checkpoint_distribute_activations else None,
+        )
+        self.layers = nn.ModuleList(
+            Block(config, layers, core, recompute) for _ in range(config.num_layers)
+        )
         self.recomputed_layers = recomputed_blocks(config.num_layers, config.checkpoint)
         self.norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.head = layers.head(
@@ -166,7 +191,6 @@ class Decoder(nn.Module):
         self.loss_channel = layers.loss_channel
         self.first_logit = layers.first_logit(config.vocab_size)
         self.splits_logits = layers.splits_logits
-        self.recomputing = layers.communicator.recomputing
         bind_names(self)
 
     def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -181,7 +205,7 @@ class Decoder(nn.Module):
         for block, recompute in zip(self.layers, self.recomputed_layers, strict=True):
             assert isinstance(block, Block)
             if recompute and torch.is_grad_enabled():
-                x = block.forward_recomputed(x, rotary, mask, self.recomputing)
+                x = block.forward_recomputed(x, rotary, mask)
             else:
                 x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
