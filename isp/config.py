@@ -82,6 +82,7 @@ class JobConfig:
     """Traces of single steps."""
 
     def __post_init__(self) -> None:
+        self._check_supported()
         check_layout(self.model, self.parallel, self.row_tokens)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
@@ -92,6 +93,18 @@ class JobConfig:
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
             )
+
+    def _check_supported(self) -> None:
+        """Raise ValueError for keys whose meaning no part of the trainer carries out yet."""
+        pipeline, profiles = self.parallel.pipeline, self.profiler.enable_profiling
+        for key, value, use in (
+            ("parallel.pipeline.size", pipeline.size, 1),
+            ("parallel.pipeline.num_chunks", pipeline.num_chunks, 1),
+            ("profiler.enable_profiling", profiles, False),
+        ):
+            if value != use:
+                shown, instead = (str(v).lower() for v in (value, use))
+                raise ValueError(f"{key}={shown} is not supported yet: use {instead}")
 
     @property
     def row_tokens(self) -> int:

@@ -183,6 +183,19 @@ def test_numbers_that_exclude_each_other_are_refused(write):
     assert "model.num_heads=4" in faults_of(path, *split, "--parallel.tensor.mode=mtp")
 
 
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("--parallel.pipeline.size=2", "parallel.pipeline.size=2 is not supported yet: use 1"),
+        ("--parallel.pipeline.num_chunks=2", "num_chunks=2 is not supported yet: use 1"),
+        ("--profiler.enable_profiling", "enable_profiling=true is not supported yet: use false"),
+    ],
+)
+def test_what_no_part_carries_out_yet_is_refused(write, word, fault):
+    """Catches a key that is accepted and then silently ignored."""
+    assert fault in faults_of(write(MINIMAL), word)
+
+
 def test_sizes_that_do_not_fit_the_world_are_refused(write):
     """Catches an impossible split found only once processes have started."""
     config = load_config(write(MINIMAL), ["--parallel.tensor.size=3", "--data.seq_len=2049"])
