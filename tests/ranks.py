@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.optim loads it: once here, not in every forked rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
