@@ -1,0 +1,190 @@
+"""What our model and training step cost at world size 1, against the same in plain torch.nn.
+
+    python tools/bench_world1.py --rounds 15
+
+Both train on the same batch in turn, a step each, the first one rotating, so that both see the
+same disturbances. A step is forward, backward, clipping and AdamW, float32 on CPU. First the losses
+of a few steps have to agree. Shown are the medians of the ratios (ours / plain) of the same round,
+of wall time and of processor time, which other programs on the machine blur less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.comm import Mesh
+from isp.data.batch import MicroBatch
+from isp.layers.module import named_parameters
+from isp.layers.rotary import RotaryEmbedding
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.parallel.config import ParallelConfig, WeightConfig
+from isp.parallel.topology import Topology
+from isp.settings import OptimizerConfig
+from isp.train.build import build_model
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+
+SIZES = {
+    "quickstart": ModelConfig(
+        vocab_size=272,
+        hidden_size=160,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=432,
+    ),
+    "hidden 512": ModelConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=1408,
+    ),
+}
+ADAMW = OptimizerConfig(lr=1e-3)
+MAX_NORM = 1.0
+TOLERANCE = 1e-5
+"""Of the losses; sums in another order, float32."""
+Step = Callable[[], float]
+
+
+class PlainBlock(nn.Module):
+    """The block that a reader of the Llama paper would write down."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv, self.d = c.num_heads, c.kv_heads, c.head_size
+        self.attention_norm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.wqkv = nn.Linear(c.hidden_size, (self.heads + 2 * self.kv) * self.d, bias=False)
+        self.wo = nn.Linear(self.heads * self.d, c.hidden_size, bias=False)
+        self.ffn_norm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.w13 = nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
+        self.w2 = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self.wqkv(self.attention_norm(x)).unflatten(-1, (-1, self.d)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv, self.kv), dim=1)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(2))
+        gate, up = self.w13(self.ffn_norm(x)).chunk(2, dim=-1)
+        return x + self.w2(F.silu(gate) * up)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class Plain(nn.Module):
+    """The decoder in plain modules; its parameters come in the order of ours."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(PlainBlock(c) for _ in range(c.num_layers))
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.rotary = RotaryEmbedding(c.head_size, base=c.rope_theta)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in self.rotary(positions))
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
+    """A training step of ours, as the trainer builds it, and of the plain model."""
+    mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
+    device = torch.device("cpu")
+    built = build_model(config, WeightConfig(), mesh, seed=0, device=device, dtype=torch.float32)
+    parameters = list(named_parameters(built.model))
+    plain = Plain(config)
+    own = dict(plain.named_parameters())
+    assert len(own) == len(parameters)
+    with torch.no_grad():
+        for item in parameters:
+            own[item.name.replace("attention.w", "w").replace("feed_forward.", "")].copy_(
+                item.parameter
+            )
+    gradients = MainGradients(parameters, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, ADAMW, max_norm=MAX_NORM)
+    train_step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in own.values() if p.dim() > 1]},
+            {"params": [p for p in own.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=ADAMW.lr,
+        betas=(ADAMW.beta1, ADAMW.beta2),
+        eps=ADAMW.eps,
+        weight_decay=ADAMW.weight_decay,
+        fused=True,
+    )
+
+    def theirs() -> float:
+        adamw.zero_grad()
+        logits = plain(batch.tokens, batch.positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(own.values(), MAX_NORM)
+        adamw.step()
+        return loss.item()
+
+    return lambda: train_step([batch], ADAMW.lr).loss, theirs
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds of wall and of processor time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--profile", action="store_true", help="show where both spend their time")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | loss differs by | wall ms, plain | wall ratio | processor ratio |")
+    print("|---|---|---|---|---|")
+    for name in options.sizes:
+        torch.manual_seed(0)
+        tokens = torch.randint(SIZES[name].vocab_size, (1, options.seq_len + 1))
+        positions = torch.arange(options.seq_len).unsqueeze(0)
+        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
+        pair = steps_of(SIZES[name], batch)
+        off = max(abs(pair[0]() - pair[1]()) for _ in range(3))
+        assert off <= TOLERANCE, f"{name}: the losses differ by {off}"
+        rounds = []
+        for index in range(options.rounds):
+            first = index % 2
+            times = [timed(pair[first]), timed(pair[1 - first])]
+            rounds.append((times[first], times[1 - first]))  # ours, plain
+        wall, cpu = (statistics.median(a[i] / b[i] for a, b in rounds) for i in (0, 1))
+        plain_ms = 1e3 * statistics.median(b[0] for _, b in rounds)
+        print(f"| {name} | {off:.1e} | {plain_ms:.0f} | {wall:.3f} | {cpu:.3f} |", flush=True)
+        if options.profile:
+            for who, step in zip(("ours", "plain"), pair, strict=True):
+                with torch.profiler.profile() as profile:
+                    step()
+                table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=14)
+                print(f"{who}\n{table}")
+
+
+if __name__ == "__main__":
+    main()
