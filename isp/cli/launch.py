@@ -56,6 +56,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="isp-ranks-") as folder:
         options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         try:
             torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
