@@ -77,6 +77,8 @@ class Trainer:
         )
         self.step = 0
         """Steps done."""
+        self.tokens = 0
+        """Tokens that all ranks have trained on in them."""
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
@@ -118,7 +120,7 @@ class Trainer:
         if info is None:
             return
         resumed = self.checkpointer.load(info, self.state)
-        self.step = resumed.step
+        self.step, self.tokens = resumed.step, resumed.tokens
         self.train_step.weights_changed()
         logger.info("resumed from %s", info.describe())
 
@@ -134,6 +136,7 @@ class Trainer:
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
         self.step += 1
+        self.tokens += self.tokens_per_step
         if outcome.skipped:
             self._tell_skipped(outcome)
         stopped, flops = self._agree(batches)
@@ -164,7 +167,7 @@ class Trainer:
         record = self._meter.record(
             outcome,
             step=self.step,
-            tokens=self.step * self.tokens_per_step,
+            tokens=self.tokens,
             lr=lr,
             mem_gib=self.mesh[Axis.WORLD].all_reduce(memory, op="max").wait().item(),
         )
@@ -186,8 +189,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        tokens = self.step * self.tokens_per_step
-        self.checkpointer.save(self.step, self.state, tokens=tokens)
+        self.checkpointer.save(self.step, self.state, tokens=self.tokens)
 
     def _save_and_go_on(self) -> None:
         try:
