@@ -204,4 +204,4 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         clear(run)
         checkpointer.load(info, run.state)
         assert expect(run) > 0
-    assert newest >= 20
+    assert newest > 1, "every save was of the first step: nothing was replaced or deleted"
