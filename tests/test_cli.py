@@ -22,6 +22,10 @@ ROOT = Path(__file__).parent.parent
 RANK_SCRIPT = """
 import os, signal, sys, time
 from isp.cli.failures import report
+from isp.cli.launch import follow_launcher
+
+def tell(word):  # in one write: the ranks share a pipe
+    os.write(1, word.encode() + b"\\n")
 
 def act(how):
     if how == "raise" and rank == 1:
@@ -30,17 +34,18 @@ def act(how):
         open("absent.yaml")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    print("ready", flush=True)
+    tell("ready")
     while not stopped and how == "stop":
         time.sleep(0.05)
     time.sleep(0.3)
     if how != "stop":
         raise RuntimeError("connection closed by peer")
-    print("saved", flush=True)
+    tell("saved")
 
 rank, stopped = int(os.environ["RANK"]), []
 for stop in (signal.SIGINT, signal.SIGTERM):
     signal.signal(stop, lambda *_: stopped.append(True))
+follow_launcher()
 try:
     act(sys.argv[1])
 except Exception as error:
@@ -80,8 +85,8 @@ def start_ranks(tmp_path: Path):
 
     yield start
     for process in started:
-        process.kill()
-        process.communicate()
+        process.kill()  # its ranks follow
+        process.communicate(timeout=60)
 
 
 def test_config_prints_what_loads_back(job, capsys, tmp_path):
@@ -281,6 +286,17 @@ def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
     assert output == "saved\n" * 2
     assert process.returncode == 128 + stop
     assert errors == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the ranks on Linux only")
+def test_a_killed_launcher_lets_the_ranks_save(start_ranks):
+    """Catches ranks left running, with nobody to stop them, by a launcher that was killed."""
+    process = start_ranks("stop")
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert ready == ["ready\n"] * 2
+    process.kill()
+    output, _ = process.communicate(timeout=60)  # ends when the ranks have closed the pipe
+    assert output == "saved\n" * 2
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])

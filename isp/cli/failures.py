@@ -16,7 +16,7 @@ import traceback
 __all__ = ["LAUNCHER_REPORTS", "report"]
 
 LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
-"""Set in the environment of ranks whose launcher shows their failures: they stay silent."""
+"""The launcher's process id, in the environment of ranks whose failures it shows."""
 
 
 def report(error: Exception) -> int:

@@ -1,11 +1,13 @@
 """Starts the ranks of one machine through torchrun, and tells how they ended.
 
-torchrun runs inside this process. It forwards SIGINT and SIGTERM to the ranks, which finish their
-step and save; it ends the other ranks when one fails.
+torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
+and save; it ends the other ranks when one fails. Should it be killed itself, the ranks are told by
+the kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -19,12 +21,13 @@ from isp.cli.failures import LAUNCHER_REPORTS
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["launch", "launched_ranks", "reports_for_ranks"]
+__all__ = ["follow_launcher", "launch", "launched_ranks", "reports_for_ranks"]
 
 SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
 KNOCK_ON_SECONDS = 10
 """A rank found killed up to this long after another's error is taken as its cause."""
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def launched_ranks() -> int | None:
@@ -39,6 +42,20 @@ def reports_for_ranks() -> bool:
     return LAUNCHER_REPORTS in os.environ
 
 
+def follow_launcher() -> None:
+    """Have this rank stop, as on SIGTERM, if its launcher dies without passing a signal on.
+
+    A launcher that is killed cannot end its ranks, and they are in sessions of their own. Only
+    Linux has the call; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    launcher = int(os.environ[LAUNCHER_REPORTS])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run `command`, a script or `-m` and a module, as `nproc` ranks; the exit code of the run.
 
@@ -47,7 +64,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
-    os.environ[LAUNCHER_REPORTS] = "1"
+    os.environ[LAUNCHER_REPORTS] = str(os.getpid())
     logging.disable(logging.ERROR)  # torchrun's own account of what is told below
 
     from torch.distributed import run as torchrun

@@ -133,7 +133,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import launch, launched_ranks, reports_for_ranks
+    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
     from isp.config import ConfigError, load_config
 
     ranks = launched_ranks()
@@ -145,6 +145,8 @@ def _train(args: argparse.Namespace) -> int:
         _note_unused(config)
     if args.nproc is not None:
         return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
+    if reports_for_ranks():
+        follow_launcher()
     from isp.train import main as train
 
     train(config)

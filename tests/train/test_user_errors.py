@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from isp.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 JOB = """
 job: {name: job, dump_folder: out}
@@ -33,11 +35,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "isp", "train", "job.yaml", "--nproc", "2", *options]
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts the job on two ranks; nothing that it started outlives the test."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    started = []
+
+    def run(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-u", "-m", "isp", "train", "job.yaml", "--nproc", "2", *options]
+        run = subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+        started.append(run)
+        return run
+
+    yield run
+    for process in started:
+        process.kill()  # its ranks follow
+        process.communicate(timeout=60)
 
 
 def _await_step(run: subprocess.Popen[str], step: int) -> None:
@@ -49,18 +63,18 @@ def _await_step(run: subprocess.Popen[str], step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "empty.txt"])
-def test_text_that_cannot_be_read_is_told_once(folder: Path, name: str) -> None:
+def test_text_that_cannot_be_read_is_told_once(start: Start, name: str) -> None:
     """A traceback, or the same message from every rank, where a file is missing or empty."""
-    run = _start(folder, "--data.source", name)
+    run = start("--data.source", name)
     _, err = run.communicate(timeout=100)
     assert run.returncode == 2
     assert err.count(name) == 1, err
     assert "Traceback" not in err
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(folder: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on(start: Start, folder: Path) -> None:
     """A stop that loses steps, or a resume that begins anew."""
-    run = _start(folder)
+    run = start()
     _await_step(run, 2)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=100)
@@ -68,7 +82,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(folder: Path) -> None:
     assert "the same command goes on from there" in out
     assert "Traceback" not in err
     done = read_metrics(folder / "out/job/latest/metrics.jsonl")[-1].step
-    again = _start(folder, "--training.steps", str(done + 2))
+    again = start("--training.steps", str(done + 2))
     out, err = again.communicate(timeout=100)
     assert again.returncode == 0, err
     assert f"step: {done + 1}/{done + 2}" in out
@@ -76,9 +90,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(folder: Path) -> None:
     assert [record.step for record in records] == list(range(1, done + 3))
 
 
-def test_a_killed_rank_ends_the_others_and_keeps_the_checkpoint(folder: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_keeps_the_checkpoint(start: Start, folder: Path) -> None:
     """A hang of the ranks that are left, or a checkpoint lost with the one that died."""
-    run = _start(folder, "--checkpoint.interval", "2")
+    run = start("--checkpoint.interval", "2")
     _await_step(run, 6)
     workers = subprocess.run(
         ["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True
@@ -90,7 +104,7 @@ def test_a_killed_rank_ends_the_others_and_keeps_the_checkpoint(folder: Path) ->
     assert run.returncode not in (0, None)
     assert "SIGKILL" in err or "killed" in err, err
     steps = read_metrics(folder / "out/job/latest/metrics.jsonl")[-1].step + 1
-    again = _start(folder, "--training.steps", str(steps))
+    again = start("--training.steps", str(steps))
     out, err = again.communicate(timeout=100)
     assert again.returncode == 0, err
     assert "resumed from" in out
