@@ -20,14 +20,28 @@ from isp.comm.mappings import (
     split_tensor_into_1d_equal_chunks,
 )
 from isp.data.broadcast import broadcast_data
+from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
+from isp.layers.megatron import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from isp.layers.weight_gradients import AtOnce, DeferredWeightGradients, IntoMainGradients
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
 from isp.recompute import CheckpointWithoutOutput, checkpoint
 from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [
+    "IGNORED",
+    "AtOnce",
     "CheckpointWithoutOutput",
+    "ColumnParallelLinear",
+    "DeferredWeightGradients",
+    "IntoMainGradients",
     "RngStatesTracker",
     "RngStream",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
     "VocabUtility",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
@@ -48,4 +62,5 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_equal_chunks",
+    "vocab_parallel_cross_entropy",
 ]

@@ -117,7 +117,7 @@ def test_toolkits_over_different_groups_live_side_by_side(world: int) -> None:
             assert all(y == outputs[0] for y in outputs), "ranks that share it differ"
 
 
-@pytest.mark.parametrize("name", tp.__all__)
+@pytest.mark.parametrize("name", [name for name in tp.__all__ if callable(getattr(tp, name))])
 def test_a_public_name_says_what_it_does(name: str) -> None:
     """Catches a name that is exported and gone, or that nobody has described."""
     assert getattr(tp, name).__doc__

@@ -49,7 +49,11 @@ class _Embedding(torch.autograd.Function):
         dy = layer.moves.dy(dy, label=f"{layer.name}.dy").wait()
         if foreign is not None:
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
-        dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, -1, False)
+        if layer.deterministic:
+            dw = dy.new_zeros(ctx.num_rows, dy.shape[-1])
+            dw.index_put_((ids,), dy, accumulate=True)  # sorts the ids on CUDA
+        else:
+            dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, -1, False)
         return None, layer.communicator.grad_hook(dw, module=layer), None
 
 
@@ -70,6 +74,7 @@ class VocabParallelEmbedding(ParallelModule):
         communicator: WPCommunicator,
         moves: Moves,
         init_std: float = 0.02,
+        deterministic: bool = False,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -77,6 +82,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.communicator = communicator
         self.moves = moves
         self.init_std = init_std
+        self.deterministic = deterministic
         self.add_shard("weight", layout, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:

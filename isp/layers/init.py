@@ -18,8 +18,13 @@ class MasterStream:
     seed: int
     name: str
 
+    @property
+    def generator_seed(self) -> int:
+        """The seed of a generator of this parameter's own."""
+        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
     def normal(self, shape: tuple[int, ...], std: float) -> Tensor:
         """A float32 tensor on CPU of normal values of mean 0."""
-        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = torch.Generator().manual_seed(self.generator_seed)
         return torch.empty(shape).normal_(0.0, std, generator=generator)

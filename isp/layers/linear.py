@@ -75,7 +75,10 @@ class _Linear(torch.autograd.Function):
             dw = db = None
             if need_w:
                 flat_dy, flat_x = dy.flatten(0, -2), x_arriving.wait().flatten(0, -2)
-                dw = layer.weight_gradients(layer, flat_dy, flat_x)
+                if weight is layer.weight:
+                    dw = layer.weight_gradients(layer, flat_dy, flat_x)
+                else:
+                    dw = flat_dy.T @ flat_x
                 if dw is not None:
                     dw = communicator.grad_hook(dw, module=layer)
             if need_b:
@@ -114,6 +117,7 @@ class ParallelLinear(ParallelModule):
         weight_gradients: WeightGradientRoute | None = None,
         init_std: float = 0.02,
         tied_to: nn.Parameter | None = None,
+        has_weight: bool = True,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -124,23 +128,52 @@ class ParallelLinear(ParallelModule):
         self.skip_bias_add = skip_bias_add
         self.weight_gradients = weight_gradients or AtOnce()
         self.init_std = init_std
-        if tied_to is None:
+        if tied_to is None and has_weight:
             self.add_shard("weight", layout, device=device, dtype=dtype)
         else:
-            self.weight = tied_to
+            self.register_parameter("weight", tied_to)
             self.layouts["weight"] = layout
         if bias_layout is None:
             self.register_parameter("bias", None)
         else:
             self.add_shard("bias", bias_layout, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, I] -> y [B, S, O]; without the bias if that is to be added elsewhere."""
-        inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
-        y: Tensor = _Linear.apply(x, self.weight, inner_bias, self)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x [B, S, I] -> y [B, S, O]; without the bias if that is to be added elsewhere.
+
+        `weight` [O, I] is used in place of the layer's own, by modes that gather none. Raises
+        ValueError if it is not of the shape of the layer's shard.
+        """
+        y = self.multiply(x, weight)
         if self.bias_after_move and self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y
+
+    def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`forward` without a bias that is added after the move of y."""
+        weight = self._checked_weight(weight)
+        inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
+        y: Tensor = _Linear.apply(x, weight, inner_bias, self)
+        return y
+
+    def _checked_weight(self, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            if self.weight is None:
+                raise ValueError(f"{self._title} has no weight of its own: call it with one")
+            return self.weight
+        expected = self.layouts["weight"].local_shape
+        if tuple(weight.shape) != expected:
+            raise ValueError(
+                f"{self._title} was called with a weight of shape {tuple(weight.shape)}, its shard"
+                f" has shape {expected}"
+            )
+        if self.communicator.gathers_weights and weight is not self.weight:
+            raise ValueError(f"{self._title}: in isp mode only a layer's own weight is gathered")
+        return weight
+
+    @property
+    def _title(self) -> str:
+        return self.name or type(self).__name__
 
     def initial_value(self, name: str, stream: MasterStream) -> Tensor:
         shape = self.layouts[name].global_shape

@@ -19,46 +19,84 @@ IGNORED = -100
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """forward   loss = log(sum exp(logits)) - logits[target], 0 for ignored targets
-    backward  dlogits = (softmax - onehot(target)) * dloss
+    """forward   loss = log(sum exp(logits)) - (1 - e) logits[target] - e mean(logits)
+    backward  dlogits = (softmax - (1 - e) onehot(target) - e / V) * dloss
 
-    Three reductions: the largest logit, the sum of exponentials, the target's logit. The softmax is
-    computed in float32 at least, in the one buffer that backward then turns into the gradient.
+    e is the label smoothing; loss and gradient are 0 for ignored targets. Three reductions: the
+    largest logit, the target's logit (with it, for the mean, the sum of the logits and V), the sum
+    of exponentials. The softmax is computed in float32 at least, in the one buffer that backward
+    then turns into the gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, channel: Channel) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        smoothing: float,
+        first: int,
+        channel: Channel,
+        reuse_logits: bool,
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         top = channel.all_reduce(logits.amax(-1).to(wide), op="max", label="loss.max").wait()
-        shifted = logits.to(wide, copy=True).sub_(top.unsqueeze(-1))
+        shifted = logits.detach() if reuse_logits else logits
+        shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
         valid = target != IGNORED
         local = (target - first).masked_fill(~valid, -1)
         held = (local >= 0) & (local < logits.shape[-1])
         local = local.masked_fill(~held, 0).unsqueeze(-1)
         own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
-        target_logit = channel.all_reduce(own, label="loss.target").wait()
+        vocab_size = torch.zeros((), device=logits.device)
+        if smoothing == 0:
+            minuend = channel.all_reduce(own, label="loss.target").wait()
+        else:
+            size = own.new_full((1,), logits.shape[-1])
+            parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
+            parts = channel.all_reduce(parts, label="loss.target").wait()
+            vocab_size = parts[-1]
+            own, summed = parts[:-1].view(2, *target.shape)
+            minuend = own.lerp(summed / vocab_size, smoothing)
         exp = shifted.exp_()
         total = channel.all_reduce(exp.sum(-1), label="loss.sum").wait()
-        loss = (total.log() - target_logit).masked_fill(~valid, 0)
-        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, held, valid)
-        ctx.dtype = logits.dtype
+        loss = (total.log() - minuend).masked_fill(~valid, 0)
+        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
+        ctx.dtype, ctx.smoothing = logits.dtype, smoothing
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, local, held, valid = ctx.saved_tensors
-        grad = softmax.scatter_add(-1, local, -held.unsqueeze(-1).to(softmax.dtype))
+        softmax, local, held, valid, vocab_size = ctx.saved_tensors
+        at_target = held.unsqueeze(-1).to(softmax.dtype) * (ctx.smoothing - 1)
+        grad = softmax.scatter_add(-1, local, at_target)
+        if ctx.smoothing:
+            grad -= ctx.smoothing / vocab_size
         grad *= (dloss * valid).unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, *, first: int, channel: Channel
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    channel: Channel,
+    first: int | None = None,
+    reuse_logits: bool = False,
 ) -> Tensor:
     """The loss of each token, over logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
 
-    `first` is the vocabulary entry of this rank's first logit. Targets of `IGNORED` have loss and
-    gradient 0. float32 at least.  Source: Megatron-LM, tensor_parallel/cross_entropy.
+    `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many.
+    Targets of `IGNORED` have loss and gradient 0. `label_smoothing` spreads that share of the
+    target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. float32 at least.
+    With `reuse_logits` float32 or float64 logits are overwritten, which saves their size.
+    Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
+    tensor_parallel/cross_entropy (whose smoothing averages over a rank's part of the vocabulary).
     """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, first, channel)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
+    first = channel.rank * logits.shape[-1] if first is None else first
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        logits, target, label_smoothing, first, channel, reuse_logits
+    )
     return loss

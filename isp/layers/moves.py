@@ -65,12 +65,14 @@ class Moves:
     """Save x as it came, and move it again in backward."""
 
 
-def moves_for(mode: Mode, role: Role, tensor: Channel) -> Moves:
+def moves_for(
+    mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = SEQUENCE_DIM
+) -> Moves:
     """The row of the mode table for a linear of `role`, over the tensor group."""
     if tensor.size == 1:
         return Moves()
-    gather = partial(tensor.all_gather, dim=SEQUENCE_DIM)
-    reduce_scatter = partial(tensor.reduce_scatter, dim=SEQUENCE_DIM)
+    gather = partial(tensor.all_gather, dim=sequence_dim)
+    reduce_scatter = partial(tensor.reduce_scatter, dim=sequence_dim)
     match mode, role:
         case Mode.ISP, _:
             return Moves()

@@ -67,6 +67,8 @@ class TrainStep:
             self.hook = ISPCommunicatorSchedulerHook(built.communicator)
         for part in self.model.parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
+        self._unfinished = False
+        """Whether the last step ended with an exception."""
         self.hook.before_step(self._actions)
 
     def weights_changed(self) -> None:
@@ -77,8 +79,13 @@ class TrainStep:
         """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
 
         The new weights may still be on their way afterwards: each part of the model waits for its
-        own when it is needed.
+        own when it is needed. A step that ended with an exception changed nothing, and leaves no
+        gradient behind, if all ranks left it at the same place.
         """
+        if self._unfinished:
+            self.hook.after_step()  # what was still travelling, and was promised to `gradients`
+            self.hook.before_step(self._actions)
+        self._unfinished = True
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
         total = torch.zeros((), dtype=torch.float64, device=valid.device)
@@ -90,6 +97,7 @@ class TrainStep:
         self.gradients.reduce()
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
+        self._unfinished = False
         return StepOutcome(
             loss=self._sum(self._loss_axis, total).item(),
             grad_norm=result.grad_norm,

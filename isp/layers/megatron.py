@@ -1,0 +1,290 @@
+"""Column, row and embedding layers with Megatron-LM's options: the layers of the modes, made ready.
+
+S sequence, B batch, I in features, O out features, V vocabulary, D model size; /p = split over the
+group. Activations are [S, B, ..] unless `sequence_dim` says otherwise.
+
+Source: Megatron-LM, core/tensor_parallel/layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel
+from isp.comm.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from isp.layers import embedding, linear
+from isp.layers.init import MasterStream
+from isp.layers.module import ParallelModule
+from isp.layers.moves import Role, moves_for
+from isp.layers.weight_gradients import WeightGradientRoute
+from isp.parallel import Axis, Mode
+from isp.parallel.layout import ParameterLayout
+from isp.parallel.partition import chunk_range
+from isp.weights.wp import LocalWeights
+
+__all__ = ["ColumnParallelLinear", "InitMethod", "RowParallelLinear", "VocabParallelEmbedding"]
+
+InitMethod = Callable[[Tensor], object]
+"""Fills a whole weight, float32 on CPU, as the functions of `torch.nn.init` do."""
+
+FIRST_DIM = 0
+CPU = torch.device("cpu")
+
+
+def _normal(weight: Tensor) -> Tensor:
+    return nn.init.normal_(weight, std=0.02)
+
+
+class _Initialised(ParallelModule):
+    """Begins with its part of one master weight, so that every group size begins alike.
+
+    [Note: Master weight] Every rank fills the whole weight from torch's default CPU generator and
+    keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
+    `isp.layers.module.init_weights` does without: what it draws depends on names.
+    """
+
+    init_method: InitMethod
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the master weight [Note: Master weight]; a bias is zero."""
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.copy_(self.layouts[name].shard(self._master(name)))
+
+    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
+        """The whole of a parameter, drawn from the stream in place of the default generator."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(stream.generator_seed)
+            return self._master(name)
+
+    def _master(self, name: str) -> Tensor:
+        full = torch.zeros(self.layouts[name].global_shape)
+        if name != "bias":
+            self.init_method(full)
+        return full
+
+
+class ColumnParallelLinear(_Initialised, linear.ParallelLinear):
+    """y = x W^T + b with the outputs split: x [S, B, I] -> y [S, B, O/p], W [O/p, I], b [O/p].
+
+    forward   x as it is, or all-gathered along S (`sequence_parallel`: x is [S/p, B, I])
+    backward  dx all-reduced, or reduce-scattered along S; its trip, and that of x which is gathered
+              again rather than kept, are hidden behind the weight gradient
+
+    `gather_output` gives [S, B, O] on every rank. `segments` are the sizes of fused outputs (q, k
+    and v in one), each of which is split by itself; `stride` is short for that many equal ones.
+    With `skip_bias_add` the bias is returned and not added. With `skip_weight_param_allocation` the
+    layer has no weight of its own: it is called with one, [O/p, I].
+    Raises ValueError if outputs do not divide by p, or options contradict each other.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: Channel,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        stride: int = 1,
+        segments: Sequence[int] = (),
+        sequence_parallel: bool = False,
+        sequence_dim: int = FIRST_DIM,
+        skip_weight_param_allocation: bool = False,
+        weight_gradients: WeightGradientRoute | None = None,
+        init_method: InitMethod = _normal,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        segments = _segments("output_size", output_size, stride, segments, group)
+        mode = Mode.FSP if sequence_parallel else Mode.MTP
+        super().__init__(
+            _split((output_size, input_size), dim=0, segments=segments, group=group),
+            bias_layout=_split((output_size,), dim=0, segments=segments, group=group)
+            if bias
+            else None,
+            moves=moves_for(mode, Role.COLUMN, group, sequence_dim=sequence_dim),
+            communicator=LocalWeights(),
+            skip_bias_add=skip_bias_add,
+            weight_gradients=weight_gradients,
+            has_weight=not skip_weight_param_allocation,
+            device=device,
+            dtype=dtype,
+        )
+        self.group, self.gather_output, self.init_method = group, gather_output, init_method
+        self.reset_parameters()
+
+    def forward(  # type: ignore[override]  # as users of Megatron-LM expect it
+        self, x: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [S, B, I] -> y [S, B, O/p] or [S, B, O], and the bias [O/p] if it was not added."""
+        y = super().forward(x, weight)
+        if self.gather_output:
+            y = self._in_order(gather_from_tensor_model_parallel_region(y, self.group))
+        return y, self.bias if self.skip_bias_add else None
+
+    def _in_order(self, y: Tensor) -> Tensor:
+        """[.., O], rank by rank, to [.., O], segment by segment."""
+        segments = self.layouts["weight"].segments
+        if len(segments) == 1 or self.group.size == 1:
+            return y
+        own = [size // self.group.size for size in segments]
+        pieces = y.split(own * self.group.size, dim=-1)
+        return torch.cat([p for i in range(len(own)) for p in pieces[i :: len(own)]], dim=-1)
+
+
+class RowParallelLinear(_Initialised, linear.ParallelLinear):
+    """y = x W^T + b with the inputs split: x [S, B, I/p] -> y [S, B, O], W [O, I/p], b [O] whole.
+
+    forward   y all-reduced, or reduce-scattered along S (`sequence_parallel`: y is [S/p, B, O])
+    backward  dy as it is, or all-gathered along S
+
+    The bias is added once, to the sum; with `sequence_parallel` its gradient, a part on each rank,
+    is all-reduced. Unless `input_is_parallel` the layer splits x [S, B, I] itself. With
+    `skip_bias_add` the bias is returned and not added.
+    Raises ValueError if inputs do not divide by p, or options contradict each other.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: Channel,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        skip_bias_add: bool = False,
+        stride: int = 1,
+        segments: Sequence[int] = (),
+        sequence_parallel: bool = False,
+        sequence_dim: int = FIRST_DIM,
+        weight_gradients: WeightGradientRoute | None = None,
+        init_method: InitMethod = _normal,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "sequence_parallel=True needs input_is_parallel=True: features of x are split, and"
+                " tokens only in y"
+            )
+        segments = _segments("input_size", input_size, stride, segments, group)
+        if len(segments) > 1 and not input_is_parallel:
+            raise ValueError(
+                "stride or segments need input_is_parallel=True: a whole input is split in one"
+            )
+        mode = Mode.MSP if sequence_parallel else Mode.MTP
+        super().__init__(
+            _split((output_size, input_size), dim=1, segments=segments, group=group),
+            bias_layout=ParameterLayout(global_shape=(output_size,), reduce_over=Axis.DATA)
+            if bias
+            else None,
+            bias_after_move=True,
+            moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
+            communicator=LocalWeights(),
+            skip_bias_add=skip_bias_add,
+            weight_gradients=weight_gradients,
+            device=device,
+            dtype=dtype,
+        )
+        self.group, self.init_method = group, init_method
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.reset_parameters()
+
+    def forward(  # type: ignore[override]  # as users of Megatron-LM expect it
+        self, x: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [S, B, I/p] or [S, B, I] -> y [S, B, O] or [S/p, B, O], and a bias not added [O]."""
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_model_parallel_region(x, self.group)
+        y = self.multiply(x, weight)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.sequence_parallel:
+            bias = copy_to_tensor_model_parallel_region(bias, self.group)
+        if bias is None or self.skip_bias_add:
+            return y, bias
+        return y + bias, None
+
+
+class VocabParallelEmbedding(_Initialised, embedding.VocabParallelEmbedding):
+    """Rows of a table that is split by vocabulary: ids [..] -> [.., D], table [V/p, D].
+
+    forward   each rank looks up the ids it holds; the sum is all-reduced, or reduce-scattered
+              along `sequence_dim` (`reduce_scatter_embeddings`)
+    backward  the gradient as it is, or all-gathered
+
+    A vocabulary that does not divide is cut into ceil(V/p) rows, fewer on the last rank.
+    `deterministic` adds up the gradients of a row in the same order every time, on CUDA too.
+    Raises ValueError if a rank would have no row.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Channel,
+        reduce_scatter_embeddings: bool = False,
+        sequence_dim: int = FIRST_DIM,
+        deterministic: bool = False,
+        init_method: InitMethod = _normal,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if chunk_range(num_embeddings, group.size, group.size - 1).start == num_embeddings:
+            raise ValueError(
+                f"num_embeddings={num_embeddings} leaves some of the {group.size} ranks of the"
+                f" group without a row: pad it to a multiple of {group.size}"
+            )
+        mode = Mode.MSP if reduce_scatter_embeddings else Mode.MTP
+        super().__init__(
+            _split((num_embeddings, embedding_dim), dim=0, group=group),
+            moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
+            communicator=LocalWeights(),
+            deterministic=deterministic,
+            device=device,
+            dtype=dtype,
+        )
+        self.init_method = init_method
+        self.reset_parameters()
+
+
+def _split(
+    shape: tuple[int, ...], *, dim: int, group: Channel, segments: tuple[int, ...] = ()
+) -> ParameterLayout:
+    return ParameterLayout(
+        global_shape=shape,
+        dim=dim,
+        segments=segments,
+        parts=group.size,
+        index=group.rank,
+        reduce_over=Axis.DATA,
+    )
+
+
+def _segments(
+    name: str, size: int, stride: int, segments: Sequence[int], group: Channel
+) -> tuple[int, ...]:
+    """The sizes of what is fused; each has to divide by the group."""
+    if segments and stride != 1:
+        raise ValueError(f"stride={stride} and segments={tuple(segments)}: give one of them")
+    if sum(segments, start=0) not in (0, size) or size % stride:
+        raise ValueError(
+            f"stride={stride}, segments={tuple(segments)}: equal ones must divide {name}={size},"
+            f" given ones add up to it"
+        )
+    segments = tuple(segments) or (size // stride,) * stride
+    for segment in segments:
+        if segment % group.size:
+            what = f"{name}={size}" if len(segments) == 1 else f"a segment of {segment} of {name}"
+            raise ValueError(f"{what} does not divide by the {group.size} ranks of its group")
+    return segments

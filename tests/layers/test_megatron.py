@@ -1,0 +1,501 @@
+"""The layers with Megatron-LM's options against the unsharded ones, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.checkpoint import Checkpointer, TrainState
+from isp.comm import Channel, CommLog
+from isp.layers.module import NamedParameter, init_weights, named_parameters
+from isp.optim import MainGradients
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
+from isp.settings import CheckpointConfig
+from isp.tensor_parallel import (
+    IGNORED,
+    ColumnParallelLinear,
+    DeferredWeightGradients,
+    IntoMainGradients,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from tests.ranks import run_ranks
+
+S, B, WIDTH, INNER = 8, 2, 16, 48
+V = 23
+WORLDS = [1, 4, 8]
+DTYPE = torch.float64
+# Sums over the ranks are taken in another order than the unsharded matmul takes them.
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def group(log: CommLog | None = None) -> Channel:
+    return Channel(dist.group.WORLD, name="tensor", log=log)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
+
+
+def slice_of(x: Tensor, dim: int, channel: Channel) -> Tensor:
+    return x.chunk(channel.size, dim)[channel.rank].clone()
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of the unsharded linear."""
+    leaves = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+    y = F.linear(leaves["x"], leaves["weight"], leaves.get("bias"))
+    y.backward(dy)
+    grads = {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"y": y.detach(), **grads}
+
+
+def fill(layer: Any, weight: Tensor, bias: Tensor) -> None:
+    with torch.no_grad():
+        if layer.weight is not None:
+            layer.weight.copy_(layer.layouts["weight"].shard(weight))
+        if layer.bias is not None:
+            layer.bias.copy_(layer.layouts["bias"].shard(bias))
+
+
+COLUMN = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "gathered": {"gather_output": True},
+    "bias not added": {"skip_bias_add": True},
+    "strided": {"stride": 2},
+    "strided, gathered": {"stride": 3, "gather_output": True},
+    "segments": {"segments": (32, 8, 8)},
+    "segments, gathered": {"segments": (32, 8, 8), "gather_output": True},
+    "sequence parallel": {"sequence_parallel": True},
+    "batch first": {"sequence_parallel": True, "sequence_dim": 1},
+    "weight at call": {"skip_weight_param_allocation": True},
+}
+
+
+ROW = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "split before": {"input_is_parallel": True},
+    "bias not added": {"skip_bias_add": True},
+    "strided": {"input_is_parallel": True, "stride": 2},
+    "sequence parallel": {"input_is_parallel": True, "sequence_parallel": True},
+    "batch first": {
+        "input_is_parallel": True,
+        "sequence_parallel": True,
+        "sequence_dim": 1,
+    },
+}
+
+
+def _features(y: Tensor, layer: Any, dim: int) -> Tensor:
+    """The part of the last dim of y that belongs to this rank's part of the weight's `dim`."""
+    assert layer.layouts["weight"].dim == dim
+    return torch.cat([y[..., a:b] for a, b in layer.layouts["weight"].intervals()], dim=-1)
+
+
+def _column(rank: int, options: dict[str, Any]) -> None:
+    channel, dim = group(), options.get("sequence_dim", 0)
+    split, whole = options.get("sequence_parallel", False), options.get("gather_output", False)
+    skipped = options.get("skip_bias_add", False)
+    x, weight, bias = drawn(S, S, WIDTH), drawn(INNER, WIDTH, seed=2), drawn(INNER, seed=3)
+    layer = ColumnParallelLinear(WIDTH, INNER, group=channel, dtype=DTYPE, **options)
+    fill(layer, weight, bias)
+    shard = layer.layouts["weight"].shard
+    given = shard(weight).clone().requires_grad_() if layer.weight is None else None
+    local_x = (slice_of(x, dim, channel) if split else x.clone()).requires_grad_()
+    y, unadded = layer(local_x, given)
+    dy = drawn(S, S, INNER, seed=4)
+    y.backward(dy if whole else _features(dy, layer, 0))
+
+    expected = plain(x, weight, bias if layer.bias is not None and not skipped else None, dy)
+    full_y = expected["y"]
+    torch.testing.assert_close(y, full_y if whole else _features(full_y, layer, 0), **CLOSE)
+    dx = slice_of(expected["dx"], dim, channel) if split else expected["dx"]
+    torch.testing.assert_close(local_x.grad, dx, **CLOSE)
+    own = layer.weight if given is None else given
+    torch.testing.assert_close(own.grad, shard(expected["dweight"]), **CLOSE)
+    assert (unadded is layer.bias) is (skipped or layer.bias is None)
+    if "dbias" in expected:
+        local = layer.layouts["bias"].shard(expected["dbias"])
+        torch.testing.assert_close(layer.bias.grad, local, **CLOSE)
+
+
+def _row(rank: int, options: dict[str, Any]) -> None:
+    channel, dim = group(), options.get("sequence_dim", 0)
+    split, parallel = options.get("sequence_parallel", False), options.get("input_is_parallel")
+    x, weight, bias = drawn(S, S, INNER), drawn(WIDTH, INNER, seed=2), drawn(WIDTH, seed=3)
+    layer = RowParallelLinear(INNER, WIDTH, group=channel, dtype=DTYPE, **options)
+    fill(layer, weight, bias)
+    local_x = (_features(x, layer, 1) if parallel else x.clone()).requires_grad_()
+    y, unadded = layer(local_x)
+    if options.get("skip_bias_add"):
+        assert unadded is layer.bias
+        y = y + unadded
+    else:
+        assert unadded is None
+    dy = drawn(S, S, WIDTH, seed=4)
+    y.backward(slice_of(dy, dim, channel) if split else dy)
+
+    expected = plain(x, weight, bias if layer.bias is not None else None, dy)
+    full_y = expected["y"]
+    torch.testing.assert_close(y, slice_of(full_y, dim, channel) if split else full_y, **CLOSE)
+    dx = expected["dx"]
+    torch.testing.assert_close(local_x.grad, _features(dx, layer, 1) if parallel else dx, **CLOSE)
+    local = layer.layouts["weight"].shard(expected["dweight"])
+    torch.testing.assert_close(layer.weight.grad, local, **CLOSE)
+    if layer.bias is not None:
+        torch.testing.assert_close(layer.bias.grad, expected["dbias"], **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", COLUMN)
+def test_column_equals_the_unsharded_linear(world: int, name: str) -> None:
+    """Catches a part of outputs, of a gradient or of a fused weight in the wrong place."""
+    run_ranks(world, _column, COLUMN[name])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ROW)
+def test_row_equals_the_unsharded_linear(world: int, name: str) -> None:
+    """Catches a bias added by every rank, or a gradient of it that is one rank's part."""
+    run_ranks(world, _row, ROW[name])
+
+
+def _embedding(rank: int, options: dict[str, Any]) -> None:
+    channel = group()
+    ids = torch.randint(V, (S, B), generator=torch.Generator().manual_seed(7))
+    table, dy = drawn(V, WIDTH), drawn(S, B, WIDTH, seed=2)
+    layer = VocabParallelEmbedding(V, WIDTH, group=channel, dtype=DTYPE, **options)
+    shard = layer.layouts["weight"].shard
+    with torch.no_grad():
+        layer.weight.copy_(shard(table))
+    y = layer(ids)
+    leaf = table.clone().requires_grad_()
+    full_y = F.embedding(ids, leaf)
+    full_y.backward(dy)
+    assert leaf.grad is not None
+    if options.get("reduce_scatter_embeddings"):
+        full_y, dy = slice_of(full_y, 0, channel), slice_of(dy, 0, channel)
+    y.backward(dy)
+    torch.testing.assert_close(y, full_y, rtol=0, atol=0)  # all but one of the terms are zero
+    torch.testing.assert_close(layer.weight.grad, shard(leaf.grad), **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduce_scatter_embeddings": True}, {"deterministic": True}],
+    ids=["reduced", "reduce-scattered", "deterministic"],
+)
+def test_embedding_equals_the_whole_table(world: int, options: dict[str, Any]) -> None:
+    """Catches ids at the edges of a rank's rows, and a vocabulary that does not divide."""
+    run_ranks(world, _embedding, options)
+
+
+def _initial(rank: int) -> dict[str, list[Any]]:
+    """Every layer's whole weight, put together from the ranks', by both ways of initialising."""
+    channel = group()
+    torch.manual_seed(3)
+    layers = nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(WIDTH, INNER, group=channel, stride=2, dtype=DTYPE),
+            "row": RowParallelLinear(
+                INNER, WIDTH, group=channel, dtype=DTYPE, init_method=nn.init.xavier_normal_
+            ),
+            "embedding": VocabParallelEmbedding(V, WIDTH, group=channel, dtype=DTYPE),
+        }
+    )
+    wholes = {"by state": _joined(layers)}
+    init_weights(layers, seed=11)
+    return {**wholes, "by name": _joined(layers)}
+
+
+def _joined(layers: nn.Module) -> list[Any]:
+    wholes = []
+    for _, parameter, layout in named_parameters(layers):
+        whole = torch.zeros(layout.global_shape, dtype=DTYPE)
+        if not layout.sharded and dist.get_rank() > 0:
+            local = torch.zeros_like(parameter)
+        else:
+            local = parameter.detach()
+        begin = 0
+        for start, stop in layout.intervals():
+            part = local.narrow(layout.dim, begin, stop - start)
+            whole.narrow(layout.dim, start, stop - start).copy_(part)
+            begin += stop - start
+        dist.all_reduce(whole)
+        wholes.append(whole.tolist())
+    return wholes
+
+
+def test_initial_weights_are_equal_at_every_group_size() -> None:
+    """Catches shards that are drawn by themselves, or pieces of different masters."""
+    one = run_ranks(1, _initial)[0]
+    assert len({str(w) for w in one["by state"]}) == len(one["by state"])
+    for world in (4, 8):
+        assert all(found == one for found in run_ranks(world, _initial))
+
+
+def _routes(rank: int, sequence_parallel: bool) -> None:
+    channel = group()
+    x, weight, bias = drawn(S, B, WIDTH), drawn(INNER, WIDTH, seed=2), drawn(INNER, seed=3)
+    dys = [drawn(S, B, INNER, seed=seed) for seed in (4, 5, 6)]
+
+    def run(route: str, limit: int | None = None) -> Tensor:
+        layer = ColumnParallelLinear(
+            WIDTH, INNER, group=channel, sequence_parallel=sequence_parallel, dtype=DTYPE
+        )
+        fill(layer, weight, bias)
+        names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+        main = MainGradients(names, {Axis.DATA: Channel.solo()})
+        deferred = DeferredWeightGradients(main, limit=limit)
+        if route == "into":
+            layer.weight_gradients = IntoMainGradients(main)
+        elif route == "deferred":
+            layer.weight_gradients = deferred
+        main.zero()
+        local_x = slice_of(x, 0, channel) if sequence_parallel else x
+        for dy in dys:
+            layer(local_x)[0].backward(_features(dy, layer, 0))
+        put_off = 0 if route != "deferred" else len(dys) if limit is None else min(limit, len(dys))
+        assert len(deferred) == put_off
+        deferred.drain(1)
+        assert len(deferred) == max(0, put_off - 1)
+        deferred.drain()
+        main.reduce()
+        return main.grad(layer.weight).clone()
+
+    expected = sum(plain(x, weight, bias, dy)["dweight"] for dy in dys)
+    assert isinstance(expected, Tensor)
+    reference = run("at once")
+    size, begin = INNER // channel.size, channel.rank * (INNER // channel.size)
+    torch.testing.assert_close(reference, expected[begin : begin + size], **CLOSE)
+    torch.testing.assert_close(run("into"), reference, **CLOSE)  # added up inside the product
+    for limit in (None, 0, 1, 2, 3):
+        torch.testing.assert_close(run("deferred", limit), reference, **CLOSE)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_routes_of_the_weight_gradient_end_alike(sequence_parallel: bool) -> None:
+    """Catches a gradient that is lost, or added twice, on its way into the main gradient."""
+    run_ranks(4, _routes, sequence_parallel)
+
+
+def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
+    layer = ColumnParallelLinear(WIDTH, INNER, group=group(), dtype=DTYPE)
+    names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+    main = MainGradients(names, {Axis.DATA: Channel.solo()})
+    layer.weight_gradients = IntoMainGradients(main)
+    main.zero()
+    given = drawn(*layer.weight.shape).requires_grad_()
+    layer(drawn(S, B, WIDTH), given)[0].sum().backward()
+    main.reduce()
+    assert given.grad is not None
+    assert given.grad.abs().sum() > 0
+    assert main.grad(layer.weight).abs().sum() == 0
+
+
+def test_a_weight_at_call_has_its_own_gradient() -> None:
+    """Catches the gradient of a given weight that lands in the layer's main gradient."""
+    run_ranks(2, _weight_at_call_keeps_the_main_gradient_clean)
+
+
+def _saved_bytes(rank: int, layer_type: str) -> dict[str, int]:
+    """Bytes that autograd keeps for backward, of what is not a parameter."""
+    channel = group()
+    make: Any = {"column": ColumnParallelLinear, "row": RowParallelLinear}[layer_type]
+    found = {}
+    for case in ("trained", "frozen"):
+        layer = make(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
+        layer.weight.requires_grad_(case == "trained")
+        saved: set[tuple[int, int]] = set()
+
+        def keep(x: Tensor, layer: Any = layer, saved: Any = saved) -> Tensor:
+            if x is not layer.weight:
+                saved.add((x.data_ptr(), x.numel() * x.element_size()))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            y, _ = layer(drawn(S, B, WIDTH).requires_grad_())
+        y.sum().backward()
+        assert (layer.weight.grad is None) is (case == "frozen")
+        found[case] = sum(size for _, size in saved)
+    return found
+
+
+@pytest.mark.parametrize("layer_type", ["column", "row"])
+def test_a_frozen_weight_saves_no_input(layer_type: str) -> None:
+    """Catches activations kept for a gradient that nobody wants."""
+    for found in run_ranks(2, _saved_bytes, layer_type):
+        features = WIDTH if layer_type == "column" else WIDTH // 2
+        assert found == {"trained": S * B * features * 8, "frozen": 0}
+
+
+def _misuse(rank: int) -> list[str]:
+    channel, told = group(), []
+
+    def refused(make: Any) -> None:
+        with pytest.raises(ValueError) as fault:  # noqa: PT011  # the words are looked at below
+            make()
+        told.append(str(fault.value))
+
+    layer = ColumnParallelLinear(WIDTH, INNER, group=channel)
+    refused(lambda: layer(torch.zeros(S, B, WIDTH), torch.zeros(INNER, WIDTH)))
+    bare = ColumnParallelLinear(WIDTH, INNER, group=channel, skip_weight_param_allocation=True)
+    refused(lambda: bare(torch.zeros(S, B, WIDTH)))
+    refused(lambda: ColumnParallelLinear(WIDTH, 7, group=channel))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER, 4)))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER - 3, 3)))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER,), stride=2))
+    refused(lambda: RowParallelLinear(7, INNER, group=channel))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, sequence_parallel=True))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, stride=2))
+    refused(lambda: VocabParallelEmbedding(1, WIDTH, group=channel))
+    return told
+
+
+def test_misuse_names_the_numbers() -> None:
+    """Catches a shape or a contradiction that is found out in the middle of a matmul, or never."""
+    told = run_ranks(2, _misuse)[0]
+    words = [
+        ["(48, 16)", "(24, 16)"],
+        ["no weight of its own"],
+        ["output_size=7", "2 ranks"],
+        ["segments=(48, 4)", "output_size=48"],
+        ["segment of 45", "output_size"],
+        ["stride=2", "segments=(48,)"],
+        ["input_size=7", "2 ranks"],
+        ["input_is_parallel=True"],
+        ["input_is_parallel=True"],
+        ["num_embeddings=1", "2 ranks"],
+    ]
+    for text, expected in zip(told, words, strict=True):
+        assert all(word in text for word in expected), text
+
+
+def _toolkit(channel: Channel, fills: bool) -> nn.ModuleDict:
+    layers = nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(WIDTH, INNER, group=channel, stride=3, dtype=DTYPE),
+            "row": RowParallelLinear(INNER, WIDTH, group=channel, dtype=DTYPE),
+            "embedding": VocabParallelEmbedding(V, WIDTH, group=channel, dtype=DTYPE),
+        }
+    )
+    with torch.no_grad():
+        for seed, (_, parameter, layout) in enumerate(named_parameters(layers)):
+            parameter.copy_(layout.shard(drawn(*layout.global_shape, seed=seed)))
+            if not fills:
+                parameter.zero_()
+    return layers
+
+
+def _checkpointer(channel: Channel, layers: nn.Module, folder: Path) -> tuple[Any, TrainState]:
+    sizes = TensorConfig(size=channel.size, mode=Mode.MTP)
+    topology = Topology.create(dist.get_world_size(), ParallelConfig(tensor=sizes))
+    parameters = list(named_parameters(layers))
+    state = TrainState(parameters=parameters, optimizer=None, topology=topology)
+    return Checkpointer(folder, CheckpointConfig(), world=Channel(dist.group.WORLD)), state
+
+
+def _save(rank: int, folder: Path) -> None:
+    channel = group()
+    checkpointer, state = _checkpointer(channel, _toolkit(channel, fills=True), folder)
+    checkpointer.save(1, state, tokens=0)
+    checkpointer.close()
+
+
+def _load(rank: int, folder: Path) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    channel = Channel(pairs[rank // 2])
+    layers = _toolkit(channel, fills=False)
+    checkpointer, state = _checkpointer(channel, layers, folder)
+    checkpointer.load(checkpointer.choose(), state)
+    expected = dict(_toolkit(channel, fills=True).named_parameters())
+    for name, parameter in layers.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_a_checkpoint_loads_over_another_group(tmp_path: Path) -> None:
+    """Catches shards whose place in the whole weight is not known: fused ones, uneven ones."""
+    run_ranks(8, _save, tmp_path)
+    run_ranks(4, _load, tmp_path)
+
+
+def _loss(rank: int, smoothing: float, vocab: int) -> None:
+    log = CommLog()
+    channel = group(log)
+    logits = drawn(S, B, vocab) * 5
+    target = torch.randint(vocab, (S, B), generator=torch.Generator().manual_seed(7))
+    target[0, 0] = target[3] = IGNORED
+    dloss = drawn(S, B, seed=2)
+    leaf = logits.clone().requires_grad_()
+    expected = F.cross_entropy(
+        leaf.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="none"
+    ).view(S, B)
+    expected.backward(dloss)
+    assert leaf.grad is not None
+    size = -(-vocab // channel.size)
+    first = min(vocab, rank * size)
+    own = slice(first, min(vocab, first + size))
+    for reuse in (False, True):
+        local = logits[..., own].contiguous()
+        before = local.clone()
+        head = local.clone().requires_grad_()
+        local = head * 1  # as a layer's output, not a leaf
+        kept = local.detach()
+        loss = vocab_parallel_cross_entropy(
+            local, target, smoothing, channel=channel, first=first, reuse_logits=reuse
+        )
+        assert torch.equal(kept, before) is not reuse
+        moves = log.take()
+        assert len(moves) == (0 if channel.size == 1 else 3)
+        loss.backward(dloss)
+        assert not log.take()
+        torch.testing.assert_close(loss, expected.detach(), **CLOSE)
+        torch.testing.assert_close(head.grad, leaf.grad[..., own], **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab", [48, 45])
+def test_loss_is_torchs(world: int, smoothing: float, vocab: int) -> None:
+    """Catches smoothing over a rank's part alone, a fourth reduction, and logits overwritten."""
+    run_ranks(world, _loss, smoothing, vocab)
+
+
+def test_loss_refuses_a_smoothing_that_is_none() -> None:
+    """Catches a percentage given for a share."""
+    with pytest.raises(ValueError, match="label_smoothing=10"):
+        vocab_parallel_cross_entropy(
+            torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 10, channel=Channel.solo()
+        )
+
+
+def _wide_inside(rank: int) -> None:
+    """bfloat16 logits: the loss is float32's, the gradient bfloat16."""
+    channel = group()
+    logits = (drawn(S, B, 48) * 50).bfloat16()
+    target = torch.randint(48, (S, B), generator=torch.Generator().manual_seed(7))
+    local = slice_of(logits, 2, channel).requires_grad_()
+    loss = vocab_parallel_cross_entropy(local, target, channel=channel)
+    loss.sum().backward()
+    expected = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.flatten(), expected)
+    assert local.grad is not None
+    assert local.grad.dtype == torch.bfloat16
+
+
+def test_loss_is_float32_inside() -> None:
+    """Catches a softmax in the dtype of the logits."""
+    run_ranks(4, _wide_inside)
