@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.comm import Channel, CommLog
@@ -289,6 +290,47 @@ def _routes(rank: int, sequence_parallel: bool) -> None:
 def test_routes_of_the_weight_gradient_end_alike(sequence_parallel: bool) -> None:
     """Catches a gradient that is lost, or added twice, on its way into the main gradient."""
     run_ranks(4, _routes, sequence_parallel)
+
+
+class _Made(TorchDispatchMode):
+    """Counts the tensors of a shape that operations make."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        held = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and tuple(out.shape) == self.shape:
+            self.count += out.untyped_storage().data_ptr() not in held
+        return out
+
+
+def _made_gradients(rank: int) -> list[int]:
+    """How many tensors of the weight's shape a backward pass makes, by route."""
+    channel, counts = group(), []
+    for into in (False, True):
+        layer = ColumnParallelLinear(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
+        names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+        main = MainGradients(names, {Axis.DATA: Channel.solo()})
+        if into:
+            layer.weight_gradients = IntoMainGradients(main)
+        main.zero()
+        y, _ = layer(drawn(S, B, WIDTH))
+        with _Made(tuple(layer.weight.shape)) as made:
+            y.sum().backward()
+        counts.append(made.count)
+    return counts
+
+
+def test_a_product_into_the_main_gradient_makes_no_gradient() -> None:
+    """Catches a weight gradient that is computed beside its main gradient, and added."""
+    for at_once, into in run_ranks(2, _made_gradients):
+        assert at_once >= 1
+        assert into == 0
 
 
 def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
