@@ -16,7 +16,14 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-__all__ = ["RngSnapshot", "RngStatesTracker", "RngStream", "model_parallel_manual_seed"]
+__all__ = [
+    "RngSnapshot",
+    "RngStatesTracker",
+    "RngStream",
+    "generator_states",
+    "model_parallel_manual_seed",
+    "restore_generators",
+]
 
 
 class RngStream(StrEnum):
@@ -184,3 +191,18 @@ def _set_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's own generators that a process computing on `device` draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    """Put back what `generator_states` gave; without a state of the device's, leave that one."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

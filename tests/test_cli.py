@@ -327,3 +327,36 @@ def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[st
     """A plan shown for a mode that gathers nothing."""
     assert main(["schedule", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
     assert "use isp" in capsys.readouterr().err
+
+
+def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
+    """Catches damage that ends with exit code 0, and a whole checkpoint that does not."""
+    run = tmp_path / "run"
+    source = tmp_path / "text.txt"
+    source.write_text("some words to learn " * 50)
+    config = tmp_path / "job.yaml"
+    config.write_text(MINIMAL.replace("python-stdlib", str(source)))
+    options = ["--training.steps", "1", "--training.device", "cpu", "--data.seq_len", "32"]
+    folder = ["--job.dump_folder", str(run)]
+    done = subprocess.run(
+        [sys.executable, "-m", "isp", "train", str(config), *SMALL_MODEL, *options, *folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (latest,) = run.glob("*/latest")
+    assert main(["checkpoint", "inspect", str(latest)]) == 0
+    assert "step_1" in capsys.readouterr().out
+    assert main(["checkpoint", "inspect", str(latest / "checkpoint/step_1")]) == 0
+    assert "head.weight" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(latest)]) == 0
+    assert "good" in capsys.readouterr().out
+    shard = max((latest / "checkpoint/step_1").iterdir(), key=lambda file: file.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert main(["checkpoint", "verify", str(latest)]) == 1
+    assert shard.name in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(tmp_path / "absent")]) == 2
+    assert "is not a checkpoint" in capsys.readouterr().err

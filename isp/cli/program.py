@@ -87,6 +87,13 @@ def _build_parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="work on data", allow_abbrev=False)
     actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(_command(actions, "prepare", _prepare, "turn text into the .bin/.idx format"))
+    saved = commands.add_parser("checkpoint", help="look at checkpoints", allow_abbrev=False)
+    actions = saved.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, run, summary in (
+        ("inspect", _inspect, "show what checkpoints hold"),
+        ("verify", _verify, "read checkpoints and compare their checksums"),
+    ):
+        _add_checkpoint(_command(actions, name, run, summary))
     return parser
 
 
@@ -266,3 +273,24 @@ def _prepare(args: argparse.Namespace) -> int:
         f" documents, from {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
     )
     return 0
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="a checkpoint, a folder of them, or the folder of a run"
+    )
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from isp.checkpoint import inspect
+
+    print(inspect(args.path))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from isp.checkpoint import verify
+
+    verdict = verify(args.path)
+    print(verdict.text)
+    return 0 if verdict.good else 1

@@ -17,6 +17,7 @@ from isp.layers.module import named_parameters
 from isp.metrics import MetricsFile, describe_mfu, device_name, peak_tflops
 from isp.optim import MainGradients, Zero1Optimizer, learning_rate
 from isp.parallel import Axis
+from isp.rng import generator_states, restore_generators
 from isp.run_folder import RunFolder
 from isp.signals import StopRequest
 from isp.train.build import build_model
@@ -47,6 +48,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.mesh = mesh
+        self.device = device
         self.folder = folder
         self.data = data
         self.stop = stop
@@ -121,6 +123,9 @@ class Trainer:
             return
         resumed = self.checkpointer.load(info, self.state)
         self.step, self.tokens = resumed.step, resumed.tokens
+        self.optimizer.num_skipped = resumed.shared.get("num_skipped", 0)
+        if resumed.local is not None:
+            restore_generators(self.device, resumed.local["rng"])
         self.train_step.weights_changed()
         logger.info("resumed from %s", info.describe())
 
@@ -189,7 +194,13 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        self.checkpointer.save(self.step, self.state, tokens=self.tokens)
+        self.checkpointer.save(
+            self.step,
+            self.state,
+            tokens=self.tokens,
+            shared={"num_skipped": self.optimizer.num_skipped},
+            local={"rng": generator_states(self.device)},
+        )
 
     def _save_and_go_on(self) -> None:
         try:

@@ -107,6 +107,15 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _draw() -> None:
+    torch.rand(7)
+
+
+def _draw_and_stop() -> None:
+    _draw()
+    _stop()
+
+
 def _die() -> None:
     os._exit(9)
 
@@ -130,10 +139,10 @@ def _elsewhere(config: JobConfig, name: str) -> JobConfig:
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_a_stopped_run_goes_on_bit_by_bit(config, dtype):
-    """Catches state that is not saved or not loaded: moments, masters, step, rate, data."""
+    """Catches state that is not saved or not loaded: moments, masters, step, rate, data, RNG."""
     config = replace(config, training=replace(config.training, dtype=dtype))
-    whole = _run(4, _elsewhere(config, "whole"))
-    stopped = _run(4, config, 3, _stop)
+    whole = _run(4, _elsewhere(config, "whole"), 3, _draw)
+    stopped = _run(4, config, 3, _draw_and_stop)
     (saved,) = CheckpointFolder(stopped / "checkpoint").steps()
     assert 3 <= saved < STEPS, "stopped soon after it was asked, and before the end"
     assert [r.step for r in _numbers(stopped)] == list(range(1, saved + 1))
@@ -146,6 +155,8 @@ def test_a_stopped_run_goes_on_bit_by_bit(config, dtype):
     assert wanted[-1][1] < wanted[0][1]
     ours, theirs = _checkpoint(resumed), _checkpoint(whole)
     assert ours.keys() == theirs.keys()
+    assert {f"local.{rank}" for rank in range(4)} <= theirs.keys()
+    assert theirs["local.0"].tolist() != theirs["local.1"].tolist(), "rank 0 has drawn"
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
 
@@ -211,3 +222,15 @@ def test_more_steps_continue_a_finished_run(config):
     longer = _run(1, replace(config, training=TrainingConfig(steps=4)))
     assert longer == first
     assert [r.step for r in _numbers(longer)] == [1, 2, 3, 4]
+
+
+def test_skipped_steps_are_counted_on(config):
+    """Catches a count of skipped steps that begins anew with every resume."""
+    config = replace(config, optimizer=replace(config.optimizer, lr=1e300))  # weights overflow
+    config = replace(config, training=replace(config.training, steps=4))
+    skipped = [record.skipped for record in _numbers(_run(4, config))]
+    assert any(skipped)
+    before = sum(skipped)
+    config = replace(config, training=replace(config.training, steps=6))
+    run = _run(4, config)
+    assert f"({before + 2} steps were skipped so far)" in (run / "logs/rank_0.log").read_text()
