@@ -6,11 +6,12 @@ They import nothing of the project, so that every layer may take them as argumen
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
     "CheckpointConfig",
+    "GradScalerConfig",
     "JobSection",
     "LRSchedulerConfig",
     "MetricsConfig",
@@ -60,8 +61,9 @@ class TrainingConfig:
 
     steps: int = 100
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Numbers of weights and activations; bfloat16 keeps float32 gradients and master weights."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Numbers of weights and activations; bfloat16 and float16 keep float32 gradients and master
+    weights, and float16 scales the loss: see `optimizer.grad_scaler`."""
     seed: int = 0
     """Decides the initial weights, the order of the data and every random stream."""
     deterministic: bool = False
@@ -81,6 +83,50 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradScalerConfig:
+    """`optimizer.grad_scaler`: the factor of the loss in float16.  Names: InternEvo."""
+
+    use: Literal["auto", "always"] = "auto"
+    """auto: with `training.dtype: float16`, whose small gradients would vanish without it."""
+    initial_scale: float = 2.0**16
+    """The factor of the first step; an overflow skips the step and lowers it."""
+    min_scale: float = 1.0
+    """The factor is not lowered below this."""
+    max_scale: float = 2.0**24
+    """The factor is not raised above this."""
+    growth_factor: float = 2.0
+    """What the factor is multiplied by when it is raised; powers of two round no gradient."""
+    backoff_factor: float = 0.5
+    """What the factor is multiplied by when it is lowered."""
+    growth_interval: int = 1000
+    """Steps in a row without an overflow after which the factor is raised."""
+    hysteresis: int = 2
+    """Overflows, since the factor was last raised, from which on each one lowers it."""
+
+    def __post_init__(self) -> None:
+        initial, least, most = self.initial_scale, self.min_scale, self.max_scale
+        growth, backoff = self.growth_factor, self.backoff_factor
+        key = "optimizer.grad_scaler"
+        between = f"must be from {key}.min_scale={least} to {key}.max_scale={most}"
+        _refuse(
+            _unless(0 < least < math.inf, f"{key}.min_scale", least, "must be above 0: use e.g. 1"),
+            _unless(0 < most < math.inf, f"{key}.max_scale", most, "must be finite and above 0"),
+            _unless(least <= initial <= most, f"{key}.initial_scale", initial, between),
+            _unless(
+                1 < growth < math.inf, f"{key}.growth_factor", growth, "must be above 1: use e.g. 2"
+            ),
+            _unless(
+                0 < backoff < 1,
+                f"{key}.backoff_factor",
+                backoff,
+                "must be above 0 and below 1: use e.g. 0.5",
+            ),
+            _at_least(f"{key}.growth_interval", self.growth_interval, 1),
+            _at_least(f"{key}.hysteresis", self.hysteresis, 1, " (1: every overflow lowers it)"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """`optimizer`: AdamW and its numbers."""
 
@@ -96,6 +142,11 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of the weights, a fraction of lr."""
+    grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
+    """The scale of the loss in float16."""
+    max_skipped_steps: int = 10
+    """End the run after this many steps in a row whose gradients were not finite; those after which
+    the loss scale can still be lowered do not count. 0: never."""
 
     def __post_init__(self) -> None:
         lr, eps, decay = self.lr, self.eps, self.weight_decay
@@ -111,6 +162,7 @@ class OptimizerConfig:
                 decay,
                 "must be finite and at least 0 (0: no decay)",
             ),
+            _at_least("optimizer.max_skipped_steps", self.max_skipped_steps, 0, " (0: no limit)"),
         )
 
 

@@ -123,7 +123,7 @@ def test_all_faults_are_reported_at_once_with_their_places(write):
         "line 3: model.num_head: no such key; did you mean 'num_heads'?",
         "line 7: parallel.tensor.sise: no such key; did you mean 'size'?",
         "line 8: parallel.tensor.mode=\"isq\" must be 'mtp', 'msp', 'fsp' or 'isp'",
-        "line 10: training.dtype=\"fp16\" must be 'float64', 'float32' or 'bfloat16'",
+        "line 10: training.dtype=\"fp16\" must be 'float64', 'float32', 'bfloat16' or 'float16'",
         "line 12: optimizer.lr=-1.0 must be above 0: use e.g. 3e-4",
         "line 13: optimizer.beta1=2.0 must be at least 0 and below 1",
         "--metrics.log_freq: metrics.log_freq=0 must be at least 1",
@@ -186,7 +186,7 @@ def test_numbers_that_exclude_each_other_are_refused(write):
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        ("--parallel.pipeline.size=2", "parallel.pipeline.size=2 is not supported yet: use 1"),
+        ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
         ("--parallel.pipeline.num_chunks=2", "num_chunks=2 is not supported yet: use 1"),
         ("--profiler.enable_profiling", "enable_profiling=true is not supported yet: use false"),
     ],

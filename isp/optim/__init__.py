@@ -1,17 +1,27 @@
 """From gradients to weights: main gradients, their reduction, the sharded optimizer."""
 
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Channels
+from isp.optim.grad_scaler import GradScaler, GradScalerState
 from isp.optim.lr_scheduler import check_schedule, learning_rate
 from isp.optim.main_grads import MainGradients
-from isp.optim.zero1 import OptimizerState, ShardState, StepResult, Zero1Optimizer
+from isp.optim.zero1 import (
+    OptimizerState,
+    ShardState,
+    SkipState,
+    StepResult,
+    Zero1Optimizer,
+)
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "BucketManager",
     "Channels",
+    "GradScaler",
+    "GradScalerState",
     "MainGradients",
     "OptimizerState",
     "ShardState",
+    "SkipState",
     "StepResult",
     "Zero1Optimizer",
     "check_schedule",

@@ -15,20 +15,21 @@ from isp.comm import Pending
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels, master_dtype
 from isp.optim.grad_norm import global_grad_norm
+from isp.optim.grad_scaler import GradScaler, GradScalerState
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher, owned_rows
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
-from isp.settings import OptimizerConfig
+from isp.settings import GradScalerConfig, OptimizerConfig
 
-__all__ = ["OptimizerState", "ShardState", "StepResult", "Zero1Optimizer"]
+__all__ = ["OptimizerState", "ShardState", "SkipState", "StepResult", "Zero1Optimizer"]
 
 
 class StepResult(NamedTuple):
     """What a step did."""
 
     grad_norm: float
-    """The global gradient norm before clipping."""
+    """The global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
     """True if the norm was not finite: nothing has changed then."""
 
@@ -52,6 +53,15 @@ class OptimizerState(TypedDict):
     """Updates made so far; skipped steps do not count."""
     parameters: dict[str, ShardState]
     """By the parameter's name, also where this rank has none of its rows."""
+
+
+class SkipState(TypedDict):
+    """What skipped steps have changed: plain numbers, the same on all ranks of every layout."""
+
+    num_skipped: int
+    skipped_in_a_row: int
+    grad_scaler: GradScalerState | None
+    """None if the loss was not scaled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +111,9 @@ class Zero1Optimizer:
     `owned_rows` gives it: it alone keeps their master weights and moments and updates them, and
     `publish` brings them to the others. Parameters must not be moved or replaced afterwards.
 
+    Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
+    `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
+
     Collectives, in this order on all ranks: the norm over MODEL, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1; the update is `torch.optim.AdamW`.
     """
@@ -118,6 +131,11 @@ class Zero1Optimizer:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         self.num_skipped = 0
+        """Steps skipped so far."""
+        self.skipped_in_a_row = 0
+        """Those since the last update that no smaller loss scale could have saved."""
+        self.scaler = _scaler(gradients, config.grad_scaler)
+        """None if the loss is not scaled."""
         self._gradients = gradients
         self._channels = channels
         self._max_norm = max_norm
@@ -132,31 +150,36 @@ class Zero1Optimizer:
             shard.master.grad = gradients.grad(shard.item.parameter)[start:stop]
 
     def step(self, lr: float, *, wait: bool = True) -> StepResult:
-        """Norm, clip, update the rows of this rank at learning rate `lr`, publish.
+        """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
 
         Needs reduced gradients and uses them up. With `wait=False` the new weights are still on
         their way: `published` has to be called for each parameter before it is used. A gradient
-        norm that is not finite, the same on all ranks, skips the step and counts it.
+        norm that is not finite, the same on all ranks, skips the step, counts it and may lower
+        the loss scale.
         """
         assert self._gradients.reduced, "the gradients have to be reduced before the step"
         self._publisher.wait()
         norm = self.grad_norm()
         if not math.isfinite(norm):
-            self.num_skipped += 1
+            self._count_skip()
             return StepResult(norm, skipped=True)
-        self._clip(norm)
+        self._unscale_and_clip(norm)
         self._update(lr)
         self.publish()
         if wait:
             self._publisher.wait()
         return StepResult(norm, skipped=False)
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: multiplied by the loss scale, `loss` itself without one."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
     def grad_norm(self) -> float:
-        """The global norm of the reduced gradients; synchronises with the device."""
+        """The global norm of the reduced gradients, unscaled; synchronises with the device."""
         norm = global_grad_norm(
             self._gradients, self._channels, counted_elsewhere=self._counted_elsewhere
         )
-        return norm.item()
+        return norm.item() / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:
@@ -210,22 +233,60 @@ class Zero1Optimizer:
         self.publish()
         self._publisher.wait()
 
-    def _clip(self, norm: float) -> None:
-        """Scale the gradients of this rank's rows so that the global norm is at most max_norm.
+    def skip_state(self) -> SkipState:
+        """What skipped steps have changed; a checkpoint keeps it beside `state_dict`."""
+        return {
+            "num_skipped": self.num_skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "grad_scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
 
-        The factor is that of `torch.nn.utils.clip_grad_norm_`, its 1e-6 included.
+    def load_skip_state(self, state: SkipState) -> None:
+        """Take up a saved `skip_state`, the same on all ranks.
+
+        A run that scales the loss begins at its own initial scale if the saved one did not scale.
         """
-        if not self._max_norm or (scale := self._max_norm / (norm + 1e-6)) >= 1:
+        self.num_skipped = state["num_skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        if self.scaler is not None and state["grad_scaler"] is not None:
+            self.scaler.load_state_dict(state["grad_scaler"])
+
+    def _count_skip(self) -> None:
+        self.num_skipped += 1
+        if self.scaler is None or not self.scaler.can_back_off:
+            self.skipped_in_a_row += 1
+        if self.scaler is not None:
+            self.scaler.update(overflow=True)
+
+    def _unscale_and_clip(self, norm: float) -> None:
+        """Divide the gradients of this rank's rows by the loss scale, and bring the global norm,
+        which is `norm` without the scale, to max_norm if it is larger.
+
+        One product does both. The factor of clipping is that of `torch.nn.utils.clip_grad_norm_`,
+        its 1e-6 included.
+        """
+        factor = 1.0 if self.scaler is None else 1 / self.scaler.scale
+        if self._max_norm:
+            factor *= min(1.0, self._max_norm / (norm + 1e-6))
+        if factor == 1:
             return
         for shard in self._shards:
             assert shard.master.grad is not None
-            shard.master.grad.mul_(scale)
+            shard.master.grad.mul_(factor)
 
     def _update(self, lr: float) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         self._num_updates += 1
+        self.skipped_in_a_row = 0
+        if self.scaler is not None:
+            self.scaler.update(overflow=False)
+
+
+def _scaler(gradients: MainGradients, config: GradScalerConfig) -> GradScaler | None:
+    narrow = any(item.parameter.dtype == torch.float16 for item in gradients.parameters)
+    return GradScaler(config) if narrow or config.use == "always" else None
 
 
 def _adamw(shards: list[_Shard], config: OptimizerConfig) -> torch.optim.AdamW:

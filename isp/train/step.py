@@ -31,7 +31,7 @@ class StepOutcome:
     loss: float
     """Mean loss of the valid tokens of the global batch, before the update."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm, without the loss scale and before clipping."""
     skipped: bool
     """Whether the update was left out because the gradients were not finite."""
     valid_tokens: int
@@ -120,7 +120,7 @@ class TrainStep:
         """Adds the gradient of a micro-batch; its part of the loss."""
         loss = self._forward(batch) / divisor
         self.hook.before_backward(_CHUNK)
-        loss.backward()
+        self.optimizer.scale_loss(loss).backward()
         self.hook.after_backward(_CHUNK)
         return loss.detach()
 

@@ -23,6 +23,7 @@ from isp.signals import StopRequest
 from isp.train.build import build_model
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, model_flops
+from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome, TrainStep
 from model.flops import FLOP_RULE
 
@@ -30,7 +31,12 @@ __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class Trainer:
@@ -143,7 +149,7 @@ class Trainer:
         self.step += 1
         self.tokens += self.tokens_per_step
         if outcome.skipped:
-            self._tell_skipped(outcome)
+            self._count_skip(outcome)
         stopped, flops = self._agree(batches)
         self._meter.count(tokens=self.tokens_per_step, flops=flops)
         last = stopped or self.step == config.training.steps
@@ -155,7 +161,7 @@ class Trainer:
     def _agree(self, batches: list[MicroBatch]) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the FLOPs of the global batch."""
         own = 0.0
-        if self.mesh[Axis.TENSOR].rank == 0:
+        if self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0:
             own = float(model_flops(self.config.model, batches))
         facts = torch.tensor([float(self.stop.requested), own], dtype=torch.float64)
         stop, flops = self.mesh.host.all_reduce(facts, label="metrics").wait().tolist()
@@ -184,14 +190,11 @@ class Trainer:
             metrics.write(record)
         self._meter.restart()
 
-    def _tell_skipped(self, outcome: StepOutcome) -> None:
-        logger.warning(
-            "step %d: the gradient norm is %s, so the weights were left as they are (%d steps were"
-            " skipped so far)",
-            self.step,
-            outcome.grad_norm,
-            self.optimizer.num_skipped,
-        )
+    def _count_skip(self, outcome: StepOutcome) -> None:
+        """Tell of a skipped step. Raises ValueError if it is one too many in a row."""
+        optimizer, limit = self.optimizer, self.config.optimizer.max_skipped_steps
+        logger.warning("%s", describe_skip(optimizer, step=self.step, grad_norm=outcome.grad_norm))
+        check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
     def _save(self) -> None:
         self.checkpointer.save(

@@ -181,13 +181,14 @@ def make_run(
     task: Task,
     *,
     dtype: torch.dtype = torch.float64,
+    config: OptimizerConfig = OPTIMIZER,
 ) -> Run:
     """A run on this rank."""
     weight = layout.parallel.weight
     built = build_model(task.model, weight, mesh, seed=SEED, device=CPU, dtype=dtype)
     parameters = list(named_parameters(built.model))
     gradients = MainGradients(parameters, mesh)
-    optimizer = Zero1Optimizer(gradients, mesh, OPTIMIZER, max_norm=MAX_NORM)
+    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=MAX_NORM)
     step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
     return Run(step, parameters, optimizer, layout, task)
 

@@ -1,0 +1,275 @@
+"""The loss scale: its rules, and an optimizer that takes it out of the gradients again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isp.comm import Mesh
+from isp.optim import GradScaler, MainGradients, StepResult, Zero1Optimizer
+from isp.parallel import Topology
+from isp.settings import GradScalerConfig, OptimizerConfig
+from tests.optim.places import Spec, loss, place
+from tests.optim.test_zero1 import topology
+from tests.ranks import run_ranks
+
+SCALED = GradScalerConfig(use="always", initial_scale=2.0**10, growth_interval=2, hysteresis=1)
+PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+SPECS = [Spec("cut", (5, 3), dim=0), Spec("bias", (7,), dim=0), Spec("norm", (4,))]
+
+
+def scales(scaler: GradScaler, overflows: str) -> list[float]:
+    """The scale after each step: `x` is one that overflows."""
+    found = []
+    for step in overflows:
+        scaler.update(overflow=step == "x")
+        found.append(scaler.scale)
+    return found
+
+
+RULES = GradScalerConfig(initial_scale=64, min_scale=8, max_scale=128, growth_interval=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "expected"),
+    [
+        ({"hysteresis": 1}, "xxxxx", [32, 16, 8, 8, 8]),
+        ({"hysteresis": 2}, "xxxx", [64, 32, 16, 8]),
+        ({"hysteresis": 2}, "x..x", [64, 64, 64, 32]),  # good steps do not forgive, a raise does
+        ({"hysteresis": 2}, "x...xx", [64, 64, 64, 128, 128, 64]),
+        ({}, "......", [64, 64, 128, 128, 128, 128]),
+        ({}, "..x...", [64, 64, 64, 64, 64, 128]),  # three good steps in a row
+        ({"growth_factor": 1.5, "growth_interval": 1}, "..", [96, 128]),
+        ({"backoff_factor": 0.25, "hysteresis": 1}, "xx", [16, 8]),
+    ],
+)
+def test_the_scale_follows_its_rules(
+    changes: dict[str, Any], steps: str, expected: list[float]
+) -> None:
+    """Catches a scale that moves too early, too late, too far, or past its limits."""
+    assert scales(GradScaler(replace(RULES, **changes)), steps) == expected
+
+
+@pytest.mark.parametrize("before", ["", ".", "x", "x.", "xx", "xxxx", "....x.."])
+def test_a_loaded_scale_goes_on_as_one_that_was_not_saved(before: str) -> None:
+    """Catches a state that leaves out the scale, the good steps or the hysteresis."""
+    whole = GradScaler(replace(RULES, hysteresis=3))
+    scales(whole, before)
+    loaded = GradScaler(replace(RULES, hysteresis=3))
+    loaded.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert loaded.scale == whole.scale
+    assert loaded.state_dict() == whole.state_dict()
+    after = "..xx.x...x"
+    assert scales(loaded, after) == scales(whole, after)
+
+
+def test_a_loaded_scale_keeps_to_the_limits_of_the_run() -> None:
+    """Catches a saved scale above the limit, or a count past a shorter interval that never ends."""
+    wide = GradScaler(RULES)
+    scales(wide, ".....")
+    narrow = GradScaler(
+        replace(RULES, initial_scale=16, max_scale=32, growth_interval=2, hysteresis=1)
+    )
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow.scale == 32
+    assert scales(narrow, "x..") == [16, 16, 32]
+
+
+def _steps(
+    rank: int, ranks: Topology, dtype: torch.dtype, config: OptimizerConfig, max_norm: float
+) -> tuple[list[StepResult], list[Any], list[float]]:
+    """Results, weights and moments, and the scale after every step."""
+    mesh = Mesh(ranks, rank)
+    items = [place(spec, mesh, dtype) for spec in SPECS]
+    gradients = MainGradients(items, mesh, bucket_bytes=64)
+    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=max_norm)
+    results, history = [], []
+    for step in range(5):
+        gradients.zero()
+        gradients.expect_last()
+        optimizer.scale_loss(loss(items, SPECS, mesh, step)).backward()
+        gradients.reduce()
+        results.append(optimizer.step(config.lr))
+        history.append(0.0 if optimizer.scaler is None else optimizer.scaler.scale)
+    shards = optimizer.state_dict()["parameters"].values()
+    tensors = [item.parameter for item in items]
+    tensors += [t for s in shards for t in (s["master"], s["exp_avg"], s["exp_avg_sq"])]
+    return results, [t.detach().numpy().copy() for t in tensors], history
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e6])
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_power_of_two_changes_no_bit(world: int, max_norm: float, dtype: torch.dtype) -> None:
+    """Catches gradients that are unscaled twice, not at all, by the next step's scale or after
+    clipping, and a norm that contains the scale."""
+    ranks = topology(world, weight=min(2, world))
+    scaled = replace(PLAIN, grad_scaler=SCALED)
+    wanted = run_ranks(world, _steps, ranks, dtype, PLAIN, max_norm)
+    found = run_ranks(world, _steps, ranks, dtype, scaled, max_norm)
+    for (results, tensors, _), (plain, others, _) in zip(found, wanted, strict=True):
+        assert results == plain
+        assert all(1 < r.grad_norm < 1e6 and not r.skipped for r in plain)
+        for ours, theirs in zip(tensors, others, strict=True):
+            assert np.array_equal(ours, theirs)
+    assert [history for *_, history in found] == [[2.0**k for k in (10, 11, 11, 12, 12)]] * world
+    assert [history for *_, history in wanted] == [[0.0] * 5] * world
+
+
+def _overflow(rank: int, dtype: torch.dtype) -> tuple[list[bool], list[float], list[int], bool]:
+    """Skips, scales and counts of steps in which rank 1 alone may overflow, in float16 only."""
+    mesh = Mesh(topology(4, weight=2), rank)
+    items = [place(spec, mesh, dtype) for spec in SPECS]
+    gradients = MainGradients(items, mesh)
+    scaler = replace(SCALED, initial_scale=2.0**12, growth_interval=100)
+    optimizer = Zero1Optimizer(gradients, mesh, replace(PLAIN, grad_scaler=scaler))
+    skipped, history, counts, unchanged = [], [], [], True
+    for step in range(5):
+        before = [s["master"].clone() for s in optimizer.state_dict()["parameters"].values()]
+        gradients.zero()
+        # 100 x 2 ** 10 is above float16's 65504, and 100 x 2 ** 9 is not
+        pull = 100.0 if rank == 1 and step > 0 else 1.0
+        optimizer.scale_loss((items[0].parameter.double() * pull).sum()).backward()
+        gradients.reduce()
+        skipped.append(optimizer.step(1e-2).skipped)
+        assert optimizer.scaler is not None
+        history.append(optimizer.scaler.scale)
+        counts.append(optimizer.num_skipped)
+        after = [s["master"] for s in optimizer.state_dict()["parameters"].values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        if skipped[-1]:
+            unchanged &= same
+    return skipped, history, counts, unchanged
+
+
+def test_an_overflow_of_one_rank_lowers_the_scale_of_all() -> None:
+    """Catches a rank that goes on alone, or keeps its scale, when another one overflows."""
+    for skipped, history, counts, unchanged in run_ranks(4, _overflow, torch.float16):
+        assert skipped == [False, True, True, True, False]
+        assert history == [2.0**k for k in (12, 11, 10, 9, 9)]
+        assert counts == [0, 1, 2, 3, 3]
+        assert unchanged
+    for skipped, history, _, _ in run_ranks(4, _overflow, torch.float32):
+        assert not any(skipped), "the same gradients fit into float32"
+        assert history == [2.0**12] * 5
+
+
+class Solo:
+    """An optimizer of one process on one parameter of six elements."""
+
+    def __init__(self, dtype: torch.dtype, config: OptimizerConfig = PLAIN) -> None:
+        mesh = Mesh(topology(1), 0)
+        self.item = place(Spec("weight", (3, 2)), mesh, dtype)
+        self.gradients = MainGradients([self.item], mesh)
+        self.optimizer = Zero1Optimizer(self.gradients, mesh, config)
+
+    def step(self, gradient: float) -> StepResult:
+        """A step with this gradient in every element."""
+        self.gradients.zero()
+        total = (self.item.parameter.double() * gradient).sum()
+        self.optimizer.scale_loss(total).backward()
+        self.gradients.reduce()
+        return self.optimizer.step(1e-2)
+
+
+def test_float16_keeps_gradients_that_it_cannot_hold() -> None:
+    """Catches float16 without a scale, and a reported norm of the scaled gradients."""
+    tiny = 1e-8
+    assert torch.tensor(tiny).half() == 0
+    solo = Solo(torch.float16)
+    # 2 ** -10: float16 rounds to 11 bits
+    assert solo.step(tiny).grad_norm == pytest.approx(tiny * math.sqrt(6), rel=2**-10)
+    shard = solo.optimizer.state_dict()["parameters"]["weight"]
+    wanted = torch.full((3, 2), tiny * (1 - PLAIN.beta1))
+    torch.testing.assert_close(shard["exp_avg"], wanted, rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_other_dtypes_are_not_scaled(dtype: torch.dtype) -> None:
+    """Catches a scale where nobody asked for one."""
+    optimizer = Solo(dtype).optimizer
+    total = torch.ones(())
+    assert optimizer.scaler is None
+    assert optimizer.scale_loss(total) is total
+
+
+def test_skips_in_a_row_are_those_that_no_smaller_scale_avoids() -> None:
+    """Catches a search for the scale that counts, an update that forgives nothing, or a count that
+    never begins."""
+    plain = Solo(torch.float32)
+    rows = []
+    for gradient in (math.inf, math.nan, 1.0, math.inf):
+        plain.step(gradient)
+        rows.append(plain.optimizer.skipped_in_a_row)
+    assert rows == [1, 2, 0, 1]
+    assert plain.optimizer.num_skipped == 3
+
+    scaler = GradScalerConfig(initial_scale=4, min_scale=1, hysteresis=2)
+    scaled = Solo(torch.float16, replace(PLAIN, grad_scaler=scaler))
+    rows = []
+    for gradient in (math.inf, math.inf, math.inf, math.inf, math.nan, 1.0, math.inf):
+        scaled.step(gradient)
+        rows.append(scaled.optimizer.skipped_in_a_row)
+    assert rows == [0, 0, 0, 1, 2, 0, 1], "4, 4 (hysteresis), 2, and then 1, which is the least"
+
+
+def test_skips_and_scale_go_on_from_a_saved_state() -> None:
+    """Catches a run that searches its scale anew after a stop, or forgets what it has skipped."""
+    config = replace(PLAIN, grad_scaler=GradScalerConfig(initial_scale=2, hysteresis=1))
+    saved = Solo(torch.float16, config)
+    for gradient in (math.inf, math.inf, math.inf):
+        saved.step(gradient)
+    state = json.loads(json.dumps(saved.optimizer.skip_state()))
+    assert (state["num_skipped"], state["skipped_in_a_row"]) == (3, 2)
+    other = Solo(torch.float16, config).optimizer
+    other.load_skip_state(state)
+    assert other.skip_state() == state
+    assert other.scaler is not None
+    assert other.scaler.scale == 1
+
+
+def test_a_state_without_a_scale_is_taken_up_by_float16_and_the_reverse() -> None:
+    """Catches a dtype that cannot be changed between two runs."""
+    wide, narrow = Solo(torch.float32), Solo(torch.float16)
+    wide.step(math.inf)
+    state = wide.optimizer.skip_state()
+    assert state["grad_scaler"] is None
+    narrow.optimizer.load_skip_state(state)
+    assert narrow.optimizer.num_skipped == 1
+    assert narrow.optimizer.scaler is not None
+    assert narrow.optimizer.scaler.scale == GradScalerConfig().initial_scale
+    wide.optimizer.load_skip_state(narrow.optimizer.skip_state())
+    assert wide.optimizer.scaler is None
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"initial_scale": 0.5}, r"initial_scale=0.5 must be from .*min_scale=1.0 to .*16777216"),
+        ({"initial_scale": 2.0**25}, "initial_scale=33554432.0 must be from"),
+        ({"initial_scale": math.nan}, "initial_scale=nan must be from"),
+        ({"min_scale": 0.0}, "min_scale=0.0 must be above 0"),
+        ({"max_scale": math.inf}, "max_scale=inf must be finite"),
+        ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be above 0 and below 1"),
+        ({"backoff_factor": 0.0}, "backoff_factor=0.0 must be above 0 and below 1"),
+        ({"growth_interval": 0}, "growth_interval=0 must be at least 1"),
+        ({"hysteresis": 0}, "hysteresis=0 must be at least 1"),
+    ],
+)
+def test_a_scale_that_cannot_work_is_refused(values: dict[str, Any], fault: str) -> None:
+    """Catches a scale that never moves, or moves the wrong way."""
+    with pytest.raises(ValueError, match=r"optimizer\.grad_scaler\." + fault):
+        GradScalerConfig(**values)
+
+
+def test_a_limit_below_zero_is_refused() -> None:
+    """Catches a limit that ends every run."""
+    with pytest.raises(ValueError, match=r"optimizer\.max_skipped_steps=-1 must be at least 0"):
+        OptimizerConfig(max_skipped_steps=-1)
