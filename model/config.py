@@ -103,12 +103,16 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters, those of tied embeddings once."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * self.block_parameters + tables + self.hidden_size
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block."""
         q, kv = self.num_heads * self.head_size, self.kv_heads * self.head_size
         attention = self.hidden_size * (2 * q + 2 * kv)
         attention += (q + 2 * kv) * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * block + tables + self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
@@ -125,6 +129,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
                     f"parallel.tensor.size={size} must divide model.{key}={value} in {mode} mode:"
                     f" use {_usable(value, size)}, or isp mode, which does not split the features"
                 )
+    _check_stages(model, parallel.pipeline.size)
     if model.checkpoint_distribute_activations:
         _check_distributable(model, parallel, seq_len)
     if mode is not Mode.MTP and seq_len % size:
@@ -143,6 +148,19 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
         raise ValueError(
             f"parallel.tensor.size={size} must divide model.vocab_size={model.vocab_size} for"
             f" parallel.weight.vocab_parallel_loss: use a multiple of {size}, or the default loss"
+        )
+
+
+def _check_stages(model: ModelConfig, stages: int) -> None:
+    if stages > model.num_layers:
+        raise ValueError(
+            f"parallel.pipeline.size={stages} is more than model.num_layers={model.num_layers}:"
+            f" each stage needs a layer"
+        )
+    if stages > 1 and model.tie_embeddings:
+        raise ValueError(
+            f"parallel.pipeline.size={stages} with model.tie_embeddings=true is not supported yet:"
+            f" the table would be on the first and the last stage; set one of them back"
         )
 
 

@@ -8,7 +8,8 @@ V vocabulary; S' the tokens and H', K', F', V' the features that this rank compu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,20 @@ from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import recomputed_blocks
 from model.config import ModelConfig
 
-__all__ = ["Attention", "Block", "Decoder", "FeedForward"]
+__all__ = ["Attention", "Block", "Decoder", "FeedForward", "LayerSpan"]
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin of the positions of this rank's tokens."""
+
+
+class LayerSpan(NamedTuple):
+    """The blocks [start, stop) of the whole model that a pipeline stage has.
+
+    The one with the first block has the embedding too, the one with the last norm and head.
+    """
+
+    start: int
+    stop: int
 
 
 class CoreAttention(nn.Module):
@@ -101,8 +112,11 @@ class Block(nn.Module):
         layers: LayerFactory,
         core: DistributedAttention,
         recompute: Recomputer,
+        *,
+        recomputed: bool,
     ):
         super().__init__()
+        self.recomputed = recomputed
         self.keeps_attention = config.checkpoint_keeps_attention
         self.drops_norms = config.checkpoint_norm_outputs
         self.drops_activation = config.checkpoint_mlp_activation
@@ -113,17 +127,21 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, layers)
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        """x [B, S', D] -> [B, S', D]."""
-        q, k, v = self._before_attention(x, rotary)
-        return self._after_attention(x, self.attention.core(q, k, v, mask))
+        """x [B, S', D] -> [B, S', D].
 
-    def forward_recomputed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        """As `forward`, with only x kept for backward, or x and what attention takes and gives."""
+        If `recomputed`, only x is kept for backward, or x and what attention takes and gives.
+        """
+        if not (self.recomputed and torch.is_grad_enabled()):
+            return self._computed(x, rotary, mask)
         if not self.keeps_attention:
-            return self.recompute(self.forward, x, rotary, mask)
+            return self.recompute(self._computed, x, rotary, mask)
         q, k, v = self.recompute(self._before_attention, x, rotary)
         heads = self.attention.core(q, k, v, mask)
         return self.recompute(self._after_attention, x, heads)
+
+    def _computed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
+        q, k, v = self._before_attention(x, rotary)
+        return self._after_attention(x, self.attention.core(q, k, v, mask))
 
     def _before_attention(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         fused = self._through(self.attention_norm, self.attention.wqkv, x, drop=self.drops_norms)
@@ -161,14 +179,28 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits, or the part of the way that one pipeline stage goes.
 
-    def __init__(self, config: ModelConfig, layers: LayerFactory, core: DistributedAttention):
+    Names are those of the whole model: a stage's first block may be `layers.4`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerFactory,
+        core: DistributedAttention,
+        span: LayerSpan | None = None,
+    ):
         super().__init__()
         self.config = config
-        self.embedding = layers.embedding(
-            config.vocab_size, config.hidden_size, std=config.init_std
-        )
+        self.span = LayerSpan(0, config.num_layers) if span is None else span
+        self.is_first = self.span.start == 0
+        self.is_last = self.span.stop == config.num_layers
+        self.embedding = self.norm = self.head = None
+        if self.is_first:
+            self.embedding = layers.embedding(
+                config.vocab_size, config.hidden_size, std=config.init_std
+            )
         self.rotary = RotaryEmbedding(
             config.head_size, base=config.rope_theta, scaling=config.rope_scaling
         )
@@ -177,64 +209,74 @@ class Decoder(nn.Module):
             announce=layers.communicator.recomputing,
             distribute_over=layers.tensor if config.checkpoint_distribute_activations else None,
         )
-        self.layers = nn.ModuleList(
-            Block(config, layers, core, recompute) for _ in range(config.num_layers)
+        recomputed = recomputed_blocks(config.num_layers, config.checkpoint)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Block(config, layers, core, recompute, recomputed=recomputed[i])
+                for i in range(*self.span)
+            }
         )
-        self.recomputed_layers = recomputed_blocks(config.num_layers, config.checkpoint)
-        self.norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
-        self.head = layers.head(
-            config.hidden_size,
-            config.vocab_size,
-            std=config.init_std,
-            tied_to=self.embedding if config.tie_embeddings else None,
-        )
+        if self.is_last:
+            self.norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
+            self.head = layers.head(
+                config.hidden_size,
+                config.vocab_size,
+                std=config.init_std,
+                tied_to=self.embedding if config.tie_embeddings else None,
+            )
         self.loss_channel = layers.loss_channel
         self.first_logit = layers.first_logit(config.vocab_size)
         self.splits_logits = layers.splits_logits
         bind_names(self)
 
-    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Logits of this rank's tokens: tokens and positions [B, S'] -> [B, S', V'].
+    def forward(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Logits of this rank's tokens: x and positions [B, S'] -> [B, S', V'].
 
-        cu_seqlens [documents + 1], int32: where the documents of the *full* row of all ranks begin,
-        B being 1; None if rows are not packed.
+        x are the tokens; on a later stage, what the one before gave, [B, S', D], and on all but the
+        last one the result is [B, S', D]. cu_seqlens [documents + 1], int32: where the documents of
+        the *full* row of all ranks begin, B being 1; None if rows are not packed.
         """
         mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
-        x = self.embedding(tokens)
+        if self.embedding is not None:
+            x = self.embedding(x)
         rotary = self.rotary(positions, dtype=x.dtype)
-        for block, recompute in zip(self.layers, self.recomputed_layers, strict=True):
+        for block in self.blocks():
+            x = block(x, rotary, mask)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks, in order."""
+        for block in self.layers.values():
             assert isinstance(block, Block)
-            if recompute and torch.is_grad_enabled():
-                x = block.forward_recomputed(x, rotary, mask)
-            else:
-                x = block(x, rotary, mask)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+            yield block
 
     def parts(self) -> tuple[nn.Module, ...]:
         """The modules that a forward calls in turn, which together have all parameters."""
-        return (self.embedding, *self.layers, self.norm, self.head)
+        parts = (self.embedding, *self.blocks(), self.norm, self.head)
+        return tuple(part for part in parts if part is not None)
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """What is gathered in a forward, in order: embedding, blocks, head."""
-        table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
-        head = DeclaredVisit(name="head", layer=self.head)
-        blocks = (
+        declared = []
+        if self.embedding is not None:
+            table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
+            declared.append(DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)))
+        declared += [
             DeclaredBlock(
                 name=f"layers.{i}",
                 module=block,
                 visits=block.weight_visits(),
-                recomputed=self.recomputed_layers[i],
+                recomputed=block.recomputed,
             )
-            for i, block in enumerate(self.layers)
-            if isinstance(block, Block)
-        )
-        last = nn.ModuleList((self.norm, self.head))
-        return (
-            DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)),
-            *blocks,
-            DeclaredBlock(name="head", module=last, visits=(head,)),
-        )
+            for i, block in enumerate(self.blocks(), start=self.span.start)
+        ]
+        if self.norm is not None and self.head is not None:
+            visit = DeclaredVisit(name="head", layer=self.head)
+            last = nn.ModuleList((self.norm, self.head))
+            declared.append(DeclaredBlock(name="head", module=last, visits=(visit,)))
+        return tuple(declared)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""

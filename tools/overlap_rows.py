@@ -291,7 +291,7 @@ def theirs(
     """
     model: Any = compute.decoder(mesh_of(1, 0), LocalWeights())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    chain: list[Any] = list(model.layers)
+    chain: list[Any] = list(model.blocks())
     for block in chain:
         fully_shard(block, mesh=mesh)
     if prefetch:

@@ -16,6 +16,7 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.stages import stage_spans
 
 __all__ = ["BuiltModel", "build_model"]
 
@@ -37,7 +38,7 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BuiltModel:
-    """This rank's shards of the model, with the initial weights that `seed` stands for."""
+    """This rank's shards of its stage of the model, with the initial weights of `seed`."""
     mode, communicator = mesh.topology.mode, None
     if mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
         sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
@@ -68,7 +69,13 @@ def build_model(
         dtype=dtype,
     )
     attention = make_local_attention(device=device, dtype=dtype)
-    model = Decoder(config, layers, DistributedAttention(attention, layers.attention_channel))
+    stages = mesh[Axis.PIPELINE]
+    model = Decoder(
+        config,
+        layers,
+        DistributedAttention(attention, layers.attention_channel),
+        stage_spans(config, stages.size)[stages.rank],
+    )
     init_weights(model, seed)
     if communicator is not None:
         communicator.declare([model.weight_blocks()])

@@ -13,6 +13,7 @@ from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode
+from isp.pipeline import Pipeline, stage_actions
 from isp.scheduler_hook import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
@@ -21,7 +22,7 @@ from isp.weights.trace import sequential_actions
 __all__ = ["StepOutcome", "TrainStep"]
 
 _CHUNK = 0
-"""The one model chunk of a run without a pipeline."""
+"""The one model chunk of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,10 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = mesh
         self.hook = SchedulerHook()
-        self._actions = sequential_actions(micro_num)
+        self._stages = mesh[Axis.PIPELINE]
+        self._pipelines: dict[tuple[int, bool], Pipeline] = {}
+        """By the number of micro-batches, and whether they are trained on."""
+        self._actions = stage_actions(self._stages.rank, self._stages.size, micro_num)
         if built.communicator is not None:
             built.communicator.deliver_to(gradients)
             built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
@@ -88,18 +92,18 @@ class TrainStep:
         self._unfinished = True
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
-        total = torch.zeros((), dtype=torch.float64, device=valid.device)
-        for index, batch in enumerate(batches):
-            if index == len(batches) - 1:
-                self.gradients.expect_last()
-            total += self._forward_backward(batch, valid.clamp(min=1))
+        work = _Work(self, batches, valid.clamp(min=1))
+        if self._stages.size > 1:
+            self._pipeline(work, trains=True).run(work, work.tokens)
+        else:
+            self._run(work)
         self.hook.after_step()
         self.gradients.reduce()
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
         self._unfinished = False
         return StepOutcome(
-            loss=self._sum(self._loss_axis, total).item(),
+            loss=self._over_ranks(work.total),
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             valid_tokens=int(valid.item()),
@@ -110,33 +114,51 @@ class TrainStep:
         """The mean loss of the valid tokens of `batches` over all data ranks; changes nothing."""
         self.hook.before_step(sequential_actions(len(batches), training=False))
         valid = self._sum(Axis.DATA, _count_valid(batches))
-        total = torch.zeros((), dtype=torch.float64, device=valid.device)
-        for batch in batches:
-            total += self._forward(batch)
+        work = _Work(self, batches, valid.clamp(min=1))
+        if self._stages.size > 1:
+            self._pipeline(work, trains=False).run(work, work.tokens)
+        else:
+            for index in range(len(batches)):
+                self._forward(work, index)
         self.hook.before_step(self._actions)
-        return (self._sum(self._loss_axis, total) / valid.clamp(min=1)).item()
+        return self._over_ranks(work.total)
 
-    def _forward_backward(self, batch: MicroBatch, divisor: Tensor) -> Tensor:
-        """Adds the gradient of a micro-batch; its part of the loss."""
-        loss = self._forward(batch) / divisor
-        self.hook.before_backward(_CHUNK)
-        self.optimizer.scale_loss(loss).backward()
-        self.hook.after_backward(_CHUNK)
-        return loss.detach()
+    def _run(self, work: _Work) -> None:
+        """Forward and backward of one micro-batch after the other."""
+        for index in range(len(work.tokens)):
+            if index == len(work.tokens) - 1:
+                self.gradients.expect_last()
+            loss = self._forward(work, index)
+            self.hook.before_backward(_CHUNK)
+            loss.backward()
+            self.hook.after_backward(_CHUNK)
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
-        """The summed loss of the tokens that this rank computes."""
-        part = batch
-        if self.mesh.topology.mode is Mode.ISP:
-            part = slice_sequence(batch, self.mesh[Axis.TENSOR])
+    def _forward(self, work: _Work, index: int) -> Tensor:
+        """What is to be differentiated."""
         self.hook.before_forward(_CHUNK)
-        logits = self.model(part.tokens, part.positions, part.cu_seqlens)
+        logits = work.forward(index, work.tokens[index])
         self.hook.after_forward(_CHUNK)
-        labels = batch.labels if self.model.splits_logits else part.labels
-        self.hook.before_criterion()
-        loss = self.model.token_losses(logits, labels).sum()
-        self.hook.after_criterion()
-        return loss
+        return work.loss(index, logits)
+
+    def _pipeline(self, work: _Work, *, trains: bool) -> Pipeline:
+        """This rank's stage, for as many micro-batches as `work` has."""
+        key = (len(work.tokens), trains)
+        if key not in self._pipelines:
+            rows, tokens = work.tokens[0].shape
+            if self.mesh.topology.mode in (Mode.MSP, Mode.FSP):
+                tokens //= self.mesh[Axis.TENSOR].size  # split between the linears
+            self._pipelines[key] = Pipeline(
+                self.model,
+                self._stages,
+                num_micro_batches=key[0],
+                like=next(self.model.parameters()).new_empty(
+                    (rows, tokens, self.model.config.hidden_size), device="meta"
+                ),
+                hook=self.hook,
+                gradients=self.gradients if trains else None,
+                device=work.tokens[0].device,
+            )
+        return self._pipelines[key]
 
     def _published(self, part: nn.Module) -> None:
         for parameter in part.parameters():
@@ -147,8 +169,45 @@ class TrainStep:
         """The ranks whose losses are of different tokens; a sequence's ranks may have the same."""
         return Axis.DATA if self.model.splits_logits else Axis.STAGE
 
+    def _over_ranks(self, total: Tensor) -> float:
+        """The loss over all ranks, of which only the last stage has any."""
+        return self._sum(Axis.PIPELINE, self._sum(self._loss_axis, total)).item()
+
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         return self.mesh[axis].all_reduce(x, label="metrics").wait()
+
+
+class _Work:
+    """The micro-batches of a step on this rank, and the loss that has been found for them."""
+
+    def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], divisor: Tensor) -> None:
+        self._step = step
+        self._batches = batches
+        self._parts = list(batches)
+        if step.mesh.topology.mode is Mode.ISP:
+            self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in batches]
+        self._divisor = divisor
+        self.tokens = [part.tokens for part in self._parts]
+        """Of each micro-batch, [B, S']."""
+        self.total = torch.zeros((), dtype=torch.float64, device=divisor.device)
+        """This rank's part of the loss."""
+
+    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
+        """Through the model, or this stage's part of it."""
+        part = self._parts[micro_batch]
+        y: Tensor = self._step.model(x, part.positions, part.cu_seqlens)
+        return y
+
+    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        """Counts the loss of a micro-batch; what is to be differentiated."""
+        step = self._step
+        whole = step.model.splits_logits
+        labels = (self._batches if whole else self._parts)[micro_batch].labels
+        step.hook.before_criterion()
+        loss = step.model.token_losses(output, labels).sum() / self._divisor
+        step.hook.after_criterion()
+        self.total += loss.detach()
+        return step.optimizer.scale_loss(loss)
 
 
 def _count_valid(batches: Sequence[MicroBatch]) -> Tensor:

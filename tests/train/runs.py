@@ -20,6 +20,7 @@ from isp.parallel import (
     Axis,
     Mode,
     ParallelConfig,
+    PipelineConfig,
     TensorConfig,
     Topology,
     WeightConfig,
@@ -102,6 +103,7 @@ class Layout:
     tensor: int = 1
     weight: int = 1
     data: int = 1
+    pipeline: int = 1
     micro: int = 1
     zero1: int = -1
     options: WeightConfig = field(default_factory=WeightConfig)
@@ -110,7 +112,7 @@ class Layout:
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.tensor * self.data
+        return self.tensor * self.data * self.pipeline
 
     @property
     def global_batch(self) -> int:
@@ -123,6 +125,7 @@ class Layout:
         return ParallelConfig(
             tensor=TensorConfig(size=self.tensor, mode=self.mode),
             weight=replace(self.options, size=self.weight),
+            pipeline=PipelineConfig(size=self.pipeline),
             zero1=Zero1Config(size=self.zero1),
         )
 
@@ -134,6 +137,8 @@ class Layout:
         sizes = f"tensor {self.tensor}  weight {self.weight}  data {self.data}  micro {self.micro}"
         plain = asdict(WeightConfig())
         changed = [f"  {k}={v}" for k, v in asdict(self.options).items() if v != plain[k]]
+        if self.pipeline > 1:
+            sizes += f"  pipeline {self.pipeline}"
         return f"{self.mode:<4} {sizes}  zero1 {self.zero1:>2}{''.join(changed)}"
 
 

@@ -40,16 +40,6 @@ def actions(text: str) -> tuple[Action, ...]:
     )
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    """1F1B: forwards to warm up, pairs, backwards to cool down."""
-    warm_up = min(stages - stage - 1, micro_batches)
-    words = [f"F{m}" for m in range(warm_up)]
-    for m in range(warm_up, micro_batches):
-        words += [f"F{m}", f"B{m - warm_up}"]
-    words += [f"B{m}" for m in range(micro_batches - warm_up, micro_batches)]
-    return actions(" ".join(words))
-
-
 def interleaved(stage: int, stages: int, chunks: int, rounds: int) -> tuple[Action, ...]:
     """Interleaved 1F1B of `rounds` times `stages` micro-batches (Narayanan et al. 2021, 2.2)."""
     total = stages * chunks * rounds

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.pipeline import one_forward_one_backward
 from isp.weights.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.simulate import Simulation, simulate
@@ -21,7 +22,6 @@ from tests.weights.schedules import (
     block,
     decoder,
     interleaved,
-    one_forward_one_backward,
 )
 
 

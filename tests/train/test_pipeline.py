@@ -1,0 +1,108 @@
+"""Pipelines of two and four stages train as one process does, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isp.parallel import Mode, WeightConfig
+from isp.parallel.config import OverlapUnit
+from isp.pipeline import split_layers
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
+
+STEPS = range(4, 8)  # in step 7 no token of the batch has a label
+TOLERANCE = 1e-9
+"""Relative: sums are taken in another order."""
+MODEL = ModelConfig(
+    vocab_size=50,
+    hidden_size=16,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=24,
+    init_std=0.3,
+)
+TASK = Task(model=MODEL)
+POISONED = WeightConfig(poison_freed_buffers=True)
+LAYOUTS = {
+    "mtp 4": Layout(mode=Mode.MTP, pipeline=4, micro=4),
+    "mtp 2, tensor 2": Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4),
+    "msp 2, tensor 2": Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4),
+    "fsp 2, tensor 2, data 2": Layout(mode=Mode.FSP, tensor=2, data=2, pipeline=2, micro=2),
+    "zero1 2": Layout(mode=Mode.MTP, data=2, pipeline=2, micro=2),
+    "zero1 1": Layout(mode=Mode.MTP, data=2, pipeline=2, micro=2, zero1=1),
+    "isp 2, weight 2": Layout(tensor=2, weight=2, pipeline=2, micro=4, options=POISONED),
+    "isp 2, weight 4, data 2": Layout(
+        tensor=2, weight=4, data=2, pipeline=2, micro=2, options=POISONED
+    ),
+    "isp 3, weight 2": Layout(weight=2, data=2, pipeline=3, micro=3, options=POISONED),
+    "isp per module": Layout(
+        tensor=2,
+        weight=2,
+        pipeline=2,
+        micro=4,
+        options=replace(POISONED, forward_overlap_per=OverlapUnit.MODULE),
+    ),
+    "isp, no overlap": Layout(
+        tensor=2, weight=2, pipeline=2, micro=4, options=replace(POISONED, overlap=False)
+    ),
+}
+TASKS = {
+    "recomputed": replace(TASK, model=replace(MODEL, checkpoint=1.0)),
+    "part recomputed": replace(
+        TASK, model=replace(MODEL, checkpoint=0.4, checkpoint_keeps_attention=True)
+    ),
+    "rows": replace(TASK, packed=False, micro_bsz=2),
+}
+
+
+def _numbers(rank: int, layout: Layout, task: Task) -> tuple[Numbers, float]:
+    run = make_run(Meshes(rank).of(layout), layout, task)
+    numbers = run.numbers(STEPS)
+    batches = [task.batch(99, place) for place in range(3)]  # fewer than stages, too
+    found = run.step.evaluate(batches)
+    run.close()
+    return numbers, found
+
+
+def _equal(layout: Layout, task: Task) -> None:
+    one = Layout(mode=Mode.MTP, micro=layout.global_batch)
+    ((wanted, wanted_eval),) = run_ranks(1, _numbers, one, task)
+    for numbers, found_eval in run_ranks(layout.world, _numbers, layout, task):
+        for of_runs in zip(zip(*numbers, strict=True), zip(*wanted, strict=True), strict=True):
+            assert largest_difference(*of_runs) < TOLERANCE
+        assert abs(found_eval - wanted_eval) < TOLERANCE * wanted_eval
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_mode_trains_as_one_process(name: str) -> None:
+    """Catches a stage that works on another's micro-batch, or counts a loss or a norm twice."""
+    _equal(LAYOUTS[name], TASK)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", ["zero1 2", "isp 2, weight 2"])
+def test_recomputation_and_packing(name: str, task: str) -> None:
+    """Catches documents of another micro-batch, weights gathered for the wrong phase, and blocks
+    that run before their updated weights have come."""
+    _equal(LAYOUTS[name], TASKS[task])
+
+
+def test_layers_go_where_the_work_is_least() -> None:
+    """Catches stages of equal length whose last one has the head on top."""
+    assert split_layers(8, 1) == [(0, 8)]
+    assert split_layers(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert split_layers(7, 4, after=1.0) == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert split_layers(6, 4, before=1.0, after=1.0) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert split_layers(3, 3, after=9.0) == [(0, 1), (1, 2), (2, 3)]
+    for layers in range(1, 20):
+        for stages in range(1, layers + 1):
+            spans = split_layers(layers, stages, after=1.5)
+            assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+            assert spans[-1][1] == layers
+            assert all(stop > start for start, stop in spans)
+    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
+        split_layers(3, 4)
