@@ -79,6 +79,9 @@ def test_a_loaded_scale_keeps_to_the_limits_of_the_run() -> None:
     narrow.load_state_dict(wide.state_dict())
     assert narrow.scale == 32
     assert scales(narrow, "x..") == [16, 16, 32]
+    hasty = GradScaler(replace(RULES, max_scale=256, growth_interval=2))
+    hasty.load_state_dict(wide.state_dict())
+    assert scales(hasty, ".") == [256]
 
 
 def _steps(
