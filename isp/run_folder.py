@@ -27,7 +27,7 @@ from isp.environment import Environment
 from isp.metrics import MetricsFile
 from isp.settings import JobSection
 
-__all__ = ["RunFolder", "earlier_runs", "run_name"]
+__all__ = ["RunFolder", "earlier_runs", "latest_run", "run_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,12 @@ def earlier_runs(job: JobSection) -> list[RunFolder]:
         if match and path.is_dir() and not path.is_symlink():
             found.append((match[1], int(match[2] or 1), path))
     return [RunFolder(path) for _, _, path in sorted(found, reverse=True)]
+
+
+def latest_run(job: JobSection) -> RunFolder | None:
+    """The run of `job` that was started or resumed last, if `latest` leads to one."""
+    link = Path(job.dump_folder) / job.name / "latest"
+    return RunFolder(link.resolve()) if link.is_symlink() and link.is_dir() else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from isp.checkpoint.folder import CheckpointFolder
 from isp.comm import Mesh, World
 from isp.config import JobConfig, to_yaml
 from isp.environment import Environment, RankPlace
-from isp.run_folder import RunFolder, earlier_runs, run_name
+from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
 from isp.run_logging import run_logging
 from isp.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
@@ -93,11 +93,18 @@ def _open_folder(config: JobConfig, mesh: Mesh) -> tuple[RunFolder, bool]:
 
 
 def _run_to_resume(config: JobConfig) -> RunFolder | None:
-    """The newest run of the job that has a checkpoint, unless it is finished."""
-    wanted = config.checkpoint.load_step
-    if config.checkpoint.folder is not None or not (
-        config.checkpoint.auto_resume or wanted is not None
-    ):
+    """The newest run of the job that has a checkpoint, unless it is finished.
+
+    [Note: Restarts] Ranks that torchrun starts again are in the same run still, whether it has a
+    checkpoint yet or has saved its last one: else a rank that dies while the run ends would have
+    all of it trained once more.
+    """
+    wanted, elsewhere = config.checkpoint.load_step, config.checkpoint.folder is not None
+    goes_on = config.checkpoint.auto_resume or wanted is not None or elsewhere
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if goes_on and restarted and (interrupted := latest_run(config.job)) is not None:
+        return interrupted
+    if elsewhere or not goes_on:
         return None
     for run in earlier_runs(config.job):
         if steps := CheckpointFolder(run.checkpoint_folder).steps():

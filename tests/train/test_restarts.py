@@ -1,0 +1,222 @@
+"""Ranks that are killed, whenever it may be: torchrun starts them again, and nothing shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.jobs import (
+    Launchers,
+    launchers,
+    numbers,
+    run_folders,
+    run_forked,
+    tensors,
+    write_job,
+)
+
+DYING = """
+import json, os, signal, sys, threading
+
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+deaths = json.loads(os.environ["DEATHS"])
+death = deaths[int(attempt)] if attempt is not None and int(attempt) < len(deaths) else None
+seen = []
+
+def die():
+    os.close(os.open(f"died_{attempt}", os.O_CREAT))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def watch(event, args):
+    if len(seen) == death["times"] or event != death["event"]:
+        return
+    if not str(args[0]).endswith(death["name"]):
+        return
+    seen.append(event)
+    if len(seen) == death["times"]:
+        threading.Timer(death["seconds"], die).start() if death["seconds"] else die()
+
+if death is not None and os.environ.get("RANK") == str(death["rank"]):
+    sys.addaudithook(watch)
+"""
+"""A `sitecustomize.py`: Python runs it as it starts, before the program, in every process."""
+
+
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun's own switch: without it, ranks that are started again meet in the store of the dead,
+and may read an address there before its new owner has written his: "connection refused"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """When a rank is killed, in an attempt of its own: Python tells its hooks what it will do."""
+
+    rank: int
+    event: str
+    """The call, before it is made: one of Python's audit events."""
+    name: str
+    """How the file or folder's name ends, which is the call's first argument."""
+    times: int = 1
+    """How often it has been called by then, in this attempt."""
+    seconds: float = 0.0
+    """Later by this, in whatever follows."""
+
+
+def shard(rank: int, times: int = 1, seconds: float = 0.0) -> Death:
+    """As `rank` begins to write its shard."""
+    return Death(rank=rank, event="open", name=f"__{rank}_0.distcp", times=times, seconds=seconds)
+
+
+def publishing(times: int = 1) -> Death:
+    """As rank 0 renames what is complete: odd times the table of contents, even times the save."""
+    return Death(rank=0, event="os.rename", name=".tmp", times=times)
+
+
+def deleting(times: int = 1) -> Death:
+    """As rank 0 removes a shard of an old checkpoint, the other one being there or not."""
+    return Death(rank=0, event="os.remove", name=".distcp", times=times)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/sitecustomize.py").write_text(DYING)
+    return write_job(tmp_path)
+
+
+@pytest.fixture
+def torchruns(job: Path) -> Iterator[Launchers]:
+    with launchers(job.parent) as made:
+        yield made
+
+
+def _train(torchruns: Launchers, job: Path, deaths: Sequence[Death], *words: str) -> None:
+    """The job under torchrun, which ends by itself, with all of `deaths` on the way."""
+    process = torchruns.start(
+        ["--standalone", "--nproc-per-node", "2", "--max-restarts", "30"],
+        [str(job), *words],
+        env={"DEATHS": json.dumps([asdict(death) for death in deaths]), **FRESH_STORE},
+        path=[job.parent / "hooks"],
+    )
+    code = process.wait()
+    said = torchruns.said().read_text()
+    assert code == 0, said
+    died = {path.name for path in job.parent.glob("died_*")}
+    assert died == {f"died_{attempt}" for attempt in range(len(deaths))}, said
+
+
+def _expect_the_same(job: Path, steps: int) -> None:
+    """Compare the only run with the undisturbed one, called whole, bit by bit."""
+    (run,), (whole,) = run_folders(job), run_folders(job, "whole")
+    wanted = numbers(whole)
+    assert [number[0] for number in wanted] == list(range(1, steps + 1))
+    assert wanted[-1][1] < wanted[0][1], "it has learned"
+    assert numbers(run) == wanted
+    ours, theirs = tensors(run, steps), tensors(whole, steps)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+STEPS = 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # seconds: six times the import of torch, on a machine that does more
+def test_ranks_killed_at_chosen_moments(job: Path, torchruns: Launchers) -> None:
+    """Catches a moment at which a death costs a checkpoint, a step, a record, or the run's end."""
+    deaths = [
+        shard(1, times=2),  # in the middle of a save
+        shard(0, seconds=0.1),  # in the steps after it
+        publishing(times=2),
+        deleting(times=2),  # half-way through
+    ]
+    options = ["--training.steps", str(STEPS), "--checkpoint.interval", "2"]
+    options += ["--checkpoint.keep_latest_k", "2"]
+    run_forked(job, *options, "--job.name", "whole")
+    _train(torchruns, job, deaths, *options)
+    _expect_the_same(job, STEPS)
+    (run,) = run_folders(job)
+    assert (run / "logs/rank_0.log").read_text().count("resumed from") == len(deaths)
+    left = sorted(path.name for path in (run / "checkpoint").iterdir())
+    assert left == [f"step_{STEPS - 2}", f"step_{STEPS}"]
+
+
+def _any_death(random: random.Random) -> Death:
+    """A death some saves from the start of an attempt."""
+    times = random.randint(2, 5)  # the first save done: each attempt gets on
+    rank = random.randint(0, 1)
+    return random.choice(
+        [
+            shard(rank, times),
+            shard(rank, times, seconds=random.uniform(0.001, 0.1)),
+            shard(rank, times, seconds=random.uniform(0.001, 0.1)),
+            publishing(2 * times - random.randint(0, 1)),
+            deleting(2 * times),
+        ]
+    )
+
+
+@pytest.mark.skipif("ISP_MANY_DEATHS" not in os.environ, reason="minutes: set ISP_MANY_DEATHS=1")
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_ranks_killed_twenty_times(job: Path, torchruns: Launchers, mode: str) -> None:
+    """Catches what the test above does, at moments that nobody has chosen."""
+    chance = random.Random(mode)
+    deaths = [_any_death(chance) for _ in range(20)]
+    options = ["--training.steps", "300", "--checkpoint.interval", "1"]
+    options += ["--checkpoint.keep_latest_k", "2", "--checkpoint.async_mode", mode]
+    run_forked(job, *options, "--job.name", "whole")
+    _train(torchruns, job, deaths, *options)
+    _expect_the_same(job, 300)
+
+
+def test_a_shard_cut_off_is_passed_over(job: Path) -> None:
+    """Catches a damaged checkpoint that ends the run, or is taken, or left out without a word."""
+    run_forked(job, "--training.steps", "6", "--job.name", "whole")
+    run_forked(job, "--training.steps", "4", "--checkpoint.interval", "1")
+    (run,) = run_folders(job)
+    newest = run / "checkpoint/step_4/__1_0.distcp"
+    whole = newest.stat().st_size
+    os.truncate(newest, whole - 1)
+    run_forked(job, "--training.steps", "6")
+    _expect_the_same(job, 6)
+    log = (run / "logs/rank_0.log").read_text()
+    assert "resumed from" in log
+    assert "step_3, the newest good one\n  passed over step_4: verifying" in log
+    assert f"{newest.name} has {whole - 1} bytes instead of {whole}" in log
+
+
+@pytest.mark.parametrize(
+    ("saved", "elsewhere"),
+    [(0, False), (2, True), (4, False)],
+    ids=["none saved", "half-way in checkpoint.folder", "all saved"],
+)
+def test_a_restart_stays_in_its_run(
+    job: Path, monkeypatch: pytest.MonkeyPatch, saved: int, elsewhere: bool
+) -> None:
+    """Catches a restart that trains a finished run again, or spreads a run over two folders."""
+    checkpoints = job.parent / "checkpoints"
+    options = ["--checkpoint.folder", str(checkpoints)] if elsewhere else []
+    options += ["--training.steps", "4", "--checkpoint.interval", "2"]
+    run_forked(job, *options)
+    (run,) = run_folders(job)
+    wanted = numbers(run)
+    if not elsewhere:
+        checkpoints = run / "checkpoint"
+    for step in {2, 4} - set(range(saved + 1)):
+        shutil.rmtree(checkpoints / f"step_{step}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_forked(job, *options)
+    assert run_folders(job) == [run]
+    assert numbers(run) == wanted
+    assert (run / "logs/rank_0.log").read_text().count("resumed from") == (saved > 0)
