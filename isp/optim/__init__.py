@@ -7,7 +7,6 @@ from isp.optim.main_grads import MainGradients
 from isp.optim.zero1 import (
     OptimizerState,
     ShardState,
-    SkipState,
     StepResult,
     Zero1Optimizer,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "MainGradients",
     "OptimizerState",
     "ShardState",
-    "SkipState",
     "StepResult",
     "Zero1Optimizer",
     "check_schedule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -15,14 +15,14 @@ from isp.comm import Pending
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels, master_dtype
 from isp.optim.grad_norm import global_grad_norm
-from isp.optim.grad_scaler import GradScaler, GradScalerState
+from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher, owned_rows
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
 from isp.settings import GradScalerConfig, OptimizerConfig
 
-__all__ = ["OptimizerState", "ShardState", "SkipState", "StepResult", "Zero1Optimizer"]
+__all__ = ["OptimizerState", "ShardState", "StepResult", "Zero1Optimizer"]
 
 
 class StepResult(NamedTuple):
@@ -53,15 +53,6 @@ class OptimizerState(TypedDict):
     """Updates made so far; skipped steps do not count."""
     parameters: dict[str, ShardState]
     """By the parameter's name, also where this rank has none of its rows."""
-
-
-class SkipState(TypedDict):
-    """What skipped steps have changed: plain numbers, the same on all ranks of every layout."""
-
-    num_skipped: int
-    skipped_in_a_row: int
-    grad_scaler: GradScalerState | None
-    """None if the loss was not scaled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,15 +224,18 @@ class Zero1Optimizer:
         self.publish()
         self._publisher.wait()
 
-    def skip_state(self) -> SkipState:
-        """What skipped steps have changed; a checkpoint keeps it beside `state_dict`."""
+    def skip_state(self) -> dict[str, Any]:
+        """What skipped steps have changed; a checkpoint keeps it beside `state_dict`.
+
+        Plain numbers, the same on all ranks of every layout.
+        """
         return {
             "num_skipped": self.num_skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "grad_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def load_skip_state(self, state: SkipState) -> None:
+    def load_skip_state(self, state: Mapping[str, Any]) -> None:
         """Take up a saved `skip_state`, the same on all ranks.
 
         A run that scales the loss begins at its own initial scale if the saved one did not scale.

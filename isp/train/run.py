@@ -34,10 +34,10 @@ def main(config: JobConfig) -> None:
     world = World(device)
     topology = config.topology(world.size)
     datasets = open_for_rank(config, topology, world.rank)
+    torch.manual_seed(config.training.seed)
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
         stack.enter_context(world)
         mesh = Mesh(topology, world.rank)
         folder, resumes = _open_folder(config, mesh)
@@ -48,8 +48,10 @@ def main(config: JobConfig) -> None:
             folder.write_environment(Environment.of([RankPlace(*place) for place in places]))
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
+        stop = StopRequest()
         trainer = Trainer(config, mesh, device, folder=folder, data=data, stop=stop)
-        trainer.run(resumes=resumes)
+        with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
+            trainer.run(resumes=resumes)
 
 
 def choose_device(config: JobConfig) -> torch.device:

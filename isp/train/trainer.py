@@ -129,7 +129,8 @@ class Trainer:
             return
         resumed = self.checkpointer.load(info, self.state)
         self.step, self.tokens = resumed.step, resumed.tokens
-        self.optimizer.num_skipped = resumed.shared.get("num_skipped", 0)
+        if "skips" in resumed.shared:
+            self.optimizer.load_skip_state(resumed.shared["skips"])
         if resumed.local is not None:
             restore_generators(self.device, resumed.local["rng"])
         self.train_step.weights_changed()
@@ -201,7 +202,7 @@ class Trainer:
             self.step,
             self.state,
             tokens=self.tokens,
-            shared={"num_skipped": self.optimizer.num_skipped},
+            shared={"skips": self.optimizer.skip_state()},
             local={"rng": generator_states(self.device)},
         )
 
