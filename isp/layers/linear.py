@@ -45,9 +45,11 @@ class _Linear(torch.autograd.Function):
             b = communicator.weight_hook(bias, module=layer, phase=Phase.FORWARD, is_bias=True)
         y = F.linear(full_x, w, b)
         communicator.release_hook(module=layer, phase=Phase.FORWARD)
-        ctx.layer = layer
+        # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
+        ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
+        need_x, need_w, _, _ = ctx.needs_input_grad
         saved_x = x if moves.regather_x else full_x
-        ctx.save_for_backward(saved_x if weight.requires_grad else None, weight)
+        ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
         return moves.y(y, label=f"{layer.name}.y").wait()
 
     @staticmethod
@@ -75,8 +77,8 @@ class _Linear(torch.autograd.Function):
             dw = db = None
             if need_w:
                 flat_dy, flat_x = dy.flatten(0, -2), x_arriving.wait().flatten(0, -2)
-                if weight is layer.weight:
-                    dw = layer.weight_gradients(layer, flat_dy, flat_x)
+                if ctx.parameter is not None:
+                    dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
                 else:
                     dw = flat_dy.T @ flat_x
                 if dw is not None:
@@ -141,8 +143,9 @@ class ParallelLinear(ParallelModule):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x [B, S, I] -> y [B, S, O]; without the bias if that is to be added elsewhere.
 
-        `weight` [O, I] is used in place of the layer's own, by modes that gather none. Raises
-        ValueError if it is not of the shape of the layer's shard.
+        `weight` [O, I] is used in place of the layer's own, by modes that gather none; a parameter
+        takes the layer's route of weight gradients, any other tensor autograd's. Raises ValueError
+        if it is not of the shape of the layer's shard.
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and self.bias is not None and not self.skip_bias_add:

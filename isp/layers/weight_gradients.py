@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from isp.weights.declare import WeightHolder
@@ -26,14 +27,19 @@ class GradientLayer(WeightHolder, Protocol):
 class WeightGradientRoute(Protocol):
     """Decides what becomes of the two factors of a weight gradient."""
 
-    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
-        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of."""
+    def __call__(
+        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+    ) -> Tensor | None:
+        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
+
+        `weight` is the parameter that `layer` was used with: its own, or one given at the call.
+        """
 
 
 class AtOnce:
     """The product, for autograd or the communicator to deliver."""
 
-    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor:
+    def __call__(self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Tensor:
         return dy.T @ x
 
 
@@ -53,16 +59,19 @@ class IntoMainGradients:
     def __init__(self, gradients: ProductSink) -> None:
         self._gradients = gradients
 
-    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
+    def __call__(
+        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+    ) -> Tensor | None:
         if layer.communicator.gathers_weights:
             return dy.T @ x
-        self._gradients.promise(layer.weight)
-        self._gradients.add_product(layer.weight, dy, x)
+        self._gradients.promise(weight)
+        self._gradients.add_product(weight, dy, x)
         return None
 
 
 class _Deferred(NamedTuple):
     layer: GradientLayer
+    weight: nn.Parameter
     dy: Tensor
     x: Tensor
 
@@ -85,19 +94,22 @@ class DeferredWeightGradients:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __call__(self, layer: GradientLayer, dy: Tensor, x: Tensor) -> Tensor | None:
+    def __call__(
+        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+    ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return dy.T @ x
-        self._sink.promise(layer.weight)
-        self._waiting.append(_Deferred(layer, dy, x))
+        self._sink.promise(weight)
+        self._waiting.append(_Deferred(layer, weight, dy, x))
         return None
 
+    @torch.no_grad()
     def drain(self, count: int | None = None) -> None:
         """Compute the oldest `count` of what was put off; None: all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
-            layer, dy, x = self._waiting.popleft()
+            layer, weight, dy, x = self._waiting.popleft()
             grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
             if grad is None:  # on its way, and promised anew by the communicator
-                self._sink.withdraw(layer.weight)
+                self._sink.withdraw(weight)
             else:
-                self._sink.add(layer.weight, grad)
+                self._sink.add(weight, grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from isp.tensor_parallel import (
     ColumnParallelLinear,
     DeferredWeightGradients,
     IntoMainGradients,
+    RngStatesTracker,
     RowParallelLinear,
     VocabParallelEmbedding,
+    checkpoint,
     vocab_parallel_cross_entropy,
 )
 from tests.ranks import run_ranks
@@ -411,6 +414,43 @@ def test_misuse_names_the_numbers() -> None:
     told = run_ranks(2, _misuse)[0]
     words = [
         ["(48, 16)", "(24, 16)"],
+def _routed(rank: int, into: bool) -> None:
+    """The route is taken by a recomputed use, and by a parameter that is given at the call."""
+    channel, tracker = group(), RngStatesTracker(torch.device("cpu"))
+    owner = ColumnParallelLinear(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
+    head = ColumnParallelLinear(
+        WIDTH, INNER, group=channel, bias=False, dtype=DTYPE, skip_weight_param_allocation=True
+    )
+    x = drawn(S, B, WIDTH)
+    names = [NamedParameter("weight", owner.weight, owner.layouts["weight"])]
+    main = MainGradients(names, {Axis.DATA: Channel.solo()})
+    uses: list[Callable[[Tensor], Tensor]] = [
+        lambda x: owner(x)[0],
+        lambda x: checkpoint(lambda x: owner(x)[0], False, x, tracker=tracker),
+        lambda x: head(x, owner.weight)[0],
+    ]
+    for use in uses:
+        deferred = DeferredWeightGradients(main)
+        owner.weight_gradients = head.weight_gradients = (
+            IntoMainGradients(main) if into else deferred
+        )
+        main.zero()
+        y = use(x.clone().requires_grad_())
+        with _Made(tuple(owner.weight.shape)) as made:
+            y.sum().backward()
+        assert made.count == 0
+        deferred.drain()
+        main.reduce()
+        ones = torch.ones(S * B, y.shape[-1], dtype=DTYPE)
+        torch.testing.assert_close(main.grad(owner.weight), ones.T @ x.flatten(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_every_use_of_a_parameter_takes_the_route(into: bool) -> None:
+    """Catches a route that is left, in silence, in a recompute or with a tied weight."""
+    run_ranks(2, _routed, into)
+
+
         ["no weight of its own"],
         ["output_size=7", "2 ranks"],
         ["segments=(48, 4)", "output_size=48"],
