@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.comm import Channel, CommLog
+from isp.comm import Channel, CommLog, Pending
 from isp.layers.module import NamedParameter, init_weights, named_parameters
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
@@ -98,6 +98,13 @@ ROW = {
         "sequence_parallel": True,
         "sequence_dim": 1,
     },
+}
+
+
+LINEARS: dict[str, Any] = {
+    "column": (ColumnParallelLinear, {}),
+    "column, sequence parallel": (ColumnParallelLinear, {"sequence_parallel": True}),
+    "row": (RowParallelLinear, {"input_is_parallel": True}),
 }
 
 
@@ -336,84 +343,6 @@ def test_a_product_into_the_main_gradient_makes_no_gradient() -> None:
         assert into == 0
 
 
-def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
-    layer = ColumnParallelLinear(WIDTH, INNER, group=group(), dtype=DTYPE)
-    names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
-    main = MainGradients(names, {Axis.DATA: Channel.solo()})
-    layer.weight_gradients = IntoMainGradients(main)
-    main.zero()
-    given = drawn(*layer.weight.shape).requires_grad_()
-    layer(drawn(S, B, WIDTH), given)[0].sum().backward()
-    main.reduce()
-    assert given.grad is not None
-    assert given.grad.abs().sum() > 0
-    assert main.grad(layer.weight).abs().sum() == 0
-
-
-def test_a_weight_at_call_has_its_own_gradient() -> None:
-    """Catches the gradient of a given weight that lands in the layer's main gradient."""
-    run_ranks(2, _weight_at_call_keeps_the_main_gradient_clean)
-
-
-def _saved_bytes(rank: int, layer_type: str) -> dict[str, int]:
-    """Bytes that autograd keeps for backward, of what is not a parameter."""
-    channel = group()
-    make: Any = {"column": ColumnParallelLinear, "row": RowParallelLinear}[layer_type]
-    found = {}
-    for case in ("trained", "frozen"):
-        layer = make(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
-        layer.weight.requires_grad_(case == "trained")
-        saved: set[tuple[int, int]] = set()
-
-        def keep(x: Tensor, layer: Any = layer, saved: Any = saved) -> Tensor:
-            if x is not layer.weight:
-                saved.add((x.data_ptr(), x.numel() * x.element_size()))
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y, _ = layer(drawn(S, B, WIDTH).requires_grad_())
-        y.sum().backward()
-        assert (layer.weight.grad is None) is (case == "frozen")
-        found[case] = sum(size for _, size in saved)
-    return found
-
-
-@pytest.mark.parametrize("layer_type", ["column", "row"])
-def test_a_frozen_weight_saves_no_input(layer_type: str) -> None:
-    """Catches activations kept for a gradient that nobody wants."""
-    for found in run_ranks(2, _saved_bytes, layer_type):
-        features = WIDTH if layer_type == "column" else WIDTH // 2
-        assert found == {"trained": S * B * features * 8, "frozen": 0}
-
-
-def _misuse(rank: int) -> list[str]:
-    channel, told = group(), []
-
-    def refused(make: Any) -> None:
-        with pytest.raises(ValueError) as fault:  # noqa: PT011  # the words are looked at below
-            make()
-        told.append(str(fault.value))
-
-    layer = ColumnParallelLinear(WIDTH, INNER, group=channel)
-    refused(lambda: layer(torch.zeros(S, B, WIDTH), torch.zeros(INNER, WIDTH)))
-    bare = ColumnParallelLinear(WIDTH, INNER, group=channel, skip_weight_param_allocation=True)
-    refused(lambda: bare(torch.zeros(S, B, WIDTH)))
-    refused(lambda: ColumnParallelLinear(WIDTH, 7, group=channel))
-    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER, 4)))
-    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER - 3, 3)))
-    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER,), stride=2))
-    refused(lambda: RowParallelLinear(7, INNER, group=channel))
-    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, sequence_parallel=True))
-    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, stride=2))
-    refused(lambda: VocabParallelEmbedding(1, WIDTH, group=channel))
-    return told
-
-
-def test_misuse_names_the_numbers() -> None:
-    """Catches a shape or a contradiction that is found out in the middle of a matmul, or never."""
-    told = run_ranks(2, _misuse)[0]
-    words = [
-        ["(48, 16)", "(24, 16)"],
 def _routed(rank: int, into: bool) -> None:
     """The route is taken by a recomputed use, and by a parameter that is given at the call."""
     channel, tracker = group(), RngStatesTracker(torch.device("cpu"))
@@ -451,6 +380,156 @@ def test_every_use_of_a_parameter_takes_the_route(into: bool) -> None:
     run_ranks(2, _routed, into)
 
 
+def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
+    layer = ColumnParallelLinear(WIDTH, INNER, group=group(), dtype=DTYPE)
+    names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+    main = MainGradients(names, {Axis.DATA: Channel.solo()})
+    layer.weight_gradients = IntoMainGradients(main)
+    main.zero()
+    given = drawn(*layer.weight.shape).requires_grad_()
+    layer(drawn(S, B, WIDTH), given)[0].sum().backward()
+    main.reduce()
+    assert given.grad is not None
+    assert given.grad.abs().sum() > 0
+    assert main.grad(layer.weight).abs().sum() == 0
+
+
+def test_a_weight_at_call_has_its_own_gradient() -> None:
+    """Catches the gradient of a given weight that lands in the layer's main gradient."""
+    run_ranks(2, _weight_at_call_keeps_the_main_gradient_clean)
+
+
+def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, bool, int]]:
+    """By (trained, dx wanted): bytes saved of x, whether W is saved, and weight gradients made."""
+    layer_type, options = LINEARS[name]
+    found = {}
+    for trained in (True, False):
+        for wanted in (True, False):
+            layer = layer_type(WIDTH, INNER, group=group(), dtype=DTYPE, **options)
+            layer.weight.requires_grad_(trained)
+            saved: dict[int, int] = {}
+
+            def keep(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
+                saved[x.data_ptr()] = x.nbytes
+                return x
+
+            x = drawn(S, B, layer.weight.shape[1]).requires_grad_(wanted)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                y, _ = layer(x)
+            with _Made(tuple(layer.weight.shape)) as made:
+                y.sum().backward()
+            assert (layer.weight.grad is not None) is trained
+            assert (x.grad is not None) is wanted
+            weight_saved = saved.pop(layer.weight.data_ptr(), 0) > 0
+            found[trained, wanted] = (sum(saved.values()), weight_saved, made.count)
+    return found
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_only_what_a_gradient_needs_is_saved_and_computed(name: str) -> None:
+    """Catches activations, weights and weight gradients kept or made that nobody wants."""
+    for found in run_ranks(2, _saved_bytes, name):
+        local_x = S * B * WIDTH * DTYPE.itemsize // (2 if name == "row" else 1)
+        assert [found[trained, wanted][0] for trained, wanted in found] == [local_x] * 2 + [0] * 2
+        for (trained, wanted), (_, weight_saved, made) in found.items():
+            assert weight_saved is wanted
+            assert (made > 0) is trained
+
+
+class _Told(Channel):
+    """A channel that tells what sets out and when it is waited for."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(dist.group.WORLD)
+        self.told = told
+
+    def _launch(self, kind: str, label: str, *args: Any, **kwargs: Any) -> Pending:
+        def arrived(x: Tensor) -> Tensor:
+            self.told.append(f"{label} there")
+            return x
+
+        self.told.append(f"{label} sets out: {kind}")
+        return super()._launch(kind, label, *args, **kwargs).then(arrived)
+
+
+class _Products(TorchDispatchMode):
+    """Tells of each matrix product, by the shape of what it gives."""
+
+    def __init__(self, names: dict[tuple[int, ...], str], told: list[str]) -> None:
+        super().__init__()
+        self.names, self.told = names, told
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.told.append(self.names[tuple(out.shape)])
+        return out
+
+
+ORDERS = {
+    "column": ["dx made", ".dx sets out: all_reduce", "dw made", ".dx there"],
+    "column, sequence parallel": [
+        ".x sets out: all_gather",
+        "dx made",
+        ".dx sets out: reduce_scatter",
+        ".x there",
+        "dw made",
+        ".dx there",
+    ],
+    "row": ["dx made", "dw made"],
+}
+
+
+def _order(rank: int, name: str) -> list[str]:
+    """What happens in a backward pass."""
+    told: list[str] = []
+    layer_type, options = LINEARS[name]
+    layer = layer_type(WIDTH, INNER, group=_Told(told), bias=False, dtype=DTYPE, **options)
+    features = layer.weight.shape[1]
+    rows = S * B * (2 if options.get("sequence_parallel") else 1)
+    y, _ = layer(drawn(S, B, features).requires_grad_())
+    told.clear()
+    with _Products({(rows, features): "dx made", tuple(layer.weight.shape): "dw made"}, told):
+        y.sum().backward()
+    return told
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_transfers_hide_behind_products(name: str) -> None:
+    """Catches a transfer that sets out too late, or is waited for with work left to do."""
+    assert run_ranks(2, _order, name) == [ORDERS[name]] * 2
+
+
+def _misuse(rank: int) -> list[str]:
+    channel, told = group(), []
+
+    def refused(make: Any) -> None:
+        with pytest.raises(ValueError) as fault:  # noqa: PT011  # the words are looked at below
+            make()
+        told.append(str(fault.value))
+
+    layer = ColumnParallelLinear(WIDTH, INNER, group=channel)
+    refused(lambda: layer(torch.zeros(S, B, WIDTH), torch.zeros(INNER, WIDTH)))
+    bare = ColumnParallelLinear(WIDTH, INNER, group=channel, skip_weight_param_allocation=True)
+    refused(lambda: bare(torch.zeros(S, B, WIDTH)))
+    refused(lambda: ColumnParallelLinear(WIDTH, 7, group=channel))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER, 4)))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER - 3, 3)))
+    refused(lambda: ColumnParallelLinear(WIDTH, INNER, group=channel, segments=(INNER,), stride=2))
+    refused(lambda: RowParallelLinear(7, INNER, group=channel))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, sequence_parallel=True))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, stride=2))
+    refused(lambda: VocabParallelEmbedding(1, WIDTH, group=channel))
+    return told
+
+
+def test_misuse_names_the_numbers() -> None:
+    """Catches a shape or a contradiction that is found out in the middle of a matmul, or never."""
+    told = run_ranks(2, _misuse)[0]
+    words = [
+        ["(48, 16)", "(24, 16)"],
         ["no weight of its own"],
         ["output_size=7", "2 ranks"],
         ["segments=(48, 4)", "output_size=48"],
