@@ -31,6 +31,9 @@ class _Linear(torch.autograd.Function):
     [Note: Order of the gradients] The gradient that has to travel is computed first, so that
     computing the other hides its trip: dW first where the weights are gathered, dx first elsewhere.
     dW needs no weight, so in the first case the gather has that much longer to arrive.
+
+    [Note: Autocast] It narrows the product in forward and does not reach backward: there the other
+    factor takes the dtype of dy, and autograd widens what comes out.
     """
 
     @staticmethod
@@ -69,14 +72,15 @@ class _Linear(torch.autograd.Function):
             if not need_x:
                 return None
             w = communicator.weight_hook(weight, module=layer, phase=Phase.BACKWARD)
-            dx = dy @ w
+            dx = dy @ w.to(dy.dtype)  # [Note: Autocast]
             communicator.release_hook(module=layer, phase=Phase.BACKWARD)
             return moves.dx(dx, label=f"{layer.name}.dx")
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             dw = db = None
             if need_w:
-                flat_dy, flat_x = dy.flatten(0, -2), x_arriving.wait().flatten(0, -2)
+                flat_dy = dy.flatten(0, -2)
+                flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
                 if ctx.parameter is not None:
                     dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
                 else:
@@ -149,7 +153,7 @@ class ParallelLinear(ParallelModule):
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and self.bias is not None and not self.skip_bias_add:
-            y = y + self.bias
+            y = y + self.bias.to(y.dtype)  # [Note: Autocast]
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:

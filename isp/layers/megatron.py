@@ -212,7 +212,7 @@ class RowParallelLinear(_Initialised, linear.ParallelLinear):
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias
-        return y + bias, None
+        return y + bias.to(y.dtype), None  # narrower under autocast
 
 
 class VocabParallelEmbedding(_Initialised, embedding.VocabParallelEmbedding):

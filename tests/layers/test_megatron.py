@@ -182,6 +182,42 @@ def test_row_equals_the_unsharded_linear(world: int, name: str) -> None:
     run_ranks(world, _row, ROW[name])
 
 
+def _autocast(rank: int, name: str) -> None:
+    layer_type, options = LINEARS[name]
+    sequence_parallel = options.get("sequence_parallel", False)
+    channel = group()
+    layer = layer_type(WIDTH, INNER, group=channel, **options)
+    x = drawn(S, B, WIDTH).float()
+    local_x = slice_of(x, 0, channel) if sequence_parallel else x.clone()
+    local_x = (_features(x, layer, 1) if name == "row" else local_x).requires_grad_()
+    whole = layer_type(WIDTH, INNER, group=Channel.solo(), **options)
+    with torch.no_grad():
+        weight = drawn(INNER, WIDTH, seed=2).float()
+        whole.weight.copy_(weight)
+        fill(layer, weight, whole.bias)
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(local_x)
+        full_y = F.linear(leaf, whole.weight, whole.bias)
+    assert y.dtype == full_y.dtype == torch.bfloat16
+    y.sum().backward()
+    full_y.sum().backward()
+    dx = slice_of(leaf.grad, 0, channel) if sequence_parallel else leaf.grad
+    dx = _features(dx, layer, 1) if name == "row" else dx
+    # bfloat16 has 8 bits, and the parts of a sum, of up to 32, are rounded on each rank
+    close = {"rtol": 2**-7, "atol": 32 * 2**-8}
+    torch.testing.assert_close(local_x.grad, dx, **close)
+    dw = layer.layouts["weight"].shard(whole.weight.grad)
+    torch.testing.assert_close(layer.weight.grad, dw, **close)
+    assert layer.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_autocast_narrows_the_products(name: str) -> None:
+    """Catches factors of different dtypes in backward, which autocast does not reach."""
+    run_ranks(2, _autocast, name)
+
+
 def _embedding(rank: int, options: dict[str, Any]) -> None:
     channel = group()
     ids = torch.randint(V, (S, B), generator=torch.Generator().manual_seed(7))
