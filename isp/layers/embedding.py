@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
@@ -43,6 +44,7 @@ class _Embedding(torch.autograd.Function):
         return layer.moves.y(y, label=f"{layer.name}.y").wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: VocabParallelEmbedding = ctx.layer
         ids, foreign = ctx.saved_tensors

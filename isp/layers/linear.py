@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isp.comm import Pending
 from isp.layers.init import MasterStream
@@ -56,6 +57,7 @@ class _Linear(torch.autograd.Function):
         return moves.y(y, label=f"{layer.name}.y").wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: ParallelLinear = ctx.layer
         need_x, need_w, need_b, _ = ctx.needs_input_grad

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from isp.comm import Channel
 
@@ -65,6 +66,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         softmax, local, held, valid, vocab_size = ctx.saved_tensors
         at_target = held.unsqueeze(-1).to(softmax.dtype) * (ctx.smoothing - 1)

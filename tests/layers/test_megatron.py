@@ -218,6 +218,28 @@ def test_autocast_narrows_the_products(name: str) -> None:
     run_ranks(2, _autocast, name)
 
 
+def _second_derivatives(rank: int) -> None:
+    channel = group()
+    column = ColumnParallelLinear(WIDTH, INNER, group=channel, dtype=DTYPE)
+    embedding = VocabParallelEmbedding(V, WIDTH, group=channel, dtype=DTYPE)
+    ids = torch.arange(S)
+    scale = torch.ones((), dtype=DTYPE, requires_grad=True)
+    for first in (
+        column(drawn(S, WIDTH) * scale)[0],
+        embedding(ids) * scale,
+        vocab_parallel_cross_entropy(drawn(S, V) * scale, ids, channel=channel),
+    ):
+        wanted = embedding.weight if first.shape == (S, WIDTH) else scale
+        (grad,) = torch.autograd.grad(first.square().sum(), wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Catches a gradient of a gradient that would miss the group."""
+    run_ranks(2, _second_derivatives)
+
+
 def _embedding(rank: int, options: dict[str, Any]) -> None:
     channel = group()
     ids = torch.randint(V, (S, B), generator=torch.Generator().manual_seed(7))
