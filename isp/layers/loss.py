@@ -25,8 +25,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     e is the label smoothing; loss and gradient are 0 for ignored targets. Three reductions: the
     largest logit, the target's logit (with it, for the mean, the sum of the logits and V), the sum
-    of exponentials. The softmax is computed in float32 at least, in the one buffer that backward
-    then turns into the gradient.
+    of exponentials. The softmax is computed in float32 at least, in one buffer, which backward
+    copies into the gradient, or turns into it if the logits may be reused.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = channel.all_reduce(exp.sum(-1), label="loss.sum").wait()
         loss = (total.log() - minuend).masked_fill(~valid, 0)
         ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
-        ctx.dtype, ctx.smoothing = logits.dtype, smoothing
+        ctx.dtype, ctx.smoothing, ctx.reuse_logits = logits.dtype, smoothing, reuse_logits
         return loss
 
     @staticmethod
@@ -70,7 +70,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         softmax, local, held, valid, vocab_size = ctx.saved_tensors
         at_target = held.unsqueeze(-1).to(softmax.dtype) * (ctx.smoothing - 1)
-        grad = softmax.scatter_add(-1, local, at_target)
+        grad = softmax if ctx.reuse_logits else softmax.clone()
+        grad.scatter_add_(-1, local, at_target)
         if ctx.smoothing:
             grad -= ctx.smoothing / vocab_size
         grad *= (dloss * valid).unsqueeze(-1)
@@ -91,7 +92,8 @@ def vocab_parallel_cross_entropy(
     `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many.
     Targets of `IGNORED` have loss and gradient 0. `label_smoothing` spreads that share of the
     target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. float32 at least.
-    With `reuse_logits` float32 or float64 logits are overwritten, which saves their size.
+    With `reuse_logits` float32 or float64 logits are overwritten, and what is kept for backward
+    becomes the gradient: that saves the size of the logits twice, and backward can run once only.
     Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
     tensor_parallel/cross_entropy (whose smoothing averages over a rank's part of the vocabulary).
     """

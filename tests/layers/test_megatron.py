@@ -692,6 +692,33 @@ def test_loss_is_torchs(world: int, smoothing: float, vocab: int) -> None:
     run_ranks(world, _loss, smoothing, vocab)
 
 
+def _reused(rank: int, smoothing: float) -> list[int]:
+    """How many buffers like the logits backward makes, without and with their reuse."""
+    channel, counts = group(), []
+    target = torch.arange(S)
+    for reuse in (False, True):
+        head = slice_of(drawn(S, 48), 1, channel).requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            head * 1, target, smoothing, channel=channel, reuse_logits=reuse
+        ).sum()
+        with _Made(tuple(head.shape)) as made:
+            (once,) = torch.autograd.grad(loss, head, retain_graph=True)
+        counts.append(made.count)
+        if reuse:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert torch.equal(once, torch.autograd.grad(loss, head)[0])
+    return counts
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_reused_logits_end_as_their_gradient(smoothing: float) -> None:
+    """Catches a second buffer of the size of the logits, and a wrong gradient when walked twice."""
+    for kept, reused in run_ranks(2, _reused, smoothing):
+        assert reused == kept - 1
+
+
 def test_loss_refuses_a_smoothing_that_is_none() -> None:
     """Catches a percentage given for a share."""
     with pytest.raises(ValueError, match="label_smoothing=10"):
