@@ -65,7 +65,8 @@ class _Initialised(ParallelModule):
             return self._master(name)
 
     def _master(self, name: str) -> Tensor:
-        full = torch.zeros(self.layouts[name].global_shape)
+        shape = self.layouts[name].global_shape
+        full = torch.zeros(shape, dtype=torch.float32, device=CPU)
         if name != "bias":
             self.init_method(full)
         return full

@@ -315,6 +315,17 @@ def test_initial_weights_are_equal_at_every_group_size() -> None:
         assert all(found == one for found in run_ranks(world, _initial))
 
 
+def test_a_master_is_drawn_on_cpu_in_float32() -> None:
+    """Catches a master weight that follows torch's default device, and so is none."""
+    drawn_weights = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            layer = ColumnParallelLinear(WIDTH, INNER, group=Channel.solo())
+        drawn_weights.append(layer.weight)
+    assert torch.equal(*drawn_weights)
+
+
 def _routes(rank: int, sequence_parallel: bool) -> None:
     channel = group()
     x, weight, bias = drawn(S, B, WIDTH), drawn(INNER, WIDTH, seed=2), drawn(INNER, seed=3)
