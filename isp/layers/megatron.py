@@ -81,8 +81,9 @@ class ColumnParallelLinear(_Initialised, linear.ParallelLinear):
 
     `gather_output` gives [S, B, O] on every rank. `segments` are the sizes of fused outputs (q, k
     and v in one), each of which is split by itself; `stride` is short for that many equal ones.
-    With `skip_bias_add` the bias is returned and not added. With `skip_weight_param_allocation` the
-    layer has no weight of its own: it is called with one, [O/p, I].
+    With `skip_bias_add` the bias is returned, gathered if y is, and not added. With
+    `skip_weight_param_allocation` the layer has no weight of its own: it is called with one,
+    [O/p, I].
     Raises ValueError if outputs do not divide by p, or options contradict each other.
     """
 
@@ -126,14 +127,16 @@ class ColumnParallelLinear(_Initialised, linear.ParallelLinear):
     def forward(  # type: ignore[override]  # as users of Megatron-LM expect it
         self, x: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [S, B, I] -> y [S, B, O/p] or [S, B, O], and the bias [O/p] if it was not added."""
+        """x [S, B, I] -> y [S, B, O/p] or [S, B, O], and the bias [O/p] or [O] if not added."""
         y = super().forward(x, weight)
+        bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
-            y = self._in_order(gather_from_tensor_model_parallel_region(y, self.group))
-        return y, self.bias if self.skip_bias_add else None
+            y, bias = self._gathered(y), None if bias is None else self._gathered(bias)
+        return y, bias
 
-    def _in_order(self, y: Tensor) -> Tensor:
-        """[.., O], rank by rank, to [.., O], segment by segment."""
+    def _gathered(self, y: Tensor) -> Tensor:
+        """[.., O/p] to [.., O], not rank by rank but segment by segment."""
+        y = gather_from_tensor_model_parallel_region(y, self.group)
         segments = self.layouts["weight"].segments
         if len(segments) == 1 or self.group.size == 1:
             return y

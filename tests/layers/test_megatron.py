@@ -76,6 +76,7 @@ COLUMN = {
     "no bias": {"bias": False},
     "gathered": {"gather_output": True},
     "bias not added": {"skip_bias_add": True},
+    "gathered, bias not added": {"stride": 3, "gather_output": True, "skip_bias_add": True},
     "strided": {"stride": 2},
     "strided, gathered": {"stride": 3, "gather_output": True},
     "segments": {"segments": (32, 8, 8)},
@@ -125,17 +126,18 @@ def _column(rank: int, options: dict[str, Any]) -> None:
     given = shard(weight).clone().requires_grad_() if layer.weight is None else None
     local_x = (slice_of(x, dim, channel) if split else x.clone()).requires_grad_()
     y, unadded = layer(local_x, given)
+    assert (unadded is not None) is (skipped and layer.bias is not None)
+    y = y if unadded is None else y + unadded
     dy = drawn(S, S, INNER, seed=4)
     y.backward(dy if whole else _features(dy, layer, 0))
 
-    expected = plain(x, weight, bias if layer.bias is not None and not skipped else None, dy)
+    expected = plain(x, weight, bias if layer.bias is not None else None, dy)
     full_y = expected["y"]
     torch.testing.assert_close(y, full_y if whole else _features(full_y, layer, 0), **CLOSE)
     dx = slice_of(expected["dx"], dim, channel) if split else expected["dx"]
     torch.testing.assert_close(local_x.grad, dx, **CLOSE)
     own = layer.weight if given is None else given
     torch.testing.assert_close(own.grad, shard(expected["dweight"]), **CLOSE)
-    assert (unadded is layer.bias) is (skipped or layer.bias is None)
     if "dbias" in expected:
         local = layer.layouts["bias"].shard(expected["dbias"])
         torch.testing.assert_close(layer.bias.grad, local, **CLOSE)
