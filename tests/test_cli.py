@@ -32,6 +32,16 @@ def act(how):
         raise RuntimeError("the first to fail")
     if how == "refuse":
         open("absent.yaml")
+    if how == "linger":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if rank == 1:
+            try:
+                open("absent.yaml")
+            except OSError as error:
+                report(error)
+            time.sleep(60)  # ending takes it longer than the other rank
+        time.sleep(1)
+        open("absent.yaml")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     tell("ready")
@@ -261,6 +271,7 @@ def test_the_module_is_the_program():
     [
         ("raise", 1, ["rank 1 failed:", "RuntimeError: the first to fail"], "closed by peer"),
         ("refuse", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "Traceback"),
+        ("linger", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "SIGTERM"),
         ("kill", 137, ["error: rank 1 was killed by SIGKILL"], "closed by peer"),
     ],
 )

@@ -22,13 +22,14 @@ LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
 def report(error: Exception) -> int:
     """Tell the user about `error`; the exit code: 2 where they can put it right, else 1."""
     expected = _is_for_the_user(error)
+    code = 2 if expected else 1
     text = f"error: {error}" if expected else "".join(traceback.format_exception(error)).rstrip()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None:
-        _write_error_file(error_file, error, text)
+        _write_error_file(error_file, error, text, code)
     if error_file is None or not _is_told_by_another(expected):
         print(text, file=sys.stderr, flush=True)
-    return 2 if expected else 1
+    return code
 
 
 def _is_told_by_another(expected: bool) -> bool:
@@ -51,9 +52,9 @@ def _is_for_the_user(error: Exception) -> bool:
     return is_ours and isinstance(error, ValueError | OSError)
 
 
-def _write_error_file(path: str, error: Exception, text: str) -> None:
-    """Write what torch.distributed.elastic's ErrorHandler writes, without importing torch."""
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+def _write_error_file(path: str, error: Exception, text: str, code: int) -> None:
+    """Write what torchelastic's ErrorHandler writes and `code`, without importing torch."""
+    extra = {"py_callstack": text, "timestamp": str(int(time.time())), "exit_code": str(code)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": message}, file)

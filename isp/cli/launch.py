@@ -86,6 +86,8 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 def _tell_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
     rank, failure = find_first_failure(failures)
     print(_describe(rank, failure), file=sys.stderr, flush=True)
+    if _is_killed_while_ending(failure):
+        return int(_recorded(failure)["exit_code"])
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
@@ -106,11 +108,21 @@ def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Pro
 
 
 def _describe(rank: int, failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and not _is_killed_while_ending(failure):
         hint = ": the system may be out of memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
-    message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
-    if isinstance(message, str):
+    if not _recorded(failure):
         return f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason"
-    text: str = message["extraInfo"]["py_callstack"]
+    text: str = _recorded(failure)["py_callstack"]
     return text if text.startswith("error: ") else f"rank {rank} failed:\n{text}"
+
+
+def _is_killed_while_ending(failure: ProcessFailure) -> bool:
+    """Whether torchrun ended a rank that had failed before, on finding another that had."""
+    return failure.exitcode == -signal.SIGTERM and bool(_recorded(failure))
+
+
+def _recorded(failure: ProcessFailure) -> dict[str, str]:
+    """What the rank wrote of its failure (`isp.cli.failures`); empty if it wrote nothing."""
+    message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
+    return {} if isinstance(message, str) else message["extraInfo"]
