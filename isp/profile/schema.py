@@ -1,0 +1,326 @@
+"""What `profile.json` holds: for each mode the totals, the timeline of one step, the worst waits.
+
+Times are milliseconds. Those of a timeline count from the beginning of its step on rank 0, and all
+ranks' clocks are aligned; a transfer that was launched in the step before has a negative time.
+Bytes are those that a rank has to send to others, by the collective's definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+__all__ = [
+    "Collective",
+    "ComputeSpan",
+    "Cost",
+    "Edge",
+    "KindTotals",
+    "MemorySample",
+    "ModeProfile",
+    "Profile",
+    "RankProfile",
+    "Reason",
+    "Timeline",
+    "Totals",
+    "Wait",
+]
+
+VERSION = 1
+
+
+class Cost(StrEnum):
+    """What could hide a collective."""
+
+    AHEAD = "ahead"
+    """It can be launched ahead of its use, or waited for later: weights, gradients of weights."""
+    CHAIN = "chain"
+    """The next computation needs its result and the last one made it: nothing of its step could
+    hide it."""
+    OUTSIDE = "outside"
+    """Data, metrics, the gradient norm: no part of forward and backward."""
+
+
+class Edge(StrEnum):
+    """The ends of a step, where nothing is left to compute beside a transfer."""
+
+    FIRST = "first gather"
+    LAST = "last reduce-scatter"
+
+
+class Reason(StrEnum):
+    """Why a wait blocked."""
+
+    FIRST_EDGE = "first gather of the step"
+    LAST_EDGE = "last reduce-scatter of the step"
+    CHAIN = "needed at once"
+    """Launched when its input was there and waited for by what comes next."""
+    LATE = "launched too late"
+    """It would have been there if it had been launched earlier in the step."""
+    QUEUE = "behind another transfer"
+    """It waited its turn on its channel for most of the time."""
+    OTHER_RANKS = "waiting for another rank"
+    """The last rank of its group came to it only then."""
+    TOO_LONG = "longer than the compute beside it"
+    """No earlier launch would have hidden it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective on one rank, in the timeline of a step."""
+
+    kind: str
+    """all_gather, reduce_scatter, all_to_all, all_reduce or broadcast."""
+    channel: str
+    """The mesh axis it goes along, such as `weight`."""
+    label: str
+    """The weight or tensor that travels, such as `layers.3.attention.wo.weight`."""
+    block: str
+    """The part of the model it belongs to, such as `layers.3`; empty where it belongs to none."""
+    phase: str
+    """In which phase it was launched: see `ComputeSpan.phase`."""
+    cost: Cost
+    sent_bytes: int
+    launch_ms: float
+    """When this rank asked for it."""
+    start_ms: float
+    """When it could begin: its launch, or the end of what was before it on the same channel."""
+    end_ms: float
+    wait_ms: float
+    """When the wait for it began."""
+    exposed_ms: float
+    """For how long that wait blocked."""
+    moving_ms: float
+    """How long it took once it could begin on every rank: the least over the ranks of its group."""
+    others_ms: float
+    """The part of `exposed_ms` in which another rank had not come to it yet."""
+    queue_ms: float
+    """The part in which it stood behind another transfer on its channel."""
+    edge: Edge | None = None
+    """Whether it is an end of the step, which is exposed by design."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpan:
+    """A stretch of a step in which one part of the model was computed; waits lie within."""
+
+    block: str
+    """`embedding`, `layers.0`, ..., `norm`, `head`; the name of the phase where there is none."""
+    phase: str
+    """forward, loss, backward, recompute, optimizer or between (data, metrics)."""
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySample:
+    """Memory at a moment of the step: of tensors on CUDA, of the whole process on CPU."""
+
+    at_ms: float
+    phase: str
+    """The phase that begins here."""
+    gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindTotals:
+    """What the collectives of one kind come to in a step of one rank."""
+
+    num_transfers: float
+    sent_bytes: float
+    comm_ms: float
+    """In which at least one of them was under way."""
+    exposed_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A step of one rank, or a mean over some.
+
+    bound = first_edge + last_edge + chain + excess is what no order of the transfers could hide.
+    """
+
+    step_ms: float
+    compute_ms: float
+    """The step without what was waited for."""
+    num_transfers: float
+    sent_bytes: float
+    comm_ms: float
+    """In which at least one transfer was under way."""
+    exposed_ms: float
+    first_edge_ms: float
+    """What the first gather of the step had to be waited for at least."""
+    last_edge_ms: float
+    """The same of the last reduce-scatter."""
+    chain_ms: float
+    """What the transfers take that the next computation needs at once."""
+    excess_ms: float
+    """By how much all others are longer than the compute of their forward or backward."""
+    by_kind: dict[str, KindTotals]
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of `comm_ms` during which nothing waited; 1 where nothing travelled."""
+        return 1 - self.exposed_ms / self.comm_ms if self.comm_ms else 1.0
+
+    @property
+    def bound_ms(self) -> float:
+        """What had to be exposed at least."""
+        return self.first_edge_ms + self.last_edge_ms + self.chain_ms + self.excess_ms
+
+    @property
+    def exposed_over_bound(self) -> float | None:
+        """None where the bound is 0."""
+        return self.exposed_ms / self.bound_ms if self.bound_ms else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One measured step of one rank, the same step on all ranks."""
+
+    step: int
+    """Its number, counted from the first after the warm-up: an index into `ModeProfile.losses`."""
+    begin_ms: float
+    end_ms: float
+    collectives: tuple[Collective, ...]
+    """In order of launch."""
+    spans: tuple[ComputeSpan, ...]
+    """In order; they do not overlap."""
+    memory: tuple[MemorySample, ...]
+    """In order of time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """What one rank measured."""
+
+    rank: int
+    totals: tuple[Totals, ...]
+    """Of each measured step."""
+    timeline: Timeline
+    peak_memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What waiting for one tensor cost in a step: the mean over measured steps and ranks."""
+
+    kind: str
+    channel: str
+    label: str
+    block: str
+    phase: str
+    count: float
+    """How often it travels in a step (once a micro-batch, say)."""
+    sent_bytes: float
+    """Of all of them together, as are the times."""
+    exposed_ms: float
+    moving_ms: float
+    others_ms: float
+    queue_ms: float
+    late_ms: float | None
+    """How much earlier it had to be launched to be there in time; None where it could not be."""
+    reason: Reason
+    """What explains the most of it."""
+    advice: str
+    """One sentence: what would help, as far as the measurement supports it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeProfile:
+    """What one mode measured."""
+
+    mode: str
+    """mtp, msp, fsp or isp."""
+    tensor: int
+    """Ranks that share one sequence."""
+    weight: int
+    """Ranks that share one copy of the weights; 1 outside isp."""
+    data: int
+    pipeline: int
+    topology: str
+    """The groups of ranks, for people."""
+    losses: tuple[float | None, ...]
+    """Of each measured step; None where it was not finite."""
+    summary: Totals
+    """The median over the measured steps of the mean over the ranks."""
+    ranks: tuple[RankProfile, ...]
+    """In rank order."""
+    waits: tuple[Wait, ...]
+    """The worst first."""
+    plan_grid: str | None = None
+    """The prefetch plan as `isp schedule` prints it; None where no weights are gathered."""
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Of the rank that has most."""
+        return max(rank.peak_memory_gib for rank in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What `isp profile` found: one run of a few steps in each mode, on the same data."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: int = VERSION
+    created: str
+    """Date and time, ISO 8601."""
+    torch: str
+    device: str
+    """The maker's name of the device of rank 0."""
+    world_size: int
+    warmup_steps: int
+    num_steps: int
+    """Measured steps."""
+    config: str
+    """The whole configuration as YAML; each mode changes `parallel.tensor.mode` and the size of
+    the weight group alone."""
+    modes: tuple[ModeProfile, ...]
+
+    @property
+    def largest_loss_difference(self) -> float:
+        """Of two modes in one step, relative to the loss; infinite if only one is finite."""
+        steps = zip(*(mode.losses for mode in self.modes), strict=True)
+        return max(map(_spread, steps), default=0.0)
+
+    def to_json(self) -> str:
+        """The text of `profile.json`."""
+        return TypeAdapter(Profile).dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Profile:
+        """The profile that `to_json` wrote.  Raises ValueError if `text` is anything else."""
+        try:
+            profile = TypeAdapter(Profile).validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise ValueError(f"not a profile: {where}: {first['msg']}") from error
+        if profile.version != VERSION:
+            raise ValueError(
+                f"a profile of version {profile.version}, this program reads version {VERSION}:"
+                f" profile the run again"
+            )
+        return profile
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """The profile in the file at `path`.  Raises ValueError if it holds none, or OSError."""
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _spread(losses: tuple[float | None, ...]) -> float:
+    finite = [loss for loss in losses if loss is not None]
+    if not finite:
+        return 0.0
+    if len(finite) < len(losses):
+        return float("inf")
+    return (max(finite) - min(finite)) / max(abs(max(finite)), 1e-30)
