@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from enum import StrEnum
 from fractions import Fraction
+from itertools import groupby
 from typing import NamedTuple
 
 from isp.parallel.config import LaunchPoint
@@ -63,7 +64,8 @@ class Visit(NamedTuple):
     launch_point: LaunchPoint | None = None
     """What the configuration calls this visit, where it has a name for it."""
     in_recompute: bool = True
-    """False where a recompute does not come by, e.g. an attention whose output was kept."""
+    """False where a recompute does not come by, e.g. an attention whose output was kept: what lies
+    before and behind it is recomputed separately."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
 
@@ -162,16 +164,29 @@ def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Visit,
     """(phase, index, visit, whether the weight is read) for each visit of a span.
 
     In backward a launch point without a weight is no visit: only linears are reached there.
+    What is recomputed as one part is recomputed before its backward, see `_parts`.
     """
     numbered = list(enumerate(block.visits))
     if kind is ActionKind.FORWARD:
         yield from ((Phase.FORWARD, v, visit, True) for v, visit in numbered)
         return
-    if block.recomputed:
-        yield from ((Phase.RECOMPUTE, v, x, True) for v, x in numbered if x.in_recompute)
-    for v, visit in reversed(numbered):
-        if visit.weight is not None:
-            yield Phase.BACKWARD, v, visit, visit.weight_in_backward
+    for part in reversed(_parts(numbered)) if block.recomputed else [numbered]:
+        if block.recomputed:
+            yield from (
+                (Phase.RECOMPUTE, v, visit, True) for v, visit in part if visit.in_recompute
+            )
+        for v, visit in reversed(part):
+            if visit.weight is not None:
+                yield Phase.BACKWARD, v, visit, visit.weight_in_backward
+
+
+def _parts(numbered: list[tuple[int, Visit]]) -> list[list[tuple[int, Visit]]]:
+    """The visits of a recomputed block, cut into those that are recomputed together.
+
+    Backward recomputes what lies behind a kept output, goes back through it, and only then
+    recomputes what lies before.
+    """
+    return [list(part) for _, part in groupby(numbered, key=lambda item: item[1].in_recompute)]
 
 
 def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:

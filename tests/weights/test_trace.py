@@ -41,11 +41,16 @@ def test_recompute_and_backward_are_one_span() -> None:
     assert [len(span.sites) for span in spans] == [5, 5 + 4]
 
 
-def test_selective_recompute_passes_only_what_it_runs_again() -> None:
-    """Catches a recompute that waits for a site which never comes."""
+def test_selective_recompute_goes_through_one_part_after_the_other() -> None:
+    """Catches a recompute that waits for a site which never comes, or comes after a backward."""
     kept = Visit("attn", in_recompute=False)
     chunks = ((Block("a", (Visit("wqkv", "q"), kept, Visit("wo", "o")), recomputed=True),),)
-    assert visited(chunks, "F0 B0")[3:5] == ["recompute wqkv reads q", "recompute wo reads o"]
+    assert visited(chunks, "F0 B0")[3:] == [
+        "recompute wo reads o",
+        "backward wo reads o",
+        "recompute wqkv reads q",
+        "backward wqkv reads q",
+    ]
 
 
 def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
