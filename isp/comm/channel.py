@@ -131,8 +131,8 @@ class Channel:
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)))
-        sent = _num_bytes(x) // self.size * (self.size - 1)
         if self.sums_locally:
+            sent = _num_bytes(x) // self.size * (self.size - 1)
             parts = torch.empty_like(x) if received is None else received
             return self._launch(
                 "reduce_scatter",
@@ -143,6 +143,7 @@ class Channel:
                 keep=(x,),
             )
         wide = x if x.dtype == out.dtype else x.to(out.dtype)
+        sent = _num_bytes(wide) // self.size * (self.size - 1)
         return self._launch(
             "reduce_scatter",
             label,
