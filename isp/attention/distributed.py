@@ -25,7 +25,10 @@ from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel
 
-__all__ = ["DistributedAttention", "LaunchedQuery"]
+__all__ = ["TOGETHER_BELOW_BYTES", "DistributedAttention", "LaunchedQuery"]
+
+TOGETHER_BELOW_BYTES = 4 << 20
+"""Up to this size on a rank q, k and v travel as one message."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
 
@@ -57,7 +60,7 @@ class DistributedAttention:
         local_attention: LocalAttention,
         channel: Channel,
         *,
-        together_below_bytes: int = 4 << 20,
+        together_below_bytes: int = TOGETHER_BELOW_BYTES,
     ) -> None:
         self.local_attention = local_attention
         self.channel = channel

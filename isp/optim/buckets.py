@@ -13,7 +13,13 @@ from isp.comm import Channel, Pending
 from isp.layers.module import NamedParameter
 from isp.parallel import Axis
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketManager", "Channels", "master_dtype"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "BucketManager",
+    "Channels",
+    "group_gradients",
+    "master_dtype",
+]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -69,7 +75,7 @@ class BucketManager:
         self._views: dict[nn.Parameter, Tensor] = {}
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._launched = 0
-        for members in _group(list(parameters), bucket_bytes):
+        for members in group_gradients(list(parameters), bucket_bytes):
             self._open(members, channels)
 
     def __len__(self) -> int:
@@ -136,7 +142,9 @@ class BucketManager:
         self._buckets.append(bucket)
 
 
-def _group(parameters: list[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+def group_gradients(
+    parameters: list[NamedParameter], bucket_bytes: int
+) -> list[list[NamedParameter]]:
     """Members of each bucket; buckets in the order in which their last gradients come."""
     open_buckets: dict[tuple[Axis, torch.dtype, torch.device], list[NamedParameter]] = {}
     num_bytes: dict[tuple[Axis, torch.dtype, torch.device], int] = {}

@@ -14,7 +14,7 @@ from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
 
-__all__ = ["Publisher", "owned_rows"]
+__all__ = ["Publisher", "group_published", "owned_rows"]
 
 
 def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
@@ -112,7 +112,7 @@ class Publisher:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         if channel.size > 1:
-            for members in _group(parameters, bucket_bytes):
+            for members in group_published(parameters, bucket_bytes):
                 self._open(members)
 
     def launch(self) -> list[Pending]:
@@ -145,7 +145,9 @@ class Publisher:
         self._bucket_of.update({member.parameter: bucket for member in members})
 
 
-def _group(parameters: Iterable[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+def group_published(
+    parameters: Iterable[NamedParameter], bucket_bytes: int
+) -> list[list[NamedParameter]]:
     """Runs of parameters of one dtype and device, closed when they reach `bucket_bytes`."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
     buckets = []

@@ -1,0 +1,1 @@
+"""What a run will take: memory, transfers and time of every layout, without starting ranks."""

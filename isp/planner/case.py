@@ -1,0 +1,144 @@
+"""What is planned: a model, how it is split, and what a rank works on in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from isp.config import JobConfig
+from isp.parallel import Axis, Mode, ParallelConfig, Topology
+from model.config import ModelConfig
+
+__all__ = ["ITEM_BYTES", "Case", "DType", "Place"]
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
+
+
+class Place(NamedTuple):
+    """A rank's index along the axes that decide what it does."""
+
+    tensor: int
+    weight: int
+    zero1: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step of a model in one layout."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    topology: Topology
+    rows: int
+    """Rows of a micro-batch, each shared by a tensor group."""
+    tokens: int
+    """Tokens of a row."""
+    micro_num: int
+    """Micro-batches of a data rank in a step."""
+    dtype: DType = "float32"
+    """Of weights and activations."""
+    on_cpu: bool = False
+    """Ranks on CPU, over gloo: they sum the parts of a reduce-scatter themselves."""
+    documents: int = 1
+    """Equal documents in a row, for the cost of attention."""
+
+    @classmethod
+    def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> Case:
+        """What `config` asks for on `world_size` ranks; documents are samples.
+
+        Raises ConfigError if the sizes do not fit.
+        """
+        data = config.data
+        return cls(
+            model=config.model,
+            parallel=config.parallel,
+            topology=config.topology(world_size),
+            rows=1 if data.pack else data.micro_bsz,
+            tokens=config.row_tokens,
+            micro_num=data.micro_num,
+            dtype=config.training.dtype,
+            on_cpu=on_cpu,
+            documents=data.micro_bsz if data.pack else 1,
+        )
+
+    @property
+    def mode(self) -> Mode:
+        """The mode."""
+        return self.topology.mode
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number of weights and activations."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of a number of main gradients, master weights and losses: float32 at least."""
+        return max(4, self.item_bytes)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights travel."""
+        return self.mode is Mode.ISP and self.topology.weight > 1
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether the parts of a gradient are exchanged and summed by the ranks themselves."""
+        by = self.parallel.weight.reduce_by
+        return by == "all_to_all" or (by == "auto" and self.on_cpu)
+
+    @property
+    def splits_logits(self) -> bool:
+        """Whether a rank has a part of the logits of all tokens of its sequence."""
+        return self.mode is not Mode.ISP or self.parallel.weight.vocab_parallel_loss
+
+    @property
+    def feature_parts(self) -> int:
+        """The ranks over which heads, hidden units and vocabulary are split."""
+        return 1 if self.mode is Mode.ISP else self.topology.tensor
+
+    @property
+    def tokens_between(self) -> int:
+        """Tokens of a row that a rank holds between the linears."""
+        return self.tokens if self.mode is Mode.MTP else self.tokens // self.topology.tensor
+
+    @property
+    def tokens_inside(self) -> int:
+        """Tokens of a row that a rank's linears multiply."""
+        return self.tokens // self.topology.tensor if self.mode is Mode.ISP else self.tokens
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.rows * self.tokens * self.micro_num * self.topology.data
+
+    def place(self, rank: int) -> Place:
+        """Where `rank` is."""
+        topology = self.topology
+        in_stage = rank % topology.stage
+        return Place(
+            tensor=rank % topology.tensor,
+            weight=rank % topology.weight,
+            zero1=in_stage // topology.weight % topology.zero1,
+            stage=rank // topology.stage,
+        )
+
+    def size(self, axis: Axis) -> int:
+        """Ranks in a group of `axis`; `Topology.size` without listing them."""
+        t = self.topology
+        sizes = {
+            Axis.WORLD: t.world_size,
+            Axis.STAGE: t.stage,
+            Axis.PIPELINE: t.pipeline,
+            Axis.TENSOR: t.tensor,
+            Axis.DATA: t.data,
+            Axis.WEIGHT: t.weight,
+            Axis.WEIGHT_DATA: t.weight_data,
+            Axis.ZERO1: t.zero1,
+            Axis.MODEL: t.weight * t.pipeline,
+        }
+        return sizes[axis]

@@ -1,0 +1,185 @@
+"""Calls and bytes of every collective in a step, exactly as a run counts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from isp.parallel import Axis
+from isp.parallel.config import WeightConfig
+from isp.planner.case import Case
+from isp.planner.declared import (
+    actions_of,
+    bias_of,
+    buckets,
+    has_bias,
+    stage_chunks,
+    weight_layout,
+    weights_plan,
+)
+from isp.planner.trips import Trip, Trips
+from isp.weights.phase import Phase
+from isp.weights.plan import ActKind
+from isp.weights.trace import Action, Block, Chunks
+
+K = TypeVar("K")
+
+__all__ = ["Count", "Traffic", "block_trips", "ends_of_step", "gathers", "traffic"]
+
+
+class Count(NamedTuple):
+    """Transfers of one kind over one channel."""
+
+    calls: int
+    sent_bytes: int
+
+
+class Traffic(NamedTuple):
+    """All transfers of a rank in a step."""
+
+    by_channel: dict[tuple[str, str], Count]
+    """By (kind, channel), as the log has them."""
+    by_subject: dict[str, Count]
+    """By what travels."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the rank sends in all."""
+        return sum(count.sent_bytes for count in self.by_channel.values())
+
+
+def traffic(case: Case, rank: int) -> Traffic:
+    """What `rank` sends in a step, from the broadcast of the data to the published weights.
+
+    Between pipeline stages kind `send` is what leaves for the next stage and the one before; the
+    log, which sees channels alone, has no record of it.
+    """
+    place = case.place(rank)
+    trips = Trips(case, place)
+    totals: Counter[Trip] = Counter()
+    for block in stage_chunks(case, place.stage)[0]:
+        for trip in block_trips(trips, block):
+            totals[trip] += case.micro_num
+    totals.update(_between_stages(trips))
+    if case.gathers_weights:
+        for name, count in gathers(case, place.stage).items():
+            totals[trips.gather(weight_layout(case, name, place))] += count
+    totals.update(ends_of_step(trips))
+    return Traffic(
+        _sum(((trip.kind, str(trip.channel)), trip, n) for trip, n in totals.items()),
+        _sum((trip.what, trip, n) for trip, n in totals.items()),
+    )
+
+
+def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
+    found: dict[K, Count] = {}
+    for key, trip, n in items:
+        calls, sent = found.get(key, Count(0, 0))
+        found[key] = Count(calls + n, sent + n * trip.sent_bytes)
+    return found
+
+
+def block_trips(trips: Trips, block: Block) -> Iterator[Trip]:
+    """What travels for one micro-batch in a block, forward and backward, but gathered weights."""
+    if block.name == "embedding":
+        yield from (*trips.row().forward, *trips.row().backward)
+    elif block.name == "head":
+        yield from (*trips.head().forward, *trips.loss(), *trips.head().backward)
+    else:
+        yield from _layer_trips(trips, block)
+    if trips.case.gathers_weights:
+        for visit in block.visits:
+            if visit.weight is not None:
+                yield from reductions(trips, visit.weight, is_head=block.name == "head")
+
+
+def _layer_trips(trips: Trips, block: Block) -> Iterator[Trip]:
+    there, back = trips.attention()
+    linears = (trips.column(), trips.row()) * 2
+    forward = [trip for linear in linears for trip in linear.forward]
+    yield from (*there, *forward, *back)
+    yield from (trip for linear in linears for trip in linear.backward)
+    if block.recomputed:
+        yield from (*trips.recomputed_inputs(), *forward)
+        if not trips.case.model.checkpoint_keeps_attention:
+            yield from there
+
+
+def reductions(trips: Trips, weight: str, *, is_head: bool = False) -> Iterator[Trip]:
+    """The gradients that a visit sets off in backward; a tied head has no bias of its own."""
+    yield trips.reduce(weight_layout(trips.case, weight, trips.place))
+    if has_bias(trips.case, weight) and not is_head:
+        yield trips.reduce(weight_layout(trips.case, bias_of(weight), trips.place))
+
+
+def _between_stages(trips: Trips) -> dict[Trip, int]:
+    case, stage = trips.case, trips.place.stage
+    neighbours = (stage > 0) + (stage < case.topology.pipeline - 1)
+    return {trips.between_stages(): neighbours * case.micro_num} if neighbours else {}
+
+
+def ends_of_step(trips: Trips) -> Counter[Trip]:
+    """What travels once a step: data, gradients of replicas, the norm, the weights, the loss."""
+    case = trips.case
+    found = [trips.data(), trips.over(Axis.DATA, 8, "numbers")]
+    held = buckets(case, trips.place)
+    for axis, length in held.gradients:
+        found.append(trips.over(axis, length * case.wide_bytes, "gradients"))
+    found.append(trips.over(Axis.MODEL, 8, "numbers"))
+    found += [trips.publish(length) for length in held.published]
+    found.append(trips.over(Axis.DATA if case.splits_logits else Axis.STAGE, 8, "numbers"))
+    found.append(trips.over(Axis.PIPELINE, 8, "numbers"))
+    return Counter(trip for trip in found if trip is not None)
+
+
+def gathers(case: Case, stage: int) -> Counter[str]:
+    """How often each weight of a stage is gathered in a step, and each bias beside its weight.
+
+    [Note: Long steps] In the steady state of a schedule one micro-batch more gathers always the
+    same, so a step of many is planned as two short ones.
+    """
+    few = case.topology.pipeline + 2
+    if case.micro_num <= few + 1:
+        return _gathers(case, stage, case.micro_num)
+    short, longer = _gathers(case, stage, few), _gathers(case, stage, few + 1)
+    rest = case.micro_num - few
+    return Counter({name: short[name] + rest * (longer[name] - short[name]) for name in longer})
+
+
+def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
+    chunks = stage_chunks(case, stage)
+    weights = {visit.weight for block in chunks[0] for visit in block.visits if visit.weight}
+    return _count_gathers(
+        chunks,
+        actions_of(case, stage, micro_num),
+        case.parallel.weight,
+        frozenset(weight for weight in weights if has_bias(case, weight)),
+    )
+
+
+@lru_cache(maxsize=512)
+def _count_gathers(
+    chunks: Chunks,
+    actions: tuple[Action, ...],
+    config: WeightConfig,
+    with_bias: frozenset[str],
+) -> Counter[str]:
+    """A bias is gathered with its weight if a forward reads it before the weight is freed."""
+    plan = weights_plan(chunks, actions, config)
+    found: Counter[str] = Counter(a.weight for a in plan.start if a.kind is ActKind.GATHER)
+    forward: dict[str, bool] = {}
+    for step in plan.steps:
+        for act in step.before:
+            if act.kind is ActKind.GATHER:
+                found[act.weight] += 1
+            elif act.kind is ActKind.WAIT:
+                forward[act.weight] = False
+        weight = chunks[0][step.site.block].visits[step.site.visit].weight
+        if weight in forward and step.site.phase is not Phase.BACKWARD:
+            forward[weight] = True
+        for act in step.after:
+            if act.kind is ActKind.FREE and forward.pop(act.weight) and act.weight in with_bias:
+                found[bias_of(act.weight)] += 1
+    return found

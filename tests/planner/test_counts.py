@@ -1,0 +1,216 @@
+"""Planned transfers are those that real runs count, call by call and byte by byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isp.parallel import Axis, Mode, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.planner.case import Case
+from isp.planner.counts import _gathers, block_trips, gathers, traffic
+from isp.planner.declared import stage_chunks, weight_layout
+from isp.planner.trips import Trips
+from isp.train.batches import share_micro_batches
+from isp.weights.trace import Block
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, make_run
+
+BASE = ModelConfig(
+    vocab_size=50,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=40,
+    init_std=0.3,
+)
+FEW_KV = replace(BASE, num_kv_heads=2, qkv_bias=True, qk_norm=True)
+TIED = replace(FEW_KV, tie_embeddings=True, checkpoint=0.5)
+ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8, checkpoint=1.0)
+KEPT = replace(BASE, checkpoint=0.7, checkpoint_keeps_attention=True, qkv_bias=True)
+PARTS = replace(BASE, checkpoint=1.0, checkpoint_distribute_activations=True)
+EVEN = replace(KEPT, vocab_size=52)
+DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
+ENDS = WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True, own_reduce_group=True)
+LATE = WeightConfig(
+    launch_allgather_before=LaunchPoint.W1,
+    forward_overlap_per=OverlapUnit.MODULE,
+    reduce_by="reduce_scatter",
+)
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+CASES: list[tuple[Layout, ModelConfig, str]] = [
+    (Layout(mode=Mode.MTP, data=4), BASE, "float32"),
+    (Layout(mode=Mode.MTP, data=4, zero1=2, micro=2), BASE, "bfloat16"),
+    (Layout(mode=Mode.MTP, tensor=2, data=2, zero1=1), replace(TIED, vocab_size=49), "float64"),
+    (Layout(mode=Mode.MTP, tensor=4), replace(PARTS, checkpoint_keeps_attention=True), "float64"),
+    (Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=3), PARTS, "float32"),
+    (Layout(mode=Mode.MSP, tensor=4, micro=2), BASE, "float64"),
+    (Layout(mode=Mode.MSP, tensor=2, data=2), KEPT, "float32"),
+    (Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4), FEW_KV, "float64"),
+    (Layout(mode=Mode.FSP, tensor=4), BASE, "bfloat16"),
+    (Layout(mode=Mode.FSP, tensor=2, data=2, micro=2), TIED, "float64"),
+    (Layout(mode=Mode.FSP, data=2, pipeline=2, micro=2), DROPS, "float32"),
+    (Layout(tensor=1, weight=4, data=4), BASE, "float32"),
+    (Layout(tensor=2, weight=4, data=2, micro=3), TIED, "float64"),
+    (Layout(tensor=4, weight=2, zero1=1), FEW_KV, "bfloat16"),
+    (Layout(tensor=4, weight=1, micro=2), FEW_KV, "float32"),
+    (Layout(tensor=4, weight=4), ODD, "float64"),
+    (Layout(tensor=2, weight=2, data=2, micro=2, options=ENDS), EVEN, "float32"),
+    (Layout(tensor=1, weight=2, data=4, options=LATE), KEPT, "bfloat16"),
+    (Layout(tensor=2, weight=2, pipeline=2, micro=4), KEPT, "float64"),
+    (Layout(tensor=1, weight=2, data=2, pipeline=2, micro=5, options=LATE), FEW_KV, "float32"),
+    (Layout(tensor=2, weight=4, data=2, options=WeightConfig(overlap=False)), DROPS, "float64"),
+]  # fmt: skip
+
+
+def case_of(layout: Layout, task: Task, dtype: Any) -> Case:
+    """What is planned for a run of `tests.train.runs`."""
+    return Case(
+        model=task.model,
+        parallel=layout.parallel,
+        topology=layout.topology(),
+        rows=1 if task.packed else task.micro_bsz,
+        tokens=SEQ_LEN,
+        micro_num=layout.micro,
+        dtype=dtype,
+        on_cpu=True,
+    )
+
+
+def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Counts]:
+    meshes, found = Meshes(rank), []
+    for number, (layout, model, dtype) in enumerate(cases):
+        # Every other task has two whole rows a micro-batch.
+        task = Task(model=model, packed=number % 2 == 0, micro_bsz=2)
+        mesh = meshes.of(layout)
+        run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
+        run.numbers(range(1))  # its first gathers were launched before the log was emptied
+        mesh.log.take()
+        with _Sends() as sends:
+            first = rank % layout.tensor == 0
+            read = [task.batch(1, place) for place in range(layout.micro)] if first else None
+            share_micro_batches(
+                read,
+                shape=(1, SEQ_LEN) if task.packed else (2, SEQ_LEN),
+                micro_num=layout.micro,
+                packed=task.packed,
+                tensor=mesh[Axis.TENSOR],
+                device=torch.device("cpu"),
+            )
+            run.numbers(range(2, 3))
+        counts = Counter[tuple[str, str]]()
+        sent = Counter[tuple[str, str]]()
+        for transfer in mesh.log.take():
+            counts[transfer.kind, transfer.channel] += 1
+            sent[transfer.kind, transfer.channel] += transfer.sent_bytes
+        totals = {key: (counts[key], sent[key]) for key in counts}
+        if sends.calls:
+            totals["send", "pipeline"] = (sends.calls, sends.sent_bytes)
+        found.append(totals)
+        run.close()
+    return found
+
+
+class _Sends:
+    """Counts what torch's schedules send between stages, past the channels."""
+
+    def __enter__(self) -> _Sends:
+        self.calls = self.sent_bytes = 0
+        self._init = dist.P2POp.__init__
+        sends, init = self, self._init
+
+        def count(op: dist.P2POp, what: Any, tensor: torch.Tensor, *args: Any, **more: Any) -> None:
+            if what is dist.isend:
+                sends.calls += 1
+                sends.sent_bytes += tensor.nbytes
+            init(op, what, tensor, *args, **more)
+
+        dist.P2POp.__init__ = count  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.P2POp.__init__ = self._init  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
+def test_planned_transfers_are_the_counted_ones(world: int) -> None:
+    """Catches a collective forgotten, counted twice, or of another size, in any mode."""
+    cases = [case for case in CASES if case[0].world == world]
+    of_ranks = run_ranks(world, _counted, cases, timeout_seconds=100)
+    for n, (layout, model, dtype) in enumerate(cases):
+        task = Task(model=model, packed=n % 2 == 0, micro_bsz=2)
+        case = case_of(layout, task, dtype)
+        for rank in range(world):
+            planned = {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()}
+            assert planned == of_ranks[rank][n], f"{layout} {dtype} {model} rank {rank}"
+
+
+def test_long_steps_are_planned_as_short_ones() -> None:
+    """Catches a schedule whose steady state gathers otherwise than it is taken to."""
+    model = replace(KEPT, num_layers=9)
+    for pipeline, unit in ((1, OverlapUnit.LAYER), (2, OverlapUnit.MODULE), (3, OverlapUnit.LAYER)):
+        options = WeightConfig(forward_overlap_per=unit)
+        layout = Layout(weight=2, data=2, pipeline=pipeline, micro=9, options=options)
+        for stage in range(pipeline):
+            case = case_of(layout, Task(model=model), "float32")
+            assert case.micro_num > pipeline + 3, "else nothing was left out"
+            whole = _gathers(case, stage, 9)
+            assert gathers(case, stage) == whole
+            assert max(whole.values()) >= 9
+
+
+@pytest.mark.parametrize(
+    ("mode", "forward", "backward"),
+    [(Mode.MTP, 2 * 2, 2 * 2), (Mode.MSP, 4, 4), (Mode.FSP, 4, 6)],
+)
+def test_volumes_of_a_block_are_those_of_the_papers(
+    mode: Mode, forward: int, backward: int
+) -> None:
+    """Catches a mode that moves more than it is known for; in units of (t - 1) / t x [B, S, D].
+
+    InternEvo (arXiv 2401.09149) counts two all-reduces each way for mtp, an all-gather and a
+    reduce-scatter in the place of each for msp, and the gathers of the inputs again for fsp.
+    """
+    case, trips, block = _whole_block(mode, tensor=4, weight=1)
+    unit = 3 * SEQ_LEN * 32 * 4 // 4
+    assert sum(trip.sent_bytes for trip in block_trips(trips, block)) == (forward + backward) * unit
+    linears = (trips.column(), trips.row()) * 2
+    assert sum(trip.sent_bytes for linear in linears for trip in linear.forward) == forward * unit
+    assert case.model.kv_heads == case.model.num_heads
+
+
+def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
+    """Catches heads or weights that travel more often than Ulysses and ZeRO-3 have them travel.
+
+    q, k, v and the output of attention, [B, S/p, D] each, by all-to-all, forward and backward; the
+    weights gathered forward and backward, and their gradients reduce-scattered.
+    """
+    case, trips, block = _whole_block(Mode.ISP, tensor=4, weight=4)
+    there, back = trips.attention()
+    heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
+    assert sum(trip.sent_bytes for trip in (*there, *back)) == 8 * heads
+    weights = 4 * 32 * 32 + 3 * 32 * 40
+    reduced = [t for t in block_trips(trips, block) if t.kind == "reduce_scatter"]
+    assert sum(trip.sent_bytes for trip in reduced) == weights * 4 * 3 // 4
+    gathered = [
+        trips.gather(weight_layout(case, name, trips.place)).sent_bytes * count
+        for name, count in gathers(case, 0).items()
+        if name.startswith("layers.1.")
+    ]
+    assert sum(gathered) == 2 * weights * 4 * 3 // 4
+
+
+def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Trips, Block]:
+    """A middle block with as many KV heads as query heads, and what travels in it."""
+    layout = Layout(mode=mode, tensor=tensor, weight=weight)
+    case = case_of(layout, Task(model=replace(BASE, num_kv_heads=8)), "float32")
+    return case, Trips(case, case.place(0)), stage_chunks(case, 0)[0][2]
