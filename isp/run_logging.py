@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from tqdm import tqdm
+
 __all__ = ["run_logging"]
 
 _OURS = ("isp", "model")
@@ -29,7 +31,7 @@ def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) ->
     )
     handlers: list[logging.Handler] = [file]
     if rank == 0:
-        shown = _Lenient(sys.stdout if terminal is None else terminal)
+        shown = _Terminal(sys.stdout if terminal is None else terminal)
         shown.setFormatter(_Plain())
         handlers.append(shown)
     with _attached(handlers), _thread_failures_to(file):
@@ -67,6 +69,14 @@ class _Lenient(logging.StreamHandler[TextIO]):
             self.told = True
             with suppress(OSError):
                 sys.stderr.write(f"warning: lines of the log are lost: {error}: {self}\n")
+
+
+class _Terminal(_Lenient):
+    """Writes above a progress bar, if one is shown where the lines go."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 class _RankFile(_Lenient, logging.FileHandler):

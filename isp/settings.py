@@ -1,6 +1,6 @@
 """The sections of the configuration that have no other home: plain numbers and switches.
 
-They import nothing of the project, so that every layer may take them as arguments.
+They import next to nothing of the project, so that every layer may take them as arguments.
 """
 
 from __future__ import annotations

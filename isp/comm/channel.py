@@ -280,6 +280,7 @@ def _wait_on_host(
             time.sleep(left)
         transfer.exposed = time.perf_counter() - begin
         transfer.ended = transfer.ended or begin + transfer.exposed
+        transfer.waited = True
         return result()
 
     return wait

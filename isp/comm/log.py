@@ -31,6 +31,8 @@ class Transfer:
     """When the transfer was over; 0 while it is under way."""
     exposed: float = 0.0
     """Seconds for which a `wait` really blocked."""
+    waited: bool = False
+    """Whether it has been waited for: until then, `exposed` is not known."""
 
     @property
     def duration(self) -> float:
@@ -70,6 +72,7 @@ class CommLog:
 
     def defer(self, transfer: Transfer, events: tuple[torch.cuda.Event, ...]) -> None:
         """Take the times of `transfer` from (launch, end, wait begin, wait end) events later."""
+        transfer.waited = True
         self._device_times.append((transfer, events))
 
     def take(self) -> list[Transfer]:
@@ -80,6 +83,15 @@ class CommLog:
             transfer.exposed = begin.elapsed_time(finish) / 1e3
         taken, self.transfers, self._device_times = self.transfers, [], []
         return taken
+
+    def take_waited(self) -> list[Transfer]:
+        """As `take`, of those that have been waited for; the others are left for a later call.
+
+        What travels between two steps so belongs to the step that waits for it.
+        """
+        taken = self.take()
+        self.transfers = [t for t in taken if not t.waited]
+        return [t for t in taken if t.waited]
 
     @staticmethod
     def totals(transfers: list[Transfer]) -> CommTotals:

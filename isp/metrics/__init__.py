@@ -2,10 +2,12 @@
 
 from isp.metrics.device import describe_mfu, device_name, peak_memory_gib, peak_tflops
 from isp.metrics.file import MetricsFile, read_metrics
+from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import Speed, StepRecord, speed
 
 __all__ = [
     "MetricsFile",
+    "ProgressBar",
     "Speed",
     "StepRecord",
     "describe_mfu",
@@ -14,4 +16,5 @@ __all__ = [
     "peak_tflops",
     "read_metrics",
     "speed",
+    "watched_stream",
 ]

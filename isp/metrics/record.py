@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from isp.durations import format_duration
+
 __all__ = ["Speed", "StepRecord", "speed"]
 
 
@@ -54,13 +56,30 @@ class StepRecord:
     step_ms: float
     """Wall-clock time, in milliseconds as are the others."""
     comm_ms: float
-    """Time in which transfers were under way, summed over them."""
+    """Time in which at least one transfer was under way."""
     exposed_ms: float
     """The part of `comm_ms` for which compute really waited."""
     mem_gib: float
     """Most memory in use at once, in GiB: see `peak_memory_gib`."""
+    data_ms: float | None = None
+    """The part of `step_ms` for reading the batch, on rank 0 as are the other parts."""
+    forward_backward_ms: float | None = None
+    """The part for forward and backward."""
+    reduce_ms: float | None = None
+    """The part for what of the reduction of gradients backward did not hide."""
+    optimizer_ms: float | None = None
+    """The part for gradient norm, clipping and update."""
+    checkpoint_ms: float | None = None
+    """Time for which training stood still to save, since the last record; not a part of
+    `step_ms`."""
+    evaluation_ms: float | None = None
+    """Time of this step's evaluation; not a part of `step_ms`."""
     val_loss: float | None = None
     """Loss on held-out text, on steps that evaluate."""
+    loss_scale: float | None = None
+    """What the loss of this step was multiplied by, in runs that scale it."""
+    eta_seconds: float | None = None
+    """How long the rest of the run takes, from the second step on."""
     skipped: bool = False
     """Whether the update was left out, because a gradient was not finite."""
 
@@ -80,6 +99,8 @@ class StepRecord:
             f"comm_ms: {self.comm_ms:.1f}",
             f"exposed_ms: {self.exposed_ms:.1f} ({share:.1%})",
             *([] if self.val_loss is None else [f"val_loss: {self.val_loss:.4f}"]),
+            *([] if self.loss_scale is None else [f"loss_scale: {self.loss_scale:g}"]),
+            *([] if self.eta_seconds is None else [f"eta: {format_duration(self.eta_seconds)}"]),
             *(["skipped"] if self.skipped else []),
         ]
         return "  ".join(fields)
@@ -87,11 +108,12 @@ class StepRecord:
     def to_json(self) -> str:
         """One line of JSON; a number that is not finite is null, as JSON has no word for it.
 
-        `mfu` is null where it is not known, and `val_loss` is there on steps that evaluate only.
+        `mfu` is null where it is not known; other fields that may be None are left out then.
         """
         values = dataclasses.asdict(self)
-        if self.val_loss is None:
-            del values["val_loss"]
+        for name in _optional():
+            if values[name] is None:
+                del values[name]
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
@@ -110,9 +132,14 @@ class StepRecord:
         return cls(**{name: _number(name, value) for name, value in values.items()})
 
 
+def _optional() -> set[str]:
+    """The fields that not every record has."""
+    return {field.name for field in dataclasses.fields(StepRecord) if field.default is None}
+
+
 def _check_keys(names: set[str]) -> None:
     known = {field.name for field in dataclasses.fields(StepRecord)}
-    missing = known - names - {"val_loss", "skipped"}
+    missing = known - names - _optional() - {"skipped"}
     for what, keys in (("unknown", names - known), ("missing", missing)):
         if keys:
             raise ValueError(f"{what}: {', '.join(sorted(keys))}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import torch
 
 from isp.comm import CommLog
+from isp.comm.log import Transfer
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
+from isp.train.phases import PhaseClock, PhaseTimes, RunPhase, training_seconds
 from isp.train.step import StepOutcome
 from model.config import ModelConfig
 from model.flops import flops_per_step
@@ -29,35 +30,74 @@ def model_flops(model: ModelConfig, batches: Iterable[MicroBatch]) -> int:
 
 
 class StepMeter:
-    """Counts the steps since the last record; times are means over them."""
+    """Counts the steps since the last record; times are means over them.
+
+    Time of evaluations and checkpoints, and what was sent for them, is no time of steps.
+    """
 
     def __init__(
-        self, log: CommLog, device: torch.device, *, num_ranks: int, peak_tflops: float | None
+        self,
+        log: CommLog,
+        clock: PhaseClock,
+        device: torch.device,
+        *,
+        num_ranks: int,
+        peak_tflops: float | None,
     ) -> None:
         self._log = log
+        self._clock = clock
         self._device = device
         self._num_ranks = num_ranks
         self._peak_tflops = peak_tflops
+        self._own_seconds = 0.0
         self.restart()
 
     def restart(self) -> None:
         """Begin to count here; what lies before belongs to no record."""
-        self._log.take()
-        self._steps, self._tokens, self._flops = 0, 0, 0.0
-        self._begin = time.perf_counter()
+        self._clock.take()
+        self._forget()
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """What was waited for since the last step was not for a step."""
+        self._log.take_waited()
+
+    def end_step(self) -> PhaseTimes:
+        """A step has been done on this rank; the phases since the last one."""
+        times = self._clock.take()
+        moved = self._log.take_waited()
+        for phase, seconds in times.items():
+            self._times[phase] += seconds
+        self._transfers += moved
+        waited = sum(transfer.exposed for transfer in moved)
+        self._own_seconds = max(0.0, training_seconds(times) - waited)
+        return times
+
+    @property
+    def own_seconds(self) -> float:
+        """What the last step took without waiting for other ranks."""
+        return self._own_seconds
 
     def count(self, *, tokens: int, flops: float) -> None:
-        """A step of all ranks has been done."""
+        """The step has been done on all ranks."""
         self._steps += 1
         self._tokens += tokens
         self._flops += flops
 
     def record(
-        self, outcome: StepOutcome, *, step: int, tokens: int, lr: float, mem_gib: float
+        self,
+        outcome: StepOutcome,
+        *,
+        step: int,
+        tokens: int,
+        lr: float,
+        mem_gib: float,
+        loss_scale: float | None,
+        eta_seconds: float | None,
     ) -> StepRecord:
         """The record of `step`, the last one counted; `tokens` since the start of the run."""
-        seconds = time.perf_counter() - self._begin
-        totals = CommLog.totals(self._log.take())
+        seconds = training_seconds(self._times)
+        totals = CommLog.totals(self._transfers)
         rates = speed(
             tokens=self._tokens,
             flops=self._flops,
@@ -65,7 +105,12 @@ class StepMeter:
             num_ranks=self._num_ranks,
             peak_tflops=self._peak_tflops,
         )
-        return StepRecord(
+        saving = self._times[RunPhase.CHECKPOINT]
+
+        def a_step(part: float) -> float:
+            return part / self._steps * 1e3
+
+        record = StepRecord(
             step=step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
@@ -74,13 +119,27 @@ class StepMeter:
             tgs=rates.tgs,
             tflops=rates.tflops,
             mfu=rates.mfu,
-            step_ms=seconds / self._steps * 1e3,
-            comm_ms=totals.comm_seconds / self._steps * 1e3,
-            exposed_ms=totals.exposed_seconds / self._steps * 1e3,
+            step_ms=a_step(seconds),
+            comm_ms=a_step(totals.comm_seconds),
+            exposed_ms=a_step(totals.exposed_seconds),
             mem_gib=mem_gib,
+            data_ms=a_step(self._times[RunPhase.DATA]),
+            forward_backward_ms=a_step(self._times[RunPhase.FORWARD_BACKWARD]),
+            reduce_ms=a_step(self._times[RunPhase.REDUCE]),
+            optimizer_ms=a_step(self._times[RunPhase.OPTIMIZER]),
+            checkpoint_ms=saving * 1e3 if saving else None,
+            loss_scale=loss_scale,
+            eta_seconds=eta_seconds,
             skipped=outcome.skipped,
         )
+        self._forget()
+        return record
 
     def memory_gib(self) -> torch.Tensor:
         """Peak memory of this rank so far, in GiB; on its device, to be compared with others."""
         return torch.tensor(peak_memory_gib(self._device), device=self._device)
+
+    def _forget(self) -> None:
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._times: PhaseTimes = dict.fromkeys(RunPhase, 0.0)
+        self._transfers: list[Transfer] = []

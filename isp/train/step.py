@@ -17,6 +17,7 @@ from isp.pipeline import Pipeline, stage_actions
 from isp.scheduler_hook import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
+from isp.train.phases import PhaseClock, RunPhase
 from isp.weights.trace import sequential_actions
 
 __all__ = ["StepOutcome", "TrainStep"]
@@ -55,11 +56,13 @@ class TrainStep:
         mesh: Mesh,
         *,
         micro_num: int,
+        clock: PhaseClock | None = None,
     ) -> None:
         self.model = built.model
         self.gradients = gradients
         self.optimizer = optimizer
         self.mesh = mesh
+        self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         self.hook = SchedulerHook()
         self._stages = mesh[Axis.PIPELINE]
         self._pipelines: dict[tuple[int, bool], Pipeline] = {}
@@ -90,6 +93,7 @@ class TrainStep:
             self.hook.after_step()  # what was still travelling, and was promised to `gradients`
             self.hook.before_step(self._actions)
         self._unfinished = True
+        self.clock.enter(RunPhase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
         work = _Work(self, batches, valid.clamp(min=1))
@@ -97,13 +101,17 @@ class TrainStep:
             self._pipeline(work, trains=True).run(work, work.tokens)
         else:
             self._run(work)
+        self.clock.enter(RunPhase.REDUCE)
         self.hook.after_step()
         self.gradients.reduce()
+        self.clock.enter(RunPhase.OPTIMIZER)
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
         self._unfinished = False
+        loss = self._over_ranks(work.total)
+        self.clock.enter(RunPhase.OTHER)
         return StepOutcome(
-            loss=self._over_ranks(work.total),
+            loss=loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             valid_tokens=int(valid.item()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from contextlib import ExitStack
+import time
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.module import named_parameters
-from isp.metrics import MetricsFile, describe_mfu, device_name, peak_tflops
+from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops
 from isp.optim import MainGradients, Zero1Optimizer, learning_rate
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
@@ -23,6 +23,9 @@ from isp.signals import StopRequest
 from isp.train.build import build_model
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, model_flops
+from isp.train.outputs import StepOutputs
+from isp.train.pace import Pace
+from isp.train.phases import PhaseClock, RunPhase
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome, TrainStep
 from model.flops import FLOP_RULE
@@ -58,6 +61,7 @@ class Trainer:
         self.folder = folder
         self.data = data
         self.stop = stop
+        self.clock = PhaseClock(device)
         built = build_model(
             config.model,
             config.parallel.weight,
@@ -81,7 +85,12 @@ class Trainer:
             world=mesh[Axis.WORLD],
         )
         self.train_step = TrainStep(
-            built, gradients, self.optimizer, mesh, micro_num=config.data.micro_num
+            built,
+            gradients,
+            self.optimizer,
+            mesh,
+            micro_num=config.data.micro_num,
+            clock=self.clock,
         )
         self.step = 0
         """Steps done."""
@@ -90,7 +99,8 @@ class Trainer:
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
-        self._meter = StepMeter(mesh.log, device, num_ranks=ranks, peak_tflops=peak)
+        self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
+        self._pace = Pace(config)
         logger.info(
             "model       %s parameters, %s, on %s",
             f"{config.model.num_parameters:,}",
@@ -114,13 +124,11 @@ class Trainer:
         if resumes or self.config.checkpoint.folder is not None:
             self._resume()
         stopped = False
-        with ExitStack() as stack:
-            metrics = None
-            if self.mesh.rank == 0:
-                metrics = stack.enter_context(self.folder.open_metrics(last_step=self.step))
+        rank = self.mesh.rank
+        with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
             self._meter.restart()
             while self.step < self.config.training.steps and not stopped:
-                stopped = self._train_step(metrics)
+                stopped = self._train_step(outputs)
         self._end(stopped)
 
     def _resume(self) -> None:
@@ -136,7 +144,7 @@ class Trainer:
         self.train_step.weights_changed()
         logger.info("resumed from %s", info.describe())
 
-    def _train_step(self, metrics: MetricsFile | None) -> bool:
+    def _train_step(self, outputs: StepOutputs) -> bool:
         """One step, its record and its checkpoint. Returns whether the run was asked to stop."""
         config = self.config
         lr = learning_rate(
@@ -145,8 +153,11 @@ class Trainer:
             total_steps=config.training.steps,
             config=config.lr_scheduler,
         )
+        loss_scale = None if self.optimizer.scaler is None else self.optimizer.scaler.scale
+        self.clock.enter(RunPhase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
+        self._pace.count(self._meter.end_step())
         self.step += 1
         self.tokens += self.tokens_per_step
         if outcome.skipped:
@@ -154,7 +165,7 @@ class Trainer:
         stopped, flops = self._agree(batches)
         self._meter.count(tokens=self.tokens_per_step, flops=flops)
         last = stopped or self.step == config.training.steps
-        self._report(outcome, lr, metrics, last=last)
+        self._report(outcome, lr, loss_scale, outputs, last=last)
         if config.checkpoint.interval and self.step % config.checkpoint.interval == 0 and not last:
             self._save_and_go_on()
         return stopped
@@ -169,8 +180,16 @@ class Trainer:
         return stop > 0, flops
 
     def _report(
-        self, outcome: StepOutcome, lr: float, metrics: MetricsFile | None, *, last: bool
+        self,
+        outcome: StepOutcome,
+        lr: float,
+        loss_scale: float | None,
+        outputs: StepOutputs,
+        *,
+        last: bool,
     ) -> None:
+        eta_seconds = self._pace.seconds_left(self.step)
+        outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
         freq = self.config.validation.freq
         evaluates = freq > 0 and (self.step % freq == 0 or last)
         if not (evaluates or last or self.step % self.config.metrics.log_freq == 0):
@@ -182,14 +201,23 @@ class Trainer:
             tokens=self.tokens,
             lr=lr,
             mem_gib=self.mesh[Axis.WORLD].all_reduce(memory, op="max").wait().item(),
+            loss_scale=loss_scale,
+            eta_seconds=eta_seconds,
         )
         if evaluates:
-            val_loss = self.train_step.evaluate(self.data.validation())
-            record = dataclasses.replace(record, val_loss=val_loss)
+            record = self._evaluated(record)
         logger.info("%s", record.line(self.config.training.steps))
-        if metrics is not None:
-            metrics.write(record)
-        self._meter.restart()
+        outputs.record(record)
+
+    def _evaluated(self, record: StepRecord) -> StepRecord:
+        """`record` with the loss on held-out text, and the time that took."""
+        self.clock.enter(RunPhase.EVALUATION)
+        begin = time.perf_counter()
+        val_loss = self.train_step.evaluate(self.data.validation())
+        seconds = time.perf_counter() - begin
+        self.clock.enter(RunPhase.OTHER)
+        self._meter.leave_out()
+        return dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
 
     def _count_skip(self, outcome: StepOutcome) -> None:
         """Tell of a skipped step. Raises ValueError if it is one too many in a row."""
@@ -198,6 +226,7 @@ class Trainer:
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
     def _save(self) -> None:
+        self.clock.enter(RunPhase.CHECKPOINT)
         self.checkpointer.save(
             self.step,
             self.state,
@@ -211,7 +240,8 @@ class Trainer:
             self._save()
         except CheckpointError as error:
             logger.error("%s The run goes on.", error)
-        self._meter.restart()
+        self.clock.enter(RunPhase.OTHER)
+        self._meter.leave_out()
 
     def _end(self, stopped: bool) -> None:
         """Save what the run has come to. Raises CheckpointError if that fails."""

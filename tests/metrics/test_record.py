@@ -43,17 +43,31 @@ def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
     """Catches a validation loss or a skipped update that is not shown."""
     record = replace(RECORD, val_loss=2.5, skipped=True, grad_norm=math.inf)
     assert record.line(10).endswith("(15.1%)  val_loss: 2.5000  skipped")
+    record = replace(record, loss_scale=65536.0, eta_seconds=5025.2)
+    assert record.line(10).endswith("val_loss: 2.5000  loss_scale: 65536  eta: 1:23:45  skipped")
     assert "grad_norm: inf" in record.line(10)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mfu": None}, {"val_loss": 2.5}, {"skipped": True}])
+SOMETIMES = {
+    name: 1.0 + number / 7
+    for number, name in enumerate(
+        (
+            *("data_ms", "forward_backward_ms", "reduce_ms", "optimizer_ms", "checkpoint_ms"),
+            *("evaluation_ms", "val_loss", "loss_scale", "eta_seconds"),
+        )
+    )
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"mfu": None}, SOMETIMES, {"skipped": True}])
 def test_json_round_trip(changes: dict[str, float]) -> None:
     """Catches a number rounded or a field dropped on its way to the file and back."""
     record = replace(RECORD, loss=math.pi, **changes)  # type: ignore[arg-type]
     text = record.to_json()
     assert "\n" not in text
     assert StepRecord.from_json(text) == record
-    assert ("val_loss" in json.loads(text)) == (record.val_loss is not None)
+    for name in SOMETIMES:
+        assert (name in json.loads(text)) == (name in changes), name
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

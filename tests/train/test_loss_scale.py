@@ -152,4 +152,7 @@ def test_float16_searches_its_scale_within_any_limit(tmp_path: Path) -> None:
     assert "the next loss scale is 8388608" in run.stdout + run.stderr
     records = read_metrics(tmp_path / "out/job/latest/metrics.jsonl")
     assert sum(record.skipped for record in records) > 2
+    scales = [record.loss_scale for record in records]
+    assert scales[:2] == [2.0**24, 2.0**24], "that of the step, not of the next"
+    assert scales[-1] == 2.0 ** (24 + 1 - sum(record.skipped for record in records))
     assert records[-1].loss < 0.9 * records[0].loss

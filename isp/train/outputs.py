@@ -1,0 +1,66 @@
+"""`StepOutputs`: where the numbers of steps go, besides the log."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from isp.config import JobConfig
+from isp.metrics import MetricsFile, ProgressBar, StepRecord, watched_stream
+from isp.run_folder import RunFolder
+
+__all__ = ["StepOutputs"]
+
+
+class StepOutputs:
+    """On rank 0 the metrics file, and a progress bar if somebody watches; on others nothing.
+
+    A context that goes on after `last_step`.
+    """
+
+    def __init__(
+        self, config: JobConfig, folder: RunFolder, *, rank: int, last_step: int = 0
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._rank = rank
+        self._last_step = last_step
+        self._stack = ExitStack()
+        self._metrics: MetricsFile | None = None
+        self._bar: ProgressBar | None = None
+
+    def record(self, record: StepRecord) -> None:
+        """Keep the record of a step."""
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def progress(self, *, loss: float, eta_seconds: float | None) -> None:
+        """One step more has been done."""
+        if self._bar is not None:
+            self._bar.show(loss=loss, eta_seconds=eta_seconds)
+
+    def __enter__(self) -> Self:
+        if self._rank == 0:
+            self._metrics = self._stack.enter_context(
+                self._folder.open_metrics(last_step=self._last_step)
+            )
+            self._bar = self._open_bar()
+        return self
+
+    def _open_bar(self) -> ProgressBar | None:
+        stream = watched_stream()
+        if stream is None:
+            return None
+        total = self._config.training.steps
+        return self._stack.enter_context(
+            ProgressBar(total=total, done=self._last_step, stream=stream)
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

@@ -1,0 +1,70 @@
+"""How long the rest of a run takes, from what its steps have taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from isp.config import (
+    CheckpointConfig,
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from isp.train.pace import Pace
+from isp.train.phases import PhaseTimes, RunPhase
+
+
+def job(*, freq: int = 0, interval: int = 0) -> JobConfig:
+    return JobConfig(
+        model=ModelConfig(
+            vocab_size=260, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24
+        ),
+        data=DataConfig(source="python-stdlib"),
+        training=TrainingConfig(steps=10),
+        validation=ValidationConfig(freq=freq),
+        checkpoint=CheckpointConfig(interval=interval),
+    )
+
+
+def times(step: float, *, evaluation: float = 0.0, save: float = 0.0) -> PhaseTimes:
+    """Half of `step` in forward and backward, the rest elsewhere."""
+    found = dict.fromkeys(RunPhase, 0.0)
+    found[RunPhase.FORWARD_BACKWARD] = found[RunPhase.OTHER] = step / 2
+    found[RunPhase.EVALUATION], found[RunPhase.CHECKPOINT] = evaluation, save
+    return found
+
+
+def test_the_first_step_is_no_measure() -> None:
+    """Catches a run of hours announced because the first step loaded kernels."""
+    pace = Pace(job())
+    pace.count(times(60.0))
+    assert pace.seconds_left(1) is None
+    pace.count(times(1.0))
+    assert pace.seconds_left(2) == pytest.approx(8.0)
+    pace.count(times(3.0))
+    assert pace.seconds_left(3) == pytest.approx(7 * 2.0)
+    assert pace.seconds_left(10) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluations", "saves"), [(2, 4, 3), (3, 3, 3), (4, 3, 2), (8, 2, 1), (9, 1, 1)]
+)
+def test_evaluations_and_saves_to_come_are_counted(step: int, evaluations: int, saves: int) -> None:
+    """Catches the one at the end counted twice or not, with or without a multiple there."""
+    pace = Pace(job(freq=3, interval=4))
+    pace.count(times(1.0))
+    pace.count(times(1.0, evaluation=100.0, save=10000.0))
+    wanted = (10 - step) * 1.0 + evaluations * 100.0 + saves * 10000.0
+    assert pace.seconds_left(step) == pytest.approx(wanted)
+
+
+def test_the_end_of_a_run_without_them_saves_once() -> None:
+    """Catches evaluations counted in a run that has none."""
+    pace = Pace(job())
+    pace.count(times(1.0))
+    pace.count(times(2.0, save=5.0))
+    pace.count(times(1.0))
+    assert pace.seconds_left(3) == pytest.approx(7 * 1.5 + 5.0)
+    assert pace.seconds_to_stop() == pytest.approx(2.0 + 5.0)

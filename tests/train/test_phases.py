@@ -1,0 +1,148 @@
+"""Where the time of a run goes: the clock, and the records it fills."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from isp.comm.log import CommLog
+from isp.config import load_config
+from isp.metrics import read_metrics
+from isp.parallel import Mode
+from isp.train import main
+from isp.train.phases import PhaseClock, RunPhase, training_seconds
+from model.config import ModelConfig
+from tests.metrics.test_progress import Terminal
+from tests.ranks import run_ranks
+from tests.train.jobs import write_job
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+CPU = torch.device("cpu")
+
+
+def test_every_moment_belongs_to_one_phase() -> None:
+    """Catches time that is counted twice or not at all, and a phase that outlives its end."""
+    begin = time.perf_counter()
+    clock = PhaseClock(CPU)
+    for phase in (RunPhase.DATA, RunPhase.OPTIMIZER, RunPhase.CHECKPOINT, RunPhase.DATA):
+        clock.enter(phase)
+        assert clock.current is phase
+        time.sleep(0.02)
+    clock.enter(RunPhase.OTHER)
+    times = clock.take()
+    passed = time.perf_counter() - begin
+    assert sum(times.values()) == pytest.approx(passed, abs=2e-3)
+    assert times[RunPhase.DATA] >= 0.04
+    assert min(times[RunPhase.OPTIMIZER], times[RunPhase.CHECKPOINT]) >= 0.02
+    assert times[RunPhase.EVALUATION] == 0
+    assert training_seconds(times) == pytest.approx(passed - times[RunPhase.CHECKPOINT], abs=2e-3)
+    assert sum(clock.take().values()) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_is_measured_on_the_device() -> None:
+    """Catches the time of launching kernels given as that of running them."""
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device)
+    torch.cuda.synchronize()
+    clock = PhaseClock(device)
+    clock.enter(RunPhase.FORWARD_BACKWARD)
+    begin = time.perf_counter()
+    for _ in range(50):
+        x = x @ x
+    launched = time.perf_counter() - begin
+    clock.enter(RunPhase.OPTIMIZER)
+    x.sum().item()
+    clock.enter(RunPhase.OTHER)
+    times = clock.take()
+    assert times[RunPhase.FORWARD_BACKWARD] > 2 * launched
+    assert times[RunPhase.OPTIMIZER] < times[RunPhase.FORWARD_BACKWARD]
+
+
+def test_transfers_stay_until_they_are_waited_for() -> None:
+    """Catches the wait for what travels between two steps counted in neither."""
+    log = CommLog()
+    first, second = (log.start("all_gather", "weight", label, 8) for label in "ab")
+    first.waited = True
+    assert log.take_waited() == [first]
+    assert log.take_waited() == []
+    second.waited, second.exposed = True, 0.5
+    assert log.take_waited() == [second]
+
+
+MODEL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=24
+)
+LAYOUT = Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, micro=2)
+
+
+def _left_over(rank: int) -> list[tuple[list[str], int]]:
+    """What each step leaves in the log, and how much of it the next step waits for."""
+    run = make_run(Meshes(rank).of(LAYOUT), LAYOUT, Task(model=MODEL))
+    log = run.step.mesh.log
+    found: list[tuple[list[str], int]] = []
+    left = []
+    for step in range(4):
+        run.numbers(range(step, step + 1))
+        if step == 2:
+            run.step.evaluate([run.task.batch(0, place) for place in range(2)])
+        ended = {id(t) for t in log.take_waited()}
+        found.append(([t.label for t in log.transfers], sum(id(t) in ended for t in left)))
+        left = list(log.transfers)
+    run.close()
+    return found
+
+
+def test_a_step_leaves_what_the_next_one_waits_for() -> None:
+    """Catches transfers nobody waits for, which would pile up, and waits that are lost."""
+    for steps in run_ranks(LAYOUT.world, _left_over):
+        labels, _ = steps[0]
+        assert labels[0] == "embedding.weight", "gathered for the next forward"
+        assert steps[1:] == [(labels, len(labels))] * 3
+
+
+def _train_watched(rank: int, job: str, words: list[str]) -> list[str]:
+    """What is to be seen in the terminal of a run."""
+    terminal = Terminal()
+    sys.stdout = sys.stderr = terminal
+    main(load_config(job, words))
+    return terminal.rows()
+
+
+ALONE = ["--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.seq_len", "32"]
+
+
+def test_records_say_where_the_time_went(tmp_path: Path) -> None:
+    """Catches parts that are more than the whole, and evaluations or saves among them."""
+    job = write_job(tmp_path)
+    words = ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
+    words += ["--data.valid_source", str(tmp_path / "text.txt")]
+    (rows,) = run_ranks(1, _train_watched, str(job), [*ALONE, *words])
+    records = read_metrics(tmp_path / "out/job/latest/metrics.jsonl")
+    assert len(records) == 8
+    for record in records:
+        parts = [
+            record.data_ms,
+            record.forward_backward_ms,
+            record.reduce_ms,
+            record.optimizer_ms,
+        ]
+        assert all(part is not None and part > 0 for part in parts)
+        assert sum(parts) < record.step_ms  # type: ignore[arg-type]
+        assert record.forward_backward_ms > record.reduce_ms  # type: ignore[operator]
+    assert [r.step for r in records if r.evaluation_ms is not None] == [4, 8]
+    assert [r.step for r in records if r.checkpoint_ms is not None] == [4, 7]
+    assert all(r.checkpoint_ms > 0 for r in records if r.checkpoint_ms is not None)
+    assert [r.step for r in records if r.eta_seconds is not None] == [2, 3, 4, 5, 6, 7]
+    log = (tmp_path / "out/job/latest/logs/rank_0.log").read_text()
+    assert log.count("  eta: 0:00:0") == 6
+    *_, bar, done, end = [row for row in rows if row]
+    assert sum(row.startswith("step: ") for row in rows) == 8
+    assert bar.startswith("100%|")
+    assert "8/8, loss: " in bar
+    assert (done.split()[0], end.split()[0]) == ("saved", "done:")
