@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 HF = ["tokenizers", "safetensors"]
+REPORT = ["matplotlib", "jinja2"]
 
 
 def read_version() -> str:
@@ -23,6 +24,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
+    package_data={"isp.report": ["*.html"]},
     install_requires=[
         "torch>=2.11",
         "numpy",
@@ -34,9 +36,10 @@ setup(
     extras_require={
         "flash": ["flash-attn"],
         "hf": HF,
-        "report": [],
+        "report": REPORT,
         "dev": [
             *HF,
+            *REPORT,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

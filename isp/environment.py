@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +73,15 @@ class Environment:
     def to_json(self) -> str:
         """The environment as JSON, for people and programs."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Environment:
+        """The environment that `to_json` wrote.  Raises ValueError if `text` is anything else."""
+        values = json.loads(text)
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"not an environment, which has {', '.join(sorted(names))}")
+        return cls(**values)
 
 
 def _packages() -> dict[str, str]:

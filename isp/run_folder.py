@@ -5,6 +5,7 @@
     metrics.jsonl    a line a step: see `isp.metrics`
     logs/            rank_0.log ...
     checkpoint/      see `isp.checkpoint`
+    report/          what `isp report` makes of it
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
 for each rank's own log.

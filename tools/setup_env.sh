@@ -2,6 +2,7 @@
 # Makes the virtual environment .venv with every version pinned by constraints.txt.
 #
 #   bash tools/setup_env.sh          what a run needs
+#   bash tools/setup_env.sh report   and what `isp report` needs
 #   bash tools/setup_env.sh dev      and what tests, lints and types need
 #
 # PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,
@@ -11,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extra="${1:-}"
 case "$extra" in
-    "" | dev) ;;
-    *) echo "error: unknown set of packages '$extra': use dev, or nothing" >&2; exit 2 ;;
+    "" | report | dev) ;;
+    *) echo "error: unknown set of packages '$extra': use report, dev, or nothing" >&2; exit 2 ;;
 esac
 
 is_new_enough() {

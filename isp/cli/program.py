@@ -84,6 +84,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _command(commands, "schedule", _schedule, "print the prefetch plan of a step", overrides=True)
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
+    _add_report(
+        _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")
+    )
     data = commands.add_parser("data", help="work on data", allow_abbrev=False)
     actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(_command(actions, "prepare", _prepare, "turn text into the .bin/.idx format"))
@@ -183,6 +186,21 @@ def _config(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     print(to_yaml(config), end="")
     _note_unused(config)
+    return 0
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN_FOLDER", help="such as outputs/<job>/latest")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="where to write it; default: RUN_FOLDER/report"
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from isp.report import write_report
+
+    done = write_report(args.folder, args.output)
+    print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
     return 0
 
 

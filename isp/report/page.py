@@ -1,0 +1,71 @@
+"""The page: sections of text, tables and pictures, in one HTML file that refers to no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from isp.report.style import PHONE, WIDE, Picture, to_svg
+
+__all__ = ["Column", "Page", "Section", "Table"]
+
+
+class Column(NamedTuple):
+    """The head of a column; numbers stand at its right."""
+
+    title: str
+    numeric: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, a cell for each column."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading, and what there is below it, in this order."""
+
+    title: str
+    texts: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    """What it is, and its value."""
+    table: Table | None = None
+    pictures: tuple[Picture, ...] = ()
+    command: str | None = None
+    """What to type for the same numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """One report."""
+
+    title: str
+    lead: str
+    """The one sentence to remember."""
+    sections: tuple[Section, ...]
+
+    @property
+    def pictures(self) -> Iterator[Picture]:
+        """Those of all sections."""
+        for section in self.sections:
+            yield from section.pictures
+
+    def to_html(self) -> str:
+        """The text of the file; everything but the pictures is escaped."""
+        environment = Environment(
+            loader=PackageLoader("isp.report", ""), autoescape=True, undefined=StrictUndefined
+        )
+        environment.filters["svg"] = lambda picture, size: Markup(to_svg(picture, size))
+        template = environment.get_template("page.html")
+        return template.render(page=self, WIDE=WIDE, PHONE=PHONE)

@@ -1,0 +1,287 @@
+"""The report of a run: loss, throughput, exposed time and memory over its steps."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from isp.config import JobConfig, load_config
+from isp.environment import Environment
+from isp.metrics import StepRecord, read_metrics
+from isp.report.page import Page, Section
+from isp.report.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    PURPLE,
+    VERMILLION,
+    Picture,
+    Size,
+    legend_above,
+    new_axes,
+)
+from isp.run_folder import RunFolder
+
+__all__ = ["Means", "means", "run_page"]
+
+_GAP = math.nan
+_FEW = 60  # records for which each has a mark of its own
+
+
+class Means(NamedTuple):
+    """Means over the steps of a run after its first record, which has the warm-up in it."""
+
+    first: int
+    last: int
+    """The steps they are taken over, both included."""
+    step_ms: float
+    comm_ms: float
+    exposed_ms: float
+    tgs: float
+
+    @property
+    def exposed_of_step(self) -> float:
+        """Share of the step."""
+        return self.exposed_ms / self.step_ms
+
+    @property
+    def exposed_of_comm(self) -> float:
+        """Share of the time in which transfers were under way; 0 where there were none."""
+        return self.exposed_ms / self.comm_ms if self.comm_ms else 0.0
+
+
+def means(records: Sequence[StepRecord]) -> Means:
+    """The means over `records`, each weighted by the number of steps that it stands for."""
+    steps = [0, *(record.step for record in records)]
+    weights = [after - before for before, after in pairwise(steps)]
+    if len(records) > 1:
+        records, weights, steps = records[1:], weights[1:], steps[1:]
+    total = sum(weights)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / total
+
+    step_ms = mean(r.step_ms for r in records)
+    return Means(
+        first=steps[0] + 1,
+        last=steps[-1],
+        step_ms=step_ms,
+        comm_ms=mean(r.comm_ms for r in records),
+        exposed_ms=mean(r.exposed_ms for r in records),
+        tgs=mean(r.tgs * r.step_ms for r in records) / step_ms,
+    )
+
+
+def run_page(folder: RunFolder) -> Page:
+    """The page of the run in `folder`.
+
+    Raises ValueError if it holds no step, or a file that cannot be read, and OSError if one of
+    config.yaml, env.json and metrics.jsonl is not there.
+    """
+    records = read_metrics(folder.metrics_file)
+    if not records:
+        raise ValueError(f"{folder.metrics_file} holds no step yet: let the run do one first")
+    config = load_config(folder.config_file)
+    environment = _environment(folder)
+    average, command = means(records), run_command(environment)
+    return Page(
+        title=f"{config.job.name}: {config.parallel.tensor.mode} on {_ranks(environment)}",
+        lead=_lead(average),
+        sections=(
+            Section(title="The run", facts=_facts(config, environment, records, average)),
+            Section(title="Over the steps", pictures=_pictures(records), command=command),
+        ),
+    )
+
+
+def _environment(folder: RunFolder) -> Environment:
+    file = folder.environment_file
+    try:
+        return Environment.from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def run_command(environment: Environment) -> str:
+    """The command line that started the run; under torchrun, the part behind `-m isp`."""
+    words = environment.command
+    if "train" not in words:  # started from somebody's own program
+        return shlex.join(words)
+    own = ["isp", *words[words.index("train") :]]
+    if len(environment.hostnames) > 1:
+        return f"{shlex.join(own)}    # by torchrun, on {len(environment.hostnames)} machines"
+    return shlex.join([*own[:3], "--nproc", str(environment.world_size), *own[3:]])
+
+
+def _lead(average: Means) -> str:
+    if not average.comm_ms:
+        return "Nothing is exposed: no transfers, as each rank works for itself."
+    return (
+        f"Compute waited for transfers for {average.exposed_ms:.1f} ms of each step of"
+        f" {average.step_ms:.1f} ms ({average.exposed_of_step:.0%}): transfers were under way for"
+        f" {average.comm_ms:.1f} ms, of which {average.exposed_of_comm:.0%} was exposed and the"
+        f" rest hidden behind compute (rank 0, means over steps {average.first} to {average.last})."
+    )
+
+
+def _facts(
+    config: JobConfig, environment: Environment, records: Sequence[StepRecord], average: Means
+) -> tuple[tuple[str, str], ...]:
+    first, last = records[0], records[-1]
+    model, data = config.model, config.data
+    evaluated = [record for record in records if record.val_loss is not None]
+    skipped = sum(record.skipped for record in records)
+    devices = ", ".join(f"{count} x {name}" for name, count in environment.devices.items())
+    facts = {
+        "groups": "\n".join(config.topology(environment.world_size).describe().split("\n")[1:3]),
+        "model": f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
+        "a step": f"{last.tokens // last.step:,} tokens in sequences of {data.seq_len:,}",
+        "numbers": f"{config.training.dtype}, on {devices}, torch {environment.torch}",
+        "loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
+        **({"loss on held-out text": _val_loss(evaluated[-1])} if evaluated else {}),
+        **({"steps with a skipped update": str(skipped)} if skipped else {}),
+        "throughput": f"{average.tgs:,.0f} tokens a second and rank",
+        "peak memory": f"{last.mem_gib:.2f} GiB on the rank that has most",
+    }
+    return tuple(facts.items())
+
+
+def _val_loss(record: StepRecord) -> str:
+    return f"{record.val_loss:.4f} at step {record.step}"
+
+
+def _ranks(environment: Environment) -> str:
+    return "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"
+
+
+def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
+    return (
+        Picture(
+            name="loss",
+            caption="Loss: the mean over the valid tokens of a step, before its update.",
+            alt="Loss over the steps, of training and of held-out text",
+            draw=partial(_draw_loss, records),
+        ),
+        Picture(
+            name="throughput",
+            caption="Throughput: tokens that each rank trains on in a second.",
+            alt="Tokens a second and rank over the steps",
+            draw=partial(_draw_throughput, records),
+        ),
+        Picture(
+            name="exposed",
+            caption="Time of a step on rank 0: the whole of it, the part in which transfers were"
+            " under way, and the part for which compute really waited for one.",
+            alt="Milliseconds of a step, of its transfers, and exposed, over the steps",
+            draw=partial(_draw_exposed, records),
+        ),
+        Picture(
+            name="memory",
+            caption="Memory: the most that was in use at once up to a step, on the rank that has"
+            " most; of tensors on CUDA, of the whole process on CPU.",
+            alt="Peak memory in GiB over the steps",
+            draw=partial(_draw_memory, records),
+        ),
+    )
+
+
+def _draw_loss(records: Sequence[StepRecord], size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="step", ylabel="loss (nats a token)")
+    kept = [_GAP if record.skipped else record.loss for record in records]
+    _line(axes, records, kept, color=BLUE, label="training")
+    evaluated = [record for record in records if record.val_loss is not None]
+    if evaluated:
+        values = [_GAP if record.val_loss is None else record.val_loss for record in evaluated]
+        style = {"color": VERMILLION, "linestyle": "--", "marker": "D"}
+        _line(axes, evaluated, values, label="held-out text", **style)
+    skipped = [record.step for record in records if record.skipped]
+    if skipped:
+        bottom = axes.get_xaxis_transform()
+        axes.plot(
+            skipped,
+            [0.04] * len(skipped),
+            transform=bottom,
+            color=BLACK,
+            marker="x",
+            linestyle="none",
+            label="update skipped",
+        )
+    _finish(axes, records)
+    legend_above(axes, columns=3)
+    return figure
+
+
+def _draw_throughput(records: Sequence[StepRecord], size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="step", ylabel="tokens / s / rank")
+    _line(axes, records, [record.tgs for record in records], color=GREEN)
+    axes.set_ylim(bottom=0)
+    _finish(axes, records)
+    return figure
+
+
+def _draw_exposed(records: Sequence[StepRecord], size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="step", ylabel="ms a step")
+    for name, label, color, linestyle in (
+        ("step_ms", "step", BLACK, "-"),
+        ("comm_ms", "transfers", BLUE, "--"),
+        ("exposed_ms", "exposed", VERMILLION, "-."),
+    ):
+        values = [getattr(record, name) for record in records]
+        _line(axes, records, values, color=color, linestyle=linestyle, label=label)
+    axes.set_ylim(bottom=0)
+    _finish(axes, records)
+    legend_above(axes, columns=3)
+    return figure
+
+
+def _draw_memory(records: Sequence[StepRecord], size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="step", ylabel="peak memory (GiB)")
+    _line(axes, records, [record.mem_gib for record in records], color=PURPLE)
+    axes.set_ylim(bottom=0)
+    _finish(axes, records)
+    return figure
+
+
+def _line(
+    axes: Axes,
+    records: Sequence[StepRecord],
+    values: Sequence[float],
+    *,
+    color: str,
+    linestyle: str = "-",
+    marker: str = "o",
+    label: str | None = None,
+) -> None:
+    """Draw `values` over the steps of `records`; NaN is a gap, and a value between two has a mark.
+
+    Infinite values are gaps too.
+    """
+    shown = [value if math.isfinite(value) else _GAP for value in values]
+    padded = [_GAP, *shown, _GAP]
+    alone = [i for i in range(len(shown)) if math.isnan(padded[i]) and math.isnan(padded[i + 2])]
+    axes.plot(
+        [record.step for record in records],
+        shown,
+        color=color,
+        linestyle=linestyle,
+        linewidth=1.8,
+        marker=marker,
+        markersize=4,
+        markevery=range(len(shown)) if len(shown) <= _FEW else alone,
+        label=label,
+    )
+
+
+def _finish(axes: Axes, records: Sequence[StepRecord]) -> None:
+    first, last = records[0].step, records[-1].step
+    margin = max(1.0, 0.02 * (last - first))
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins="auto", steps=[1, 2, 5, 10]))

@@ -1,0 +1,159 @@
+"""How pictures look: sizes, colours that colour-blind people can tell apart, SVG and PNG."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.typing import RcKeyType
+
+__all__ = [
+    "BLACK",
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PHONE",
+    "PURPLE",
+    "SKY",
+    "VERMILLION",
+    "WIDE",
+    "Picture",
+    "Size",
+    "legend_above",
+    "new_axes",
+    "to_png",
+    "to_svg",
+]
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
+"""Source: Okabe and Ito 2008, Color Universal Design; grey is for what is in the background."""
+
+_STYLE: dict[RcKeyType, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": ["DejaVu Sans"],
+    "grid.color": "#dddddd",
+    "hatch.linewidth": 0.8,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",  # text stays text: small, sharp, and found by searching
+    "svg.hashsalt": "isp",  # the same numbers give the same file
+}
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+_POINTS_PER_INCH = 72
+_PNG_SCALE = 2  # pixels of a PNG for each of the page
+
+
+@dataclass(frozen=True)
+class Size:
+    """The room of a picture, in pixels of the page; `font` is the size of its text."""
+
+    width: int
+    height: int
+    font: float
+
+    def taller(self, factor: float) -> Size:
+        """The same width, and `factor` times the height."""
+        return Size(self.width, round(self.height * factor), self.font)
+
+
+WIDE = Size(1080, 340, 13)
+"""On a desktop, and in PNGs."""
+PHONE = Size(360, 300, 12)
+"""On a phone, where a shrunk desktop picture could not be read."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing that is made again for each size."""
+
+    name: str
+    """Of the PNG, without its ending."""
+    caption: str
+    alt: str
+    """What it shows, for those who cannot see it."""
+    draw: Callable[[Size], Figure]
+
+
+def new_axes(size: Size, *, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """A figure of `size` with one pair of labelled axes."""
+    inches = size.width / _POINTS_PER_INCH, size.height / _POINTS_PER_INCH
+    figure = Figure(figsize=inches, layout="constrained")
+    axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+    return figure, axes
+
+
+def legend_above(axes: Axes, *, columns: int) -> None:
+    """Name what is drawn above the axes, where it hides nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
+
+
+def to_png(picture: Picture, path: Path) -> None:
+    """Write `picture` to `path`, at twice the resolution of the page."""
+    with _style(WIDE):
+        picture.draw(WIDE).savefig(path, format="png", dpi=_POINTS_PER_INCH * _PNG_SCALE)
+
+
+def to_svg(picture: Picture, size: Size) -> str:
+    """`picture` as an SVG element to be put into a page beside others.
+
+    A group of the drawing whose gid is `hover:TEXT` shows TEXT under the mouse.
+    """
+    buffer = io.BytesIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with _style(size):
+        picture.draw(size).savefig(buffer, format="svg", metadata=nothing)
+    root = ET.fromstring(buffer.getvalue())
+    _isolate(root, f"{picture.name}-{size.width}-")
+    for name in ("width", "height"):
+        del root.attrib[name]  # the page decides, by its viewBox
+    root.attrib |= {"role": "img", "aria-label": picture.alt}
+    return ET.tostring(root, encoding="unicode")
+
+
+@contextmanager
+def _style(size: Size) -> Iterator[None]:
+    texts: tuple[RcKeyType, ...] = ("font.size", "legend.fontsize", "axes.titlesize")
+    sizes = dict.fromkeys(texts, size.font)
+    with mpl.rc_context(_STYLE | sizes):
+        yield
+
+
+def _isolate(root: ET.Element, prefix: str) -> None:
+    """Give the names of `root`, which hold in the whole page, a prefix; drop those of no use."""
+    ids = {node.attrib["id"] for node in root.iter() if "id" in node.attrib}
+    used = set()
+    for node in root.iter():
+        for key, value in node.attrib.items():
+            if key == f"{{{_XLINK}}}href" and value[1:] in ids:
+                used.add(value[1:])
+                node.attrib[key] = f"#{prefix}{value[1:]}"
+            elif value.startswith("url(#"):
+                used.add(value[5:-1])
+                node.attrib[key] = f"url(#{prefix}{value[5:-1]})"
+    for node in root.iter():
+        name = node.attrib.pop("id", "")
+        if name in used:
+            node.attrib["id"] = prefix + name
+        if name.startswith("hover:"):
+            title = ET.Element(f"{{{_SVG}}}title")
+            title.text = name.removeprefix("hover:")
+            node.insert(0, title)
+
+
+ET.register_namespace("", _SVG)
+ET.register_namespace("xlink", _XLINK)

@@ -1,0 +1,63 @@
+"""Reads a page as a browser does, and notes what must not be in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html.parser import HTMLParser
+
+_VOID = {"meta", "link", "br", "hr", "img", "input"}
+_REFERENCES = {"src", "href", "xlink:href", "action", "poster", "data", "srcset"}
+
+
+class HtmlPage(HTMLParser):
+    """The elements, texts and references of `html`; AssertionError where tags do not match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        """Where attributes lead, but for links that a person may follow."""
+        self.ids: Counter[str] = Counter()
+        self.tags: Counter[str] = Counter()
+        self.texts: list[str] = []
+        self.hovers: list[str] = []
+        """The texts of `title` elements in drawings."""
+        self.styles = ""
+        """Everything in which a style sheet could load something."""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, self._open
+
+    @property
+    def text(self) -> str:
+        """What a person reads, words apart by one space."""
+        return " ".join(" ".join(self.texts).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for name, value in attrs:
+            if name in _REFERENCES and tag != "a":
+                self.references.append(value or "")
+            elif name == "id":
+                self.ids[value or ""] += 1
+            elif value and name not in ("xmlns", "xmlns:xlink"):
+                self.styles += value
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            self.styles += data
+        elif "title" in self._open and "svg" in self._open:
+            self.hovers.append(data)
+        elif "script" not in self._open:
+            self.texts.append(data)
