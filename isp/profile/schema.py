@@ -281,6 +281,8 @@ class Profile:
     """The whole configuration as YAML; each mode changes `parallel.tensor.mode` and the size of
     the weight group alone."""
     modes: tuple[ModeProfile, ...]
+    command: str = ""
+    """The command line that measured it, as one types it; empty where there was none."""
 
     @property
     def largest_loss_difference(self) -> float:
