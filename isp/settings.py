@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isp.durations import parse_duration
+
 __all__ = [
     "CheckpointConfig",
     "GradScalerConfig",
@@ -28,6 +30,15 @@ def _unless(holds: bool, key: str, value: object, rule: str) -> str | None:
 
 def _at_least(key: str, value: int, least: int, meaning: str = "") -> str | None:
     return _unless(value >= least, key, value, f"must be at least {least}{meaning}")
+
+
+def _duration_fault(key: str, value: int | str | None) -> str | None:
+    try:
+        if value is not None:
+            parse_duration(value)
+    except ValueError as error:
+        return f"{key}={value} {error}, or null for no limit"
+    return None
 
 
 def _refuse(*faults: str | None) -> None:
@@ -61,6 +72,9 @@ class TrainingConfig:
 
     steps: int = 100
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
+    max_time: int | str | None = None
+    """Time that a start of the run may take, the last save included: seconds, or `HH:MM:SS` or
+    `D-HH:MM:SS`; the same command goes on. null: no limit."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Numbers of weights and activations; bfloat16 and float16 keep float32 gradients and master
     weights, and float16 scales the loss: see `optimizer.grad_scaler`."""
@@ -77,9 +91,15 @@ class TrainingConfig:
         clip = "must be finite and at least 0 (0: no clipping)"
         _refuse(
             _at_least("training.steps", self.steps, 1),
+            _duration_fault("training.max_time", self.max_time),
             _at_least("training.seed", self.seed, 0),
             _unless(0 <= self.max_norm < math.inf, "training.max_norm", self.max_norm, clip),
         )
+
+    @property
+    def max_seconds(self) -> float:
+        """`max_time` in seconds, infinity without a limit."""
+        return math.inf if self.max_time is None else parse_duration(self.max_time)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import ExitStack
 
 import torch
@@ -30,6 +31,7 @@ def main(config: JobConfig) -> None:
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right.
     """
+    begin = time.monotonic()
     device = choose_device(config)
     world = World(device)
     topology = config.topology(world.size)
@@ -49,7 +51,7 @@ def main(config: JobConfig) -> None:
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
-        trainer = Trainer(config, mesh, device, folder=folder, data=data, stop=stop)
+        trainer = Trainer(config, mesh, device, folder=folder, data=data, stop=stop, begin=begin)
         with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
             trainer.run(resumes=resumes)
 

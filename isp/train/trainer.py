@@ -54,6 +54,7 @@ class Trainer:
         folder: RunFolder,
         data: StepData,
         stop: StopRequest,
+        begin: float,
     ) -> None:
         self.config = config
         self.mesh = mesh
@@ -61,6 +62,8 @@ class Trainer:
         self.folder = folder
         self.data = data
         self.stop = stop
+        self.deadline = begin + config.training.max_seconds
+        """When the run has to have ended, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
         built = build_model(
             config.model,
@@ -116,18 +119,18 @@ class Trainer:
         return data.micro_bsz * data.micro_num * data.seq_len * self.mesh[Axis.DATA].size
 
     def run(self, *, resumes: bool) -> None:
-        """Train to the last step or until asked to stop, and save.
+        """Train to the last step, or until asked to stop or short of time, and save.
 
         `resumes` from the checkpoints in the run's folder; those in `checkpoint.folder` are looked
         at in any case.
         """
         if resumes or self.config.checkpoint.folder is not None:
             self._resume()
-        stopped = False
+        stopped: str | None = None
         rank = self.mesh.rank
         with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
             self._meter.restart()
-            while self.step < self.config.training.steps and not stopped:
+            while self.step < self.config.training.steps and stopped is None:
                 stopped = self._train_step(outputs)
         self._end(stopped)
 
@@ -144,8 +147,8 @@ class Trainer:
         self.train_step.weights_changed()
         logger.info("resumed from %s", info.describe())
 
-    def _train_step(self, outputs: StepOutputs) -> bool:
-        """One step, its record and its checkpoint. Returns whether the run was asked to stop."""
+    def _train_step(self, outputs: StepOutputs) -> str | None:
+        """One step, its record and its checkpoint. Returns why the run is to stop, if it is."""
         config = self.config
         lr = learning_rate(
             self.step,
@@ -164,20 +167,24 @@ class Trainer:
             self._count_skip(outcome)
         stopped, flops = self._agree(batches)
         self._meter.count(tokens=self.tokens_per_step, flops=flops)
-        last = stopped or self.step == config.training.steps
+        last = stopped is not None or self.step == config.training.steps
         self._report(outcome, lr, loss_scale, outputs, last=last)
         if config.checkpoint.interval and self.step % config.checkpoint.interval == 0 and not last:
             self._save_and_go_on()
         return stopped
 
-    def _agree(self, batches: list[MicroBatch]) -> tuple[bool, float]:
-        """Whether any rank was asked to stop, and the FLOPs of the global batch."""
+    def _agree(self, batches: list[MicroBatch]) -> tuple[str | None, float]:
+        """Why all ranks stop here, if any of them wants to, and the FLOPs of the global batch."""
         own = 0.0
         if self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0:
             own = float(model_flops(self.config.model, batches))
-        facts = torch.tensor([float(self.stop.requested), own], dtype=torch.float64)
-        stop, flops = self.mesh.host.all_reduce(facts, label="metrics").wait().tolist()
-        return stop > 0, flops
+        late = time.monotonic() + self._pace.seconds_to_stop() > self.deadline
+        facts = torch.tensor([float(self.stop.requested), float(late), own], dtype=torch.float64)
+        asked, late, flops = self.mesh.host.all_reduce(facts, label="metrics").wait().tolist()
+        why = "as asked" if asked else None
+        if late and not asked:
+            why = f"as another would pass training.max_time={self.config.training.max_time}"
+        return why, flops
 
     def _report(
         self,
@@ -243,15 +250,16 @@ class Trainer:
         self.clock.enter(RunPhase.OTHER)
         self._meter.leave_out()
 
-    def _end(self, stopped: bool) -> None:
+    def _end(self, stopped: str | None) -> None:
         """Save what the run has come to. Raises CheckpointError if that fails."""
         self._save()
         self.checkpointer.close()
-        if stopped and self.step < self.config.training.steps:
+        if stopped is not None and self.step < self.config.training.steps:
             logger.info(
-                "stopped after step %d of %d, as asked; the same command goes on from there",
+                "stopped after step %d of %d, %s; the same command goes on from there",
                 self.step,
                 self.config.training.steps,
+                stopped,
             )
         else:
             logger.info("done: %d steps, in %s", self.step, self.folder.path)

@@ -1,0 +1,65 @@
+"""A run that ends before its time is up, and goes on when it is started again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from isp.config import ConfigError, load_config
+from isp.data.batch import BatchSampler
+from isp.metrics import read_metrics
+from tests.train.jobs import run_folders, run_forked, write_job
+
+STEP_SECONDS = 0.5
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take at least STEP_SECONDS, by a slow disk under the first rank alone."""
+    read = BatchSampler.micro_batches
+
+    def slowly(*args: object) -> object:
+        time.sleep(STEP_SECONDS)
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchSampler, "micro_batches", slowly)
+
+
+def test_a_run_stops_in_time_and_goes_on(tmp_path: Path, slow: None) -> None:
+    """Catches a limit that is passed or not told, ranks that disagree, and a run begun anew."""
+    job, limit = write_job(tmp_path), 6
+    words = ["--training.steps", "60", "--training.max_time", f"00:00:0{limit}"]
+    begin = time.monotonic()
+    run_forked(job, *words)
+    assert time.monotonic() - begin < limit + 2, "only starting and ending ranks is not counted"
+    (run,) = run_folders(job)
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert 2 <= done < limit / STEP_SECONDS
+    why = f"stopped after step {done} of 60, as another would pass training.max_time=00:00:0{limit}"
+    for rank in range(2):
+        assert why in (run / f"logs/rank_{rank}.log").read_text()
+    run_forked(job, "--training.steps", str(done + 2))
+    (run,) = run_folders(job)
+    assert [r.step for r in read_metrics(run / "metrics.jsonl")] == list(range(1, done + 3))
+
+
+@pytest.mark.parametrize("value", ["1h", "0", "1-2", "-3"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    """Catches a limit that is read as another, or found wrong after ranks have started."""
+    with pytest.raises(ConfigError, match=f"training.max_time={value} .*null for no limit"):
+        load_config(write_job(tmp_path), ["--training.max_time", value])
+
+
+@pytest.mark.parametrize(
+    ("word", "seconds"), [("90", 90), ("1:30:00", 5400), ("01:30:00", 5400), ("1-0:00:00", 86400)]
+)
+def test_a_time_in_a_file_is_that_on_the_command_line(
+    tmp_path: Path, word: str, seconds: int
+) -> None:
+    """Catches 1:30:00 without quotes, which YAML takes for a number, meaning something else."""
+    job = write_job(tmp_path)
+    on_line = load_config(job, ["--training.max_time", word])
+    job.write_text(job.read_text().replace("device: cpu", f"device: cpu, max_time: {word}"))
+    assert load_config(job).training.max_seconds == on_line.training.max_seconds == seconds
