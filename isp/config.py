@@ -84,13 +84,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         self._check_supported()
         check_layout(self.model, self.parallel, self.row_tokens)
-        stages, micro_num = self.parallel.pipeline.size, self.data.micro_num
-        if micro_num < stages:
-            raise ValueError(
-                f"parallel.pipeline.size={stages} needs as many micro-batches to be busy, and"
-                f" data.micro_num={micro_num}: use data.micro_num={stages} or more, a multiple of"
-                f" it for the smallest bubble"
-            )
+        self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = 0 if ratio is None else round(ratio * steps)
@@ -103,10 +97,8 @@ class JobConfig:
 
     def _check_supported(self) -> None:
         """Raise ValueError for keys whose meaning no part of the trainer carries out yet."""
-        pipeline, profiles = self.parallel.pipeline, self.profiler.enable_profiling
         for key, value, use in (
-            ("parallel.pipeline.num_chunks", pipeline.num_chunks, 1),
-            ("profiler.enable_profiling", profiles, False),
+            ("profiler.enable_profiling", self.profiler.enable_profiling, False),
         ):
             if value != use:
                 shown, instead = (str(v).lower() for v in (value, use))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isp.layers.rope_scaling import RopeScaling
-from isp.parallel.config import Mode, ParallelConfig
+from isp.parallel.config import Mode, ParallelConfig, PipelineConfig
 
 __all__ = ["ModelConfig", "check_layout"]
 
@@ -129,7 +129,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
                     f"parallel.tensor.size={size} must divide model.{key}={value} in {mode} mode:"
                     f" use {_usable(value, size)}, or isp mode, which does not split the features"
                 )
-    _check_stages(model, parallel.pipeline.size)
+    _check_stages(model, parallel.pipeline)
     if model.checkpoint_distribute_activations:
         _check_distributable(model, parallel, seq_len)
     if mode is not Mode.MTP and seq_len % size:
@@ -151,16 +151,13 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
         )
 
 
-def _check_stages(model: ModelConfig, stages: int) -> None:
+def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:
+    stages = pipeline.size * pipeline.num_chunks
     if stages > model.num_layers:
+        chunks = f" x num_chunks={pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""
         raise ValueError(
-            f"parallel.pipeline.size={stages} is more than model.num_layers={model.num_layers}:"
-            f" each stage needs a layer"
-        )
-    if stages > 1 and model.tie_embeddings:
-        raise ValueError(
-            f"parallel.pipeline.size={stages} with model.tie_embeddings=true is not supported yet:"
-            f" the table would be on the first and the last stage; set one of them back"
+            f"parallel.pipeline.size={pipeline.size}{chunks} is more than"
+            f" model.num_layers={model.num_layers}: each stage needs a layer"
         )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention import AttentionMask, DistributedAttention
+from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
@@ -181,7 +182,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens to logits, or the part of the way that one pipeline stage goes.
 
-    Names are those of the whole model: a stage's first block may be `layers.4`.
+    Names are those of the whole model: a stage's first block may be `layers.4`. Where the head is
+    tied, the last stage has an `embedding`, too: `table`, if the first stage is on this rank, else
+    a copy, whose gradients have to be added to those of the first stage's.
     """
 
     def __init__(
@@ -190,6 +193,8 @@ class Decoder(nn.Module):
         layers: LayerFactory,
         core: DistributedAttention,
         span: LayerSpan | None = None,
+        *,
+        table: VocabParallelEmbedding | None = None,
     ):
         super().__init__()
         self.config = config
@@ -197,8 +202,8 @@ class Decoder(nn.Module):
         self.is_first = self.span.start == 0
         self.is_last = self.span.stop == config.num_layers
         self.embedding = self.norm = self.head = None
-        if self.is_first:
-            self.embedding = layers.embedding(
+        if self.is_first or (self.is_last and config.tie_embeddings):
+            self.embedding = table or layers.embedding(
                 config.vocab_size, config.hidden_size, std=config.init_std
             )
         self.rotary = RotaryEmbedding(
@@ -237,7 +242,7 @@ class Decoder(nn.Module):
         the *full* row of all ranks begin, B being 1; None if rows are not packed.
         """
         mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
-        if self.embedding is not None:
+        if self.is_first and self.embedding is not None:
             x = self.embedding(x)
         rotary = self.rotary(positions, dtype=x.dtype)
         for block in self.blocks():
@@ -254,13 +259,14 @@ class Decoder(nn.Module):
 
     def parts(self) -> tuple[nn.Module, ...]:
         """The modules that a forward calls in turn, which together have all parameters."""
-        parts = (self.embedding, *self.blocks(), self.norm, self.head)
+        table = self.embedding if self.is_first else None
+        parts = (table, *self.blocks(), self.norm, self.head)
         return tuple(part for part in parts if part is not None)
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """What is gathered in a forward, in order: embedding, blocks, head."""
         declared = []
-        if self.embedding is not None:
+        if self.is_first and self.embedding is not None:
             table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
             declared.append(DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)))
         declared += [

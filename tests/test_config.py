@@ -184,10 +184,34 @@ def test_numbers_that_exclude_each_other_are_refused(write):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "num_chunks", "micro_num", "fault"),
+    [
+        ("1F1B", 2, 4, "use num_chunks=1, or schedule=Interleaved1F1B or InterleavedZeroBubble"),
+        ("Interleaved1F1B", 1, 4, "use num_chunks=2 or more, or schedule=1F1B"),
+        ("Interleaved1F1B", 2, 5, "in 2 equal rounds: use a multiple of parallel.pipeline.size=2"),
+        ("InterleavedZeroBubble", 1, 5, "in 2 equal rounds"),
+        ("ZBVZeroBubble", 1, 4, "two chunks on each rank, not parallel.pipeline.num_chunks=1"),
+        ("ZBVZeroBubble", 2, 1, "data.micro_num=2 or more"),
+        ("Interleaved1F1B", 4, 4, "parallel.pipeline.size=2 x num_chunks=4 is more than"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro_num, fault):
+    """Catches a schedule that fails only once its ranks run."""
+    words = [
+        "--parallel.pipeline.size=2",
+        f"--parallel.pipeline.schedule={schedule}",
+        f"--parallel.pipeline.num_chunks={num_chunks}",
+        f"--data.micro_num={micro_num}",
+        "--model.num_layers=7",
+    ]
+    assert fault in faults_of(write(MINIMAL), *words)
+
+
+@pytest.mark.parametrize(
     ("word", "fault"),
     [
         ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
-        ("--parallel.pipeline.num_chunks=2", "num_chunks=2 is not supported yet: use 1"),
+        ("--parallel.pipeline.num_chunks=2", "needs parallel.pipeline.size=2 or more"),
         ("--profiler.enable_profiling", "enable_profiling=true is not supported yet: use false"),
     ],
 )

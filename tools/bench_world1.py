@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.data.batch import MicroBatch
-from isp.layers.module import named_parameters
 from isp.layers.rotary import RotaryEmbedding
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel.config import ParallelConfig, WeightConfig
+from isp.parallel.config import ParallelConfig
 from isp.parallel.topology import Topology
 from isp.settings import OptimizerConfig
 from isp.train.build import build_model
@@ -108,8 +107,8 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     """A training step of ours, as the trainer builds it, and of the plain model."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     device = torch.device("cpu")
-    built = build_model(config, WeightConfig(), mesh, seed=0, device=device, dtype=torch.float32)
-    parameters = list(named_parameters(built.model))
+    built = build_model(config, ParallelConfig(), mesh, seed=0, device=device, dtype=torch.float32)
+    parameters = list(built.parameters)
     plain = Plain(config)
     own = dict(plain.named_parameters())
     assert len(own) == len(parameters)

@@ -89,12 +89,15 @@ class Mesh:
 
     def open(self, axis: Axis, name: str = "", *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""
+        groups = self.topology.groups(axis)
         group = None
-        for ranks in self.topology.groups(axis):
+        if any(len(ranks) > 1 for ranks in groups):
             # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over
-            # 500 groups along some axes, and each rank is in one of them.
-            if len(ranks) > 1 and self.rank in ranks:
-                group = dist.new_group(ranks, use_local_synchronization=True)
+            # 500 groups along some axes, and each rank is in one of them. torch names a group by
+            # how many there are before it, so a rank on its own has to make one as well.
+            own = next(ranks for ranks in groups if self.rank in ranks)
+            made = dist.new_group(own, use_local_synchronization=True)
+            group = made if len(own) > 1 else None
         return Channel(
             group, name=name or axis.value, log=self.log, link=self.link, sum_locally=sum_locally
         )

@@ -6,6 +6,7 @@ N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,11 +78,12 @@ class _Deferred(NamedTuple):
 
 
 class DeferredWeightGradients:
-    """Keeps the factors and multiplies in `drain`, in the order in which they came.
+    """Keeps the factors, and multiplies when asked, in the order in which they came.
 
-    For the embedding and head of a pipeline, whose weight gradients fill its cool-down, and for
-    schedules that split the backward. Up to `limit` products are put off, None: all; what comes
-    beyond is computed at once. Gradients end in `sink`, through the communicator where they travel.
+    `drain` is for the embedding and head of a pipeline, whose weight gradients fill its cool-down,
+    `take` for schedules that split the backward. Up to `limit` products are put off, None: all;
+    what comes beyond is computed at once. Gradients end in `sink`, through the communicator where
+    they travel.
     """
 
     def __init__(self, sink: GradientSink, *, limit: int | None = None) -> None:
@@ -103,13 +105,27 @@ class DeferredWeightGradients:
         self._waiting.append(_Deferred(layer, weight, dy, x))
         return None
 
-    @torch.no_grad()
     def drain(self, count: int | None = None) -> None:
         """Compute the oldest `count` of what was put off; None: all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
-            layer, weight, dy, x = self._waiting.popleft()
-            grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
-            if grad is None:  # on its way, and promised anew by the communicator
-                self._sink.withdraw(weight)
-            else:
-                self._sink.add(weight, grad)
+            self._compute(self._waiting.popleft())
+
+    def take(self) -> Callable[[], None]:
+        """What waits now, no longer counted here, as a function that computes it."""
+        taken = self._waiting
+        self._waiting = deque()
+
+        def compute() -> None:
+            while taken:
+                self._compute(taken.popleft())
+
+        return compute
+
+    @torch.no_grad()
+    def _compute(self, item: _Deferred) -> None:
+        layer, weight, dy, x = item
+        grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
+        if grad is None:  # on its way, and promised anew by the communicator
+            self._sink.withdraw(weight)
+        else:
+            self._sink.add(weight, grad)

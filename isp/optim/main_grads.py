@@ -78,6 +78,10 @@ class MainGradients:
         self._passed.clear()
         self._last = self._reduced = False
 
+    def abandon(self) -> None:
+        """Forget what was promised: the step failed, and `zero` begins another."""
+        self._owed.clear()
+
     def expect_last(self) -> None:
         """The next backward pass is the step's last: reduce each bucket once it is complete."""
         self._last = True

@@ -36,6 +36,29 @@ class OverlapUnit(StrEnum):
     MODULE = "module"
 
 
+class PipelineSchedule(StrEnum):
+    """In which order a stage works on its micro-batches; `torch.distributed.pipelining`'s names."""
+
+    ONE_F_ONE_B = "1F1B"
+    """One forward, one backward. Source: Narayanan et al. 2019, PipeDream-Flush."""
+    INTERLEAVED = "Interleaved1F1B"
+    """1F1B over several chunks on each rank. Source: Narayanan et al. 2021."""
+    INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
+    """ZB1P: weight gradients put off into the bubble. Source: Qi et al. 2023, Zero Bubble."""
+    ZBV = "ZBVZeroBubble"
+    """ZB-V: two chunks, down the ranks and up again; the first and last stage on one rank."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the gradients of inputs."""
+        return self in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go down the ranks and up again, rather than around."""
+        return self is PipelineSchedule.ZBV
+
+
 def _at_least(value: int, least: int, key: str) -> None:
     if value < least:
         raise ValueError(f"{key}={value} must be at least {least}")
@@ -92,7 +115,7 @@ class PipelineConfig:
 
     size: int = 1
     """Number of stages."""
-    schedule: Literal["1F1B"] = "1F1B"
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     """Order of the micro-batches on each stage."""
     num_chunks: int = 1
     """Model chunks on each rank (virtual pipeline stages)."""
@@ -100,6 +123,41 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         _at_least(self.size, 1, "parallel.pipeline.size")
         _at_least(self.num_chunks, 1, "parallel.pipeline.num_chunks")
+        chunks = f"parallel.pipeline.num_chunks={self.num_chunks}"
+        schedule = f"parallel.pipeline.schedule={self.schedule}"
+        if self.size == 1:
+            if self.num_chunks > 1:
+                raise ValueError(f"{chunks} needs parallel.pipeline.size=2 or more, or use 1")
+            return
+        if self.schedule is PipelineSchedule.ONE_F_ONE_B and self.num_chunks > 1:
+            raise ValueError(
+                f"{chunks} with {schedule}: use num_chunks=1, or schedule="
+                f"{PipelineSchedule.INTERLEAVED} or {PipelineSchedule.INTERLEAVED_ZERO_BUBBLE}"
+            )
+        if self.schedule is PipelineSchedule.INTERLEAVED and self.num_chunks == 1:
+            raise ValueError(
+                f"{schedule} with {chunks}: use num_chunks=2 or more, or schedule="
+                f"{PipelineSchedule.ONE_F_ONE_B}"
+            )
+        if self.schedule is PipelineSchedule.ZBV and self.num_chunks != 2:
+            raise ValueError(f"{schedule} has two chunks on each rank, not {chunks}: use 2")
+
+    def check_micro_batches(self, micro_num: int) -> None:
+        """Raise ValueError if this schedule cannot be run over `data.micro_num` micro-batches."""
+        if micro_num < self.size:
+            raise ValueError(
+                f"parallel.pipeline.size={self.size} needs as many micro-batches to be busy, and"
+                f" data.micro_num={micro_num}: use data.micro_num={self.size} or more, a multiple"
+                f" of it for the smallest bubble"
+            )
+        rounds = micro_num // self.size
+        loops = (PipelineSchedule.INTERLEAVED, PipelineSchedule.INTERLEAVED_ZERO_BUBBLE)
+        if self.size > 1 and self.schedule in loops and micro_num % rounds:
+            raise ValueError(
+                f"parallel.pipeline.schedule={self.schedule} goes through its"
+                f" data.micro_num={micro_num} micro-batches in {rounds} equal rounds: use a"
+                f" multiple of parallel.pipeline.size={self.size}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,8 @@ class Axis(StrEnum):
     """Ranks over which the optimizer states of one weight shard are split."""
     PIPELINE = "pipeline"
     """Ranks at the same place of each stage."""
+    EMBEDDING = "embedding"
+    """Ranks at the same place of the first and the last stage; on those between, the rank alone."""
     STAGE = "stage"
     """All ranks of one pipeline stage: data x tensor = weight_data x weight."""
     MODEL = "model"
@@ -120,6 +122,10 @@ class Topology:
                 return [list(s) for s in stages]
             case Axis.PIPELINE:
                 return [list(range(i, self.world_size, self.stage)) for i in range(self.stage)]
+            case Axis.EMBEDDING:
+                pipelines = self.groups(Axis.PIPELINE)
+                ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
+                return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
                 return [list(g) for s in stages for g in _consecutive(s, self.tensor)]
             case Axis.DATA:

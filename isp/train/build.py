@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from isp.attention import DistributedAttention, make_local_attention
 from isp.comm import Mesh
 from isp.layers.factory import LayerFactory
-from isp.layers.module import init_weights
-from isp.parallel import Axis, Mode
-from isp.parallel.config import WeightConfig
+from isp.layers.module import NamedParameter, init_weights, named_parameters
+from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
+from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
@@ -21,44 +21,99 @@ from model.stages import stage_spans
 __all__ = ["BuiltModel", "build_model"]
 
 
-class BuiltModel(NamedTuple):
-    """A model, and what drives its weights where they travel."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BuiltModel:
+    """This rank's parts of a model, and what drives its weights where they travel."""
 
-    model: Decoder
+    chunks: tuple[Decoder, ...]
+    """One for each stage that this rank has, in forward order."""
+    order: PipelineOrder
+    """The stages of all ranks, and their order of work."""
     communicator: ISPCommunicator | None
     """None where weights stay on their rank."""
+    parameters: tuple[NamedParameter, ...]
+    """All parameters of the chunks, each once."""
+
+    @property
+    def tied_over_stages(self) -> NamedParameter | None:
+        """The table of token embeddings, if the rank has one of two copies of it."""
+        if not self.chunks[0].config.tie_embeddings:
+            return None
+        first, last = self.chunks[0].is_first, self.chunks[-1].is_last
+        if first == last:  # both ends use the one table, or this rank has neither
+            return None
+        return next(item for item in self.parameters if item.name == "embedding.weight")
+
+    @property
+    def counted_elsewhere(self) -> tuple[str, ...]:
+        """Names of parameters that another stage has, too, and counts in the gradient norm."""
+        tied = self.tied_over_stages
+        return () if tied is None or self.chunks[0].is_first else (tied.name,)
 
 
 def build_model(
     config: ModelConfig,
-    weight: WeightConfig,
+    parallel: ParallelConfig,
     mesh: Mesh,
     *,
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> BuiltModel:
-    """This rank's shards of its stage of the model, with the initial weights of `seed`."""
-    mode, communicator = mesh.topology.mode, None
-    if mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
-        sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
-        reduce_channel = mesh[Axis.WEIGHT]
-        if weight.own_reduce_group or sum_locally is not None:
-            reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
-        communicator = ISPCommunicator(
-            mesh[Axis.WEIGHT],
-            ISPCommModelConfig(
-                device=device,
-                reduce_dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
-            ),
-            reduce_channel=reduce_channel,
-            poison=weight.poison_freed_buffers,
-            overlap=weight.overlap,
-            enable_memory_pool=weight.memory_pool,
-            launch_allgather_before=weight.launch_allgather_before,
-            forward_overlap_per=weight.forward_overlap_per,
-        )
-    layers = LayerFactory(
+    """This rank's shards of its stages of the model, with the initial weights of `seed`."""
+    order, communicator = PipelineOrder(parallel.pipeline), None
+    if mesh.topology.mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
+        communicator = _communicator(parallel.weight, mesh, device)
+    layers = _layers(parallel, mesh, communicator, device, dtype)
+    core = DistributedAttention(
+        make_local_attention(device=device, dtype=dtype), layers.attention_channel
+    )
+    spans = stage_spans(config, order.num_stages)
+    chunks: list[Decoder] = []
+    for stage in order.stages_of(mesh[Axis.PIPELINE].rank):
+        table = chunks[0].embedding if chunks else None
+        chunks.append(Decoder(config, layers, core, spans[stage], table=table))
+        init_weights(chunks[-1], seed)
+    if communicator is not None:
+        communicator.declare([chunk.weight_blocks() for chunk in chunks])
+    found = {item.parameter: item for chunk in chunks for item in named_parameters(chunk)}
+    return BuiltModel(
+        chunks=tuple(chunks),
+        order=order,
+        communicator=communicator,
+        parameters=tuple(found.values()),
+    )
+
+
+def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
+    sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
+    reduce_channel = mesh[Axis.WEIGHT]
+    if weight.own_reduce_group or sum_locally is not None:
+        reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
+    return ISPCommunicator(
+        mesh[Axis.WEIGHT],
+        ISPCommModelConfig(
+            device=device,
+            reduce_dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
+        ),
+        reduce_channel=reduce_channel,
+        poison=weight.poison_freed_buffers,
+        overlap=weight.overlap,
+        enable_memory_pool=weight.memory_pool,
+        launch_allgather_before=weight.launch_allgather_before,
+        forward_overlap_per=weight.forward_overlap_per,
+    )
+
+
+def _layers(
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    communicator: ISPCommunicator | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LayerFactory:
+    mode, weight = mesh.topology.mode, parallel.weight
+    return LayerFactory(
         mode=mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
@@ -68,15 +123,3 @@ def build_model(
         device=device,
         dtype=dtype,
     )
-    attention = make_local_attention(device=device, dtype=dtype)
-    stages = mesh[Axis.PIPELINE]
-    model = Decoder(
-        config,
-        layers,
-        DistributedAttention(attention, layers.attention_channel),
-        stage_spans(config, stages.size)[stages.rank],
-    )
-    init_weights(model, seed)
-    if communicator is not None:
-        communicator.declare([model.weight_blocks()])
-    return BuiltModel(model, communicator)

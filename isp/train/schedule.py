@@ -10,7 +10,7 @@ from isp.comm import Channel
 from isp.config import JobConfig
 from isp.layers.factory import LayerFactory
 from isp.parallel import Mode
-from isp.pipeline import stage_actions
+from isp.pipeline import PipelineOrder
 from isp.weights.declare import as_chunks
 from isp.weights.grid import grid
 from isp.weights.plan import plan
@@ -32,18 +32,22 @@ def schedule_text(config: JobConfig) -> str:
             f"parallel.tensor.mode={parallel.tensor.mode} gathers no weights, so there is no"
             f" schedule to show: use isp"
         )
-    stages = parallel.pipeline.size
-    grids = [_stage_grid(config, stage) for stage in range(stages)]
-    if stages == 1:
+    order = PipelineOrder(parallel.pipeline)
+    ranks = range(parallel.pipeline.size)
+    grids = [_rank_grid(config, order, rank) for rank in ranks]
+    if len(grids) == 1:
         return grids[0]
-    return "\n\n".join(f"stage {stage}\n\n{text}" for stage, text in enumerate(grids))
+    titles = [f"stage {' and '.join(map(str, order.stages_of(rank)))}" for rank in ranks]
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in zip(titles, grids, strict=True))
 
 
-def _stage_grid(config: JobConfig, stage: int) -> str:
-    stages, micro_num = config.parallel.pipeline.size, config.data.micro_num
-    span = stage_spans(config.model, stages)[stage]
-    chunks = as_chunks((_shape_only(config, span).weight_blocks(),))
-    actions = stage_actions(stage, stages, micro_num)
+def _rank_grid(config: JobConfig, order: PipelineOrder, rank: int) -> str:
+    spans = stage_spans(config.model, order.num_stages)
+    models: list[Decoder] = []
+    for stage in order.stages_of(rank):
+        models.append(_shape_only(config, spans[stage], models[0] if models else None))
+    chunks = as_chunks(tuple(model.weight_blocks() for model in models))
+    actions = order.actions(rank, config.data.micro_num)
     weight = config.parallel.weight
     steps = plan(
         chunks,
@@ -55,7 +59,7 @@ def _stage_grid(config: JobConfig, stage: int) -> str:
     return grid(steps, chunks, actions)
 
 
-def _shape_only(config: JobConfig, span: LayerSpan) -> Decoder:
+def _shape_only(config: JobConfig, span: LayerSpan, first: Decoder | None) -> Decoder:
     """A stage of the model without any memory for its weights."""
     solo = Channel.solo()
     layers = LayerFactory(
@@ -67,4 +71,5 @@ def _shape_only(config: JobConfig, span: LayerSpan) -> Decoder:
         dtype=torch.float32,
     )
     attention = make_local_attention(device=torch.device("cpu"), dtype=torch.float32)
-    return Decoder(config.model, layers, DistributedAttention(attention, solo), span)
+    table = None if first is None else first.embedding
+    return Decoder(config.model, layers, DistributedAttention(attention, solo), span, table=table)

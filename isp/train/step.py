@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.data.batch import MicroBatch
+from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
+from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode
-from isp.pipeline import Pipeline, stage_actions
+from isp.pipeline import Pipeline
 from isp.scheduler_hook import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
 from isp.train.phases import PhaseClock, RunPhase
-from isp.weights.trace import sequential_actions
 
 __all__ = ["StepOutcome", "TrainStep"]
 
 _CHUNK = 0
-"""The one model chunk of a rank."""
+"""The one model chunk of a rank that is no pipeline's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +59,29 @@ class TrainStep:
         micro_num: int,
         clock: PhaseClock | None = None,
     ) -> None:
-        self.model = built.model
+        self.chunks = built.chunks
         self.gradients = gradients
         self.optimizer = optimizer
         self.mesh = mesh
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         self.hook = SchedulerHook()
+        self._order = built.order
+        self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
         self._pipelines: dict[tuple[int, bool], Pipeline] = {}
         """By the number of micro-batches, and whether they are trained on."""
-        self._actions = stage_actions(self._stages.rank, self._stages.size, micro_num)
+        self._put_off: DeferredWeightGradients | None = None
+        """What the second half of a split backward computes; None if it is not split."""
+        self._actions = built.order.actions(self._stages.rank, micro_num)
+        if self._stages.size > 1 and built.order.config.schedule.splits_backward:
+            self._put_off = DeferredWeightGradients(gradients)
+            for linear in self._linears():
+                linear.weight_gradients = self._put_off
         if built.communicator is not None:
             built.communicator.deliver_to(gradients)
             built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
             self.hook = ISPCommunicatorSchedulerHook(built.communicator)
-        for part in self.model.parts():
+        for part in (part for chunk in self.chunks for part in chunk.parts()):
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
         """Whether the last step ended with an exception."""
@@ -90,20 +99,25 @@ class TrainStep:
         gradient behind, if all ranks left it at the same place.
         """
         if self._unfinished:
-            self.hook.after_step()  # what was still travelling, and was promised to `gradients`
-            self.hook.before_step(self._actions)
+            self._clear_up()
         self._unfinished = True
         self.clock.enter(RunPhase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
+        shared = self._shared_table()
+        if shared is not None:
+            self.gradients.promise(shared)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
             self._pipeline(work, trains=True).run(work, work.tokens)
         else:
             self._run(work)
+        if shared is not None:
+            self.gradients.withdraw(shared)
         self.clock.enter(RunPhase.REDUCE)
         self.hook.after_step()
         self.gradients.reduce()
+        self._add_tied()
         self.clock.enter(RunPhase.OPTIMIZER)
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
@@ -120,7 +134,8 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """The mean loss of the valid tokens of `batches` over all data ranks; changes nothing."""
-        self.hook.before_step(sequential_actions(len(batches), training=False))
+        actions = self._order.actions(self._stages.rank, len(batches), training=False)
+        self.hook.before_step(actions)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
@@ -144,7 +159,7 @@ class TrainStep:
     def _forward(self, work: _Work, index: int) -> Tensor:
         """What is to be differentiated."""
         self.hook.before_forward(_CHUNK)
-        logits = work.forward(index, work.tokens[index])
+        logits = work.forward(_CHUNK, index, work.tokens[index])
         self.hook.after_forward(_CHUNK)
         return work.loss(index, logits)
 
@@ -156,17 +171,47 @@ class TrainStep:
             if self.mesh.topology.mode in (Mode.MSP, Mode.FSP):
                 tokens //= self.mesh[Axis.TENSOR].size  # split between the linears
             self._pipelines[key] = Pipeline(
-                self.model,
+                self.chunks,
                 self._stages,
+                self._order,
                 num_micro_batches=key[0],
-                like=next(self.model.parameters()).new_empty(
-                    (rows, tokens, self.model.config.hidden_size), device="meta"
+                like=torch.empty(
+                    (rows, tokens, self.chunks[0].config.hidden_size),
+                    dtype=next(self.chunks[0].parameters()).dtype,
+                    device="meta",
                 ),
                 hook=self.hook,
                 gradients=self.gradients if trains else None,
+                put_off=self._put_off if trains else None,
                 device=work.tokens[0].device,
             )
         return self._pipelines[key]
+
+    def _linears(self) -> Iterator[ParallelLinear]:
+        for chunk in self.chunks:
+            yield from (m for m in chunk.modules() if isinstance(m, ParallelLinear))
+
+    def _shared_table(self) -> nn.Parameter | None:
+        """The table that two chunks of this rank use: the first stage's, and the last one's."""
+        first, last = self.chunks[0], self.chunks[-1]
+        if first is last or first.embedding is None or first.embedding is not last.embedding:
+            return None
+        return first.embedding.weight
+
+    def _add_tied(self) -> None:
+        """Sum the gradient of tied weights over the two stages that have a copy of them."""
+        if self._tied is not None:
+            gradient = self.gradients.grad(self._tied.parameter)
+            self.mesh[Axis.EMBEDDING].all_reduce_(gradient, label=self._tied.name).wait()
+
+    def _clear_up(self) -> None:
+        """After a step that ended with an exception."""
+        self.hook.after_step()  # what was still travelling, and was promised to `gradients`
+        if self._put_off is not None:
+            self._put_off.take()
+        self._pipelines.clear()
+        self.gradients.abandon()
+        self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
         for parameter in part.parameters():
@@ -175,7 +220,7 @@ class TrainStep:
     @property
     def _loss_axis(self) -> Axis:
         """The ranks whose losses are of different tokens; a sequence's ranks may have the same."""
-        return Axis.DATA if self.model.splits_logits else Axis.STAGE
+        return Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
 
     def _over_ranks(self, total: Tensor) -> float:
         """The loss over all ranks, of which only the last stage has any."""
@@ -200,19 +245,19 @@ class _Work:
         self.total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         """This rank's part of the loss."""
 
-    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
-        """Through the model, or this stage's part of it."""
+    def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
+        """Through the model, or the part of it that is this rank's chunk number `chunk`."""
         part = self._parts[micro_batch]
-        y: Tensor = self._step.model(x, part.positions, part.cu_seqlens)
+        y: Tensor = self._step.chunks[chunk](x, part.positions, part.cu_seqlens)
         return y
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
         """Counts the loss of a micro-batch; what is to be differentiated."""
-        step = self._step
-        whole = step.model.splits_logits
+        step, last = self._step, self._step.chunks[-1]
+        whole = last.splits_logits
         labels = (self._batches if whole else self._parts)[micro_batch].labels
         step.hook.before_criterion()
-        loss = step.model.token_losses(output, labels).sum() / self._divisor
+        loss = last.token_losses(output, labels).sum() / self._divisor
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)

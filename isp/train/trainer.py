@@ -13,7 +13,6 @@ from isp.checkpoint import Checkpointer, CheckpointError, TrainState
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.layers.module import named_parameters
 from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops
 from isp.optim import MainGradients, Zero1Optimizer, learning_rate
 from isp.parallel import Axis
@@ -67,16 +66,20 @@ class Trainer:
         self.clock = PhaseClock(device)
         built = build_model(
             config.model,
-            config.parallel.weight,
+            config.parallel,
             mesh,
             seed=config.training.seed,
             device=device,
             dtype=_DTYPES[config.training.dtype],
         )
-        parameters = list(named_parameters(built.model))
+        parameters = list(built.parameters)
         gradients = MainGradients(parameters, mesh)
         self.optimizer = Zero1Optimizer(
-            gradients, mesh, config.optimizer, max_norm=config.training.max_norm
+            gradients,
+            mesh,
+            config.optimizer,
+            max_norm=config.training.max_norm,
+            counted_elsewhere=built.counted_elsewhere,
         )
         self.state = TrainState(
             parameters=parameters, optimizer=self.optimizer, topology=mesh.topology

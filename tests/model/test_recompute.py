@@ -67,12 +67,12 @@ def _parallel(mode: Mode, tensor: int, weight: int) -> ParallelConfig:
 def _build(mesh: Mesh, options: dict[str, Any], parallel: ParallelConfig) -> BuiltModel:
     config = ModelConfig(**SIZES, **options)
     check_layout(config, parallel, S)
-    return build_model(config, parallel.weight, mesh, seed=5, device=CPU, dtype=torch.float64)
+    return build_model(config, parallel, mesh, seed=5, device=CPU, dtype=torch.float64)
 
 
 def _step(built: BuiltModel, mesh: Mesh) -> tuple[list[Tensor], int]:
     """The loss and every gradient of this rank, and the bytes that forward saved."""
-    model, tensor = built.model, mesh[Axis.TENSOR]
+    model, tensor = built.chunks[0], mesh[Axis.TENSOR]
     generator = torch.Generator().manual_seed(mesh[Axis.DATA].rank)
     rows = torch.randint(52, (2, 1, S), generator=generator)  # tokens, labels
     tokens, labels = rows

@@ -14,13 +14,14 @@ import torch._dynamo  # what torch's optimizers import: once here, not in every 
 from isp.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
-from isp.layers.module import NamedParameter, named_parameters
+from isp.layers.module import NamedParameter
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
     Mode,
     ParallelConfig,
     PipelineConfig,
+    PipelineSchedule,
     TensorConfig,
     Topology,
     WeightConfig,
@@ -104,6 +105,8 @@ class Layout:
     weight: int = 1
     data: int = 1
     pipeline: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    chunks: int = 1
     micro: int = 1
     zero1: int = -1
     options: WeightConfig = field(default_factory=WeightConfig)
@@ -125,7 +128,9 @@ class Layout:
         return ParallelConfig(
             tensor=TensorConfig(size=self.tensor, mode=self.mode),
             weight=replace(self.options, size=self.weight),
-            pipeline=PipelineConfig(size=self.pipeline),
+            pipeline=PipelineConfig(
+                size=self.pipeline, schedule=self.schedule, num_chunks=self.chunks
+            ),
             zero1=Zero1Config(size=self.zero1),
         )
 
@@ -139,6 +144,8 @@ class Layout:
         changed = [f"  {k}={v}" for k, v in asdict(self.options).items() if v != plain[k]]
         if self.pipeline > 1:
             sizes += f"  pipeline {self.pipeline}"
+        if self.chunks > 1:
+            sizes += f"  {self.schedule} {self.chunks}"
         return f"{self.mode:<4} {sizes}  zero1 {self.zero1:>2}{''.join(changed)}"
 
 
@@ -189,11 +196,12 @@ def make_run(
     config: OptimizerConfig = OPTIMIZER,
 ) -> Run:
     """A run on this rank."""
-    weight = layout.parallel.weight
-    built = build_model(task.model, weight, mesh, seed=SEED, device=CPU, dtype=dtype)
-    parameters = list(named_parameters(built.model))
+    built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=dtype)
+    parameters = list(built.parameters)
     gradients = MainGradients(parameters, mesh)
-    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=MAX_NORM)
+    optimizer = Zero1Optimizer(
+        gradients, mesh, config, max_norm=MAX_NORM, counted_elsewhere=built.counted_elsewhere
+    )
     step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
     return Run(step, parameters, optimizer, layout, task)
 

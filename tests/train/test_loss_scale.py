@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from isp.metrics import read_metrics
-from isp.parallel import Mode
+from isp.parallel import Mode, PipelineSchedule
 from isp.settings import GradScalerConfig
 from model.config import ModelConfig
 from tests.ranks import run_ranks
@@ -28,6 +28,14 @@ TASK = Task(model=MODEL)
 LAYOUTS = {
     "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2, micro=2),
     "fsp": Layout(mode=Mode.FSP, tensor=2, data=2, micro=2),
+    "zero bubble": Layout(
+        mode=Mode.ISP,
+        weight=2,
+        data=2,
+        pipeline=2,
+        schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+        micro=2,
+    ),
 }
 ALWAYS = GradScalerConfig(use="always", initial_scale=2.0**12, growth_interval=2)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
-from isp.parallel import Mode, WeightConfig
+from isp.parallel import Mode, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.parallel.config import OverlapUnit
-from isp.pipeline import split_layers
+from isp.pipeline import PipelineOrder, split_layers
+from isp.weights.trace import ActionKind
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
@@ -50,6 +52,47 @@ LAYOUTS = {
         tensor=2, weight=2, pipeline=2, micro=4, options=replace(POISONED, overlap=False)
     ),
 }
+LOOP, ZERO, ZBV = (
+    PipelineSchedule.INTERLEAVED,
+    PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+    PipelineSchedule.ZBV,
+)
+EIGHT = replace(TASK, model=replace(MODEL, num_layers=8))
+SCHEDULES = {
+    "interleaved, mtp": Layout(mode=Mode.MTP, pipeline=2, schedule=LOOP, chunks=2, micro=4),
+    "interleaved, fsp, zero1 2": Layout(
+        mode=Mode.FSP, tensor=2, pipeline=2, schedule=LOOP, chunks=3, data=2, micro=2
+    ),
+    "interleaved, isp": Layout(
+        tensor=2, weight=2, pipeline=2, schedule=LOOP, chunks=2, micro=4, options=POISONED
+    ),
+    "interleaved 4, isp": Layout(
+        weight=2, data=2, pipeline=4, schedule=LOOP, chunks=2, micro=4, options=POISONED
+    ),
+    "zero bubble, one chunk": Layout(mode=Mode.MTP, pipeline=4, schedule=ZERO, micro=4),
+    "zero bubble, msp": Layout(
+        mode=Mode.MSP, tensor=2, pipeline=2, schedule=ZERO, chunks=2, micro=4
+    ),
+    "zero bubble, isp": Layout(
+        tensor=2, weight=2, pipeline=2, schedule=ZERO, chunks=2, micro=4, options=POISONED
+    ),
+    "V, mtp, zero1 1": Layout(
+        mode=Mode.MTP, data=2, pipeline=2, schedule=ZBV, chunks=2, micro=3, zero1=1
+    ),
+    "V, fsp": Layout(mode=Mode.FSP, tensor=2, pipeline=2, schedule=ZBV, chunks=2, micro=4),
+    "V 4, isp": Layout(
+        tensor=2, weight=2, pipeline=4, schedule=ZBV, chunks=2, micro=7, options=POISONED
+    ),
+    "V, isp per module": Layout(
+        tensor=2,
+        weight=2,
+        pipeline=2,
+        schedule=ZBV,
+        chunks=2,
+        micro=4,
+        options=replace(POISONED, forward_overlap_per=OverlapUnit.MODULE),
+    ),
+}
 TASKS = {
     "recomputed": replace(TASK, model=replace(MODEL, checkpoint=1.0)),
     "part recomputed": replace(
@@ -68,9 +111,14 @@ def _numbers(rank: int, layout: Layout, task: Task) -> tuple[Numbers, float]:
     return numbers, found
 
 
+@cache
+def _one_process(global_batch: int, task: Task) -> tuple[Numbers, float]:
+    (found,) = run_ranks(1, _numbers, Layout(mode=Mode.MTP, micro=global_batch), task)
+    return found  # type: ignore[no-any-return]
+
+
 def _equal(layout: Layout, task: Task) -> None:
-    one = Layout(mode=Mode.MTP, micro=layout.global_batch)
-    ((wanted, wanted_eval),) = run_ranks(1, _numbers, one, task)
+    wanted, wanted_eval = _one_process(layout.global_batch, task)
     for numbers, found_eval in run_ranks(layout.world, _numbers, layout, task):
         for of_runs in zip(zip(*numbers, strict=True), zip(*wanted, strict=True), strict=True):
             assert largest_difference(*of_runs) < TOLERANCE
@@ -81,6 +129,63 @@ def _equal(layout: Layout, task: Task) -> None:
 def test_every_mode_trains_as_one_process(name: str) -> None:
     """Catches a stage that works on another's micro-batch, or counts a loss or a norm twice."""
     _equal(LAYOUTS[name], TASK)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_as_one_process(name: str) -> None:
+    """Catches chunks mixed up, and weight gradients of a split backward that are lost or early."""
+    _equal(SCHEDULES[name], EIGHT)
+
+
+TIED = [
+    LAYOUTS["mtp 4"],
+    LAYOUTS["isp 2, weight 4, data 2"],
+    SCHEDULES["interleaved, isp"],
+    SCHEDULES["zero bubble, msp"],
+    SCHEDULES["V, mtp, zero1 1"],
+    SCHEDULES["V, isp per module"],
+]
+
+
+@pytest.mark.parametrize("layout", TIED, ids=str)
+def test_tied_embeddings(layout: Layout) -> None:
+    """Catches ends that lack each other's gradient, drift apart, or are counted twice."""
+    _equal(layout, replace(EIGHT, model=replace(EIGHT.model, tie_embeddings=True)))
+
+
+@pytest.mark.parametrize("name", ["interleaved, isp", "zero bubble, isp", "V, isp per module"])
+def test_recomputation_in_chunks(name: str) -> None:
+    """Catches weights gathered for another chunk's recompute, and factors of a first forward."""
+    model = replace(EIGHT.model, checkpoint=0.6)
+    _equal(SCHEDULES[name], replace(EIGHT, model=model))
+
+
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_does_all_of_its_work(schedule: PipelineSchedule, size: int) -> None:
+    """Catches an order that lacks an action, has one of another's chunk, or halves in disorder."""
+    chunks = 1 if schedule is PipelineSchedule.ONE_F_ONE_B else 2
+    order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
+    stages = [order.stages_of(rank) for rank in range(size)]
+    assert sorted(stage for of_rank in stages for stage in of_rank) == list(range(order.num_stages))
+    everything = {(m, c) for m in range(2 * size) for c in range(chunks)}
+    for rank in range(size):
+        for training in (True, False):
+            actions = order.actions(rank, 2 * size, training=training)
+            place = {action: i for i, action in enumerate(actions)}
+            assert len(place) == len(actions)
+            done = {
+                kind: {(a.micro_batch, a.chunk) for a in actions if a.kind is kind}
+                for kind in ActionKind
+            }
+            assert done[ActionKind.FORWARD] == everything
+            assert done[ActionKind.BACKWARD] == (everything if training else set())
+            halves = done[ActionKind.WEIGHT_GRADIENT]
+            assert not halves or (schedule.splits_backward and training)
+            assert halves or not (schedule is PipelineSchedule.ZBV and training)
+            for action in actions:
+                if action.kind is ActionKind.WEIGHT_GRADIENT:
+                    assert place[action._replace(kind=ActionKind.BACKWARD)] < place[action]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from isp.parallel import PipelineConfig, PipelineSchedule
 from isp.parallel.config import LaunchPoint, OverlapUnit
-from isp.pipeline import one_forward_one_backward
+from isp.pipeline import PipelineOrder, one_forward_one_backward
 from isp.weights.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.simulate import Simulation, simulate
@@ -133,9 +134,13 @@ def any_order(rng: random.Random, num_chunks: int) -> tuple[Action, ...]:
     """An order of work of a real schedule, or one in which only F before B is certain."""
     stages = rng.randint(1, 3)
     stage = rng.randrange(stages)
-    kind = rng.choice(["interleaved", "1F1B", "evaluation", "any"])
+    kind = rng.choice(["interleaved", "1F1B", "zero bubble", "V", "evaluation", "any"])
     if kind == "interleaved":
         return interleaved(stage, stages, num_chunks, rounds=1)
+    if kind == "zero bubble" or (kind == "V" and num_chunks == 2):
+        schedule = PipelineSchedule.ZBV if kind == "V" else PipelineSchedule.INTERLEAVED_ZERO_BUBBLE
+        pipeline = PipelineConfig(size=stages + 1, schedule=schedule, num_chunks=num_chunks)
+        return PipelineOrder(pipeline).actions(stage, stages + 1)
     if kind == "1F1B" and num_chunks == 1:
         return one_forward_one_backward(stage, stages, rng.randint(1, 4))
     cells = [(m, c) for m in range(rng.randint(1, 4)) for c in range(num_chunks)]

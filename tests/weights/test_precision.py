@@ -181,16 +181,17 @@ def test_sums_of_bfloat16_gradients() -> None:
 
 def delivered_dtypes(rank: int, switch: str) -> set[torch.dtype]:
     weight = WeightConfig(size=2, reduce_dtype=switch)  # type: ignore[arg-type]
-    mesh = Mesh(Topology.create(2, ParallelConfig(weight=weight)), rank)
+    parallel = ParallelConfig(weight=weight)
+    mesh = Mesh(Topology.create(2, parallel), rank)
     config = ModelConfig(
         vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
     )
-    built = build_model(config, weight, mesh, seed=0, device=CPU, dtype=torch.bfloat16)
+    built = build_model(config, parallel, mesh, seed=0, device=CPU, dtype=torch.bfloat16)
     assert built.communicator is not None
     recorder = Recorder()
     built.communicator.deliver_to(recorder)
     tokens = torch.tensor([[1, 2, 3]])
-    built.model(tokens, torch.arange(3)[None], None).float().sum().backward()
+    built.chunks[0](tokens, torch.arange(3)[None], None).float().sum().backward()
     built.communicator.finish()
     return {g.dtype for g in recorder.delivered}
 
