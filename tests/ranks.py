@@ -84,4 +84,5 @@ def _rank_main(
         error = traceback.format_exc()
     sender.send((result, error))
     sender.close()
-    os._exit(0)  # leave without tearing groups down: a failed neighbour would make that hang
+    time.sleep(60)  # to be killed when all have answered: a neighbour may still be connecting
+    os._exit(0)  # without tearing groups down: a failed neighbour would make that hang

@@ -161,7 +161,7 @@ def test_what_each_option_saves() -> None:
 def _norm_bytes() -> int:
     """What a norm saves beside its input."""
     mesh = Mesh(Topology.create(1, _parallel(Mode.MTP, 1, 1)), 0)
-    model = _build(mesh, {}, _parallel(Mode.MTP, 1, 1)).model
+    model = _build(mesh, {}, _parallel(Mode.MTP, 1, 1)).chunks[0]
     x = torch.randn(1, S, D, dtype=torch.float64, requires_grad=True)
     return saved_bytes(lambda: model.norm(x))[1] - S * D * 8
 
