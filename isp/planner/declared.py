@@ -22,7 +22,7 @@ from isp.optim.rows import group_published
 from isp.parallel import Axis, Mode
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
-from isp.pipeline import stage_actions
+from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
 from isp.weights.plan import Plan, plan
@@ -99,7 +99,7 @@ def stage_chunks(case: Case, stage: int) -> Chunks:
 
 def actions_of(case: Case, stage: int, micro_num: int) -> tuple[Action, ...]:
     """The order of work of a stage with so many micro-batches."""
-    return stage_actions(stage, case.topology.pipeline, micro_num)
+    return PipelineOrder(case.parallel.pipeline).actions(stage, micro_num)
 
 
 def weights_plan(chunks: Chunks, actions: tuple[Action, ...], config: WeightConfig) -> Plan:
