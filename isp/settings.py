@@ -240,11 +240,23 @@ class MetricsConfig:
     """Peak TFLOP/s of a device, which mfu is a fraction of; null: that of a known GPU in dense
     bfloat16, and no mfu on others."""
 
+    loss_spike_deviations: float = 6.0
+    """Warn of a loss this many deviations above the median of the last 100 steps; 0: never."""
+    slow_rank_factor: float = 1.5
+    """Warn of a rank that is at work this many times as long as the others; 0: never."""
+    slow_rank_steps: int = 10
+    """Steps in a row for which a rank has to be slow."""
+
     def __post_init__(self) -> None:
-        peak = self.peak_tflops
+        peak, spike, slow = self.peak_tflops, self.loss_spike_deviations, self.slow_rank_factor
         peak_rule = "must be above 0, or null for that of a known GPU"
+        spike_rule = "must be finite and at least 0 (0: no warnings)"
+        slow_rule = "must be above 1, or 0 for no warnings"
         _refuse(
             _at_least("metrics.log_freq", self.log_freq, 1),
+            _unless(0 <= spike < math.inf, "metrics.loss_spike_deviations", spike, spike_rule),
+            _unless(slow == 0 or 1 < slow < math.inf, "metrics.slow_rank_factor", slow, slow_rule),
+            _at_least("metrics.slow_rank_steps", self.slow_rank_steps, 1),
             _unless(peak is None or 0 < peak < math.inf, "metrics.peak_tflops", peak, peak_rule),
         )
 

@@ -85,7 +85,7 @@ class Mesh:
         if world.group is None or dist.get_backend(world.group) == "gloo":
             return world
         ranks = list(range(self.topology.world_size))
-        return Channel(dist.new_group(ranks, backend="gloo"), name="host")
+        return Channel(dist.new_group(ranks, backend="gloo"), name="host", log=self.log)
 
     def open(self, axis: Axis, name: str = "", *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""

@@ -44,14 +44,24 @@ def main(config: JobConfig) -> None:
         mesh = Mesh(topology, world.rank)
         folder, resumes = _open_folder(config, mesh)
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
-        places = exchange(mesh.host, tuple(RankPlace.here(device)))
+        here = tuple(RankPlace.here(device))
+        places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
             folder.write_config(to_yaml(config))
-            folder.write_environment(Environment.of([RankPlace(*place) for place in places]))
+            folder.write_environment(Environment.of(places))
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
-        trainer = Trainer(config, mesh, device, folder=folder, data=data, stop=stop, begin=begin)
+        trainer = Trainer(
+            config,
+            mesh,
+            device,
+            folder=folder,
+            data=data,
+            stop=stop,
+            hostnames=[place.hostname for place in places],
+            begin=begin,
+        )
         with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
             trainer.run(resumes=resumes)
 

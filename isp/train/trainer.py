@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
 from isp.run_folder import RunFolder
 from isp.signals import StopRequest
+from isp.train.agreement import StepFacts, agree
 from isp.train.build import build_model
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, model_flops
@@ -27,6 +29,7 @@ from isp.train.pace import Pace
 from isp.train.phases import PhaseClock, RunPhase
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome, TrainStep
+from isp.train.watch import LossWatch, SlowRankWatch
 from model.flops import FLOP_RULE
 
 __all__ = ["Trainer"]
@@ -53,6 +56,7 @@ class Trainer:
         folder: RunFolder,
         data: StepData,
         stop: StopRequest,
+        hostnames: Sequence[str],
         begin: float,
     ) -> None:
         self.config = config
@@ -107,6 +111,11 @@ class Trainer:
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
+        warn = config.metrics
+        self._loss_watch = LossWatch(warn.loss_spike_deviations)
+        self._slow_watch = SlowRankWatch(
+            mesh.topology, hostnames, factor=warn.slow_rank_factor, steps=warn.slow_rank_steps
+        )
         logger.info(
             "model       %s parameters, %s, on %s",
             f"{config.model.num_parameters:,}",
@@ -168,26 +177,43 @@ class Trainer:
         self.tokens += self.tokens_per_step
         if outcome.skipped:
             self._count_skip(outcome)
-        stopped, flops = self._agree(batches)
-        self._meter.count(tokens=self.tokens_per_step, flops=flops)
+        facts = self._agree(batches)
+        stopped = self._why_stop(facts)
+        self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
         last = stopped is not None or self.step == config.training.steps
         self._report(outcome, lr, loss_scale, outputs, last=last)
+        self._warn(outcome, facts)
         if config.checkpoint.interval and self.step % config.checkpoint.interval == 0 and not last:
             self._save_and_go_on()
         return stopped
 
-    def _agree(self, batches: list[MicroBatch]) -> tuple[str | None, float]:
-        """Why all ranks stop here, if any of them wants to, and the FLOPs of the global batch."""
-        own = 0.0
-        if self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0:
-            own = float(model_flops(self.config.model, batches))
-        late = time.monotonic() + self._pace.seconds_to_stop() > self.deadline
-        facts = torch.tensor([float(self.stop.requested), float(late), own], dtype=torch.float64)
-        asked, late, flops = self.mesh.host.all_reduce(facts, label="metrics").wait().tolist()
-        why = "as asked" if asked else None
-        if late and not asked:
-            why = f"as another would pass training.max_time={self.config.training.max_time}"
-        return why, flops
+    def _agree(self, batches: list[MicroBatch]) -> StepFacts:
+        """What all ranks have to know of each other at the end of a step."""
+        counts = self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0
+        return agree(
+            self.mesh.host,
+            asked=self.stop.requested,
+            late=time.monotonic() + self._pace.seconds_to_stop() > self.deadline,
+            flops=model_flops(self.config.model, batches) if counts else 0,
+            own_seconds=self._meter.own_seconds,
+        )
+
+    def _why_stop(self, facts: StepFacts) -> str | None:
+        """Why the run is to stop, the same on all ranks; None if it goes on."""
+        if facts.asked:
+            return "as asked"
+        if facts.late:
+            return f"as another would pass training.max_time={self.config.training.max_time}"
+        return None
+
+    def _warn(self, outcome: StepOutcome, facts: StepFacts) -> None:
+        """Tell, from rank 0, what looks wrong."""
+        if self.mesh.rank != 0:
+            return
+        spike = self._loss_watch.look(self.step, outcome.loss)
+        slow = self._slow_watch.look(self.step, facts.own_seconds)
+        for line in [*([] if spike is None else [spike]), *slow]:
+            logger.warning("%s", line)
 
     def _report(
         self,

@@ -1,0 +1,33 @@
+"""What the ranks tell each other at the end of a step, in one all-reduce."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from isp.comm import Channel
+
+__all__ = ["StepFacts", "agree"]
+
+
+class StepFacts(NamedTuple):
+    """The same on all ranks."""
+
+    asked: bool
+    """Whether any rank was asked to stop."""
+    late: bool
+    """Whether any rank has no time for another step."""
+    flops: float
+    """Of the global batch."""
+    own_seconds: list[float]
+    """By rank: what the step took without waiting for others."""
+
+
+def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: float) -> StepFacts:
+    """The facts of all ranks of `host`, from each rank's own; `flops` are added up."""
+    facts = torch.zeros(3 + host.size, dtype=torch.float64)
+    facts[:3] = torch.tensor([asked, late, flops], dtype=torch.float64)
+    facts[3 + host.rank] = own_seconds
+    num_asked, num_late, total, *by_rank = host.all_reduce_(facts, label="metrics").wait().tolist()
+    return StepFacts(num_asked > 0, num_late > 0, total, by_rank)

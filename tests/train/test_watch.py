@@ -1,0 +1,132 @@
+"""Warnings about a loss that jumps and a rank that is slow."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
+from isp.parallel.config import Mode
+from isp.train.watch import LossWatch, SlowRankWatch
+from model.decoder import Decoder
+from tests.train.jobs import run_folders, run_forked, write_job
+
+
+def told(watch: LossWatch, losses: list[float]) -> list[int]:
+    """The steps that the watch tells of, the first being 0."""
+    return [step for step, loss in enumerate(losses) if watch.look(step, loss) is not None]
+
+
+def noisy(count: int, *, spread: float = 0.05) -> list[float]:
+    """Losses that fall from 4 to 2, with normal noise."""
+    noise = random.Random(3)
+    return [2 + 2 * math.exp(-step / 50) + noise.gauss(0, spread) for step in range(count)]
+
+
+def test_a_spike_is_told_once_and_again_when_it_returns() -> None:
+    """Catches a warning a step, and a spike that hides the next one."""
+    losses = noisy(300)
+    for step in (*range(200, 210), 250):
+        losses[step] += 1.0
+    losses[220] -= 1.0  # a fall is none
+    assert told(LossWatch(6.0), losses) == [200, 250]
+    assert told(LossWatch(0.0), losses) == []
+    assert told(LossWatch(30.0), losses) == []
+    watch = LossWatch(6.0)
+    for loss in [2.0, 2.2] * 10:
+        watch.look(0, loss)
+    assert watch.look(20, 4.0) == (
+        "step 20: the loss 4.0000 is 1.9000 above 2.1000, the median of the 20 steps before: 12.8"
+        " deviations (told from metrics.loss_spike_deviations=6 on)"
+    )
+
+
+def test_noise_and_the_first_steps_are_no_spikes() -> None:
+    """Catches warnings that nobody would read after a day of them."""
+    assert told(LossWatch(6.0), noisy(2000)) == []
+    assert told(LossWatch(6.0), [2.0, *[1.0] * 18, 5.0]) == []
+    assert told(LossWatch(6.0), [1.0] * 50 + [1.05] * 50) == [], "equal losses have no spread"
+    assert told(LossWatch(6.0), [1.0] * 50 + [1.07] * 50) == [50]
+
+
+def test_losses_that_are_not_finite_are_left_out() -> None:
+    """Catches a median of NaN, which would end all warnings; skips are told elsewhere."""
+    losses = [1.0] * 30 + [math.nan, math.inf] * 5 + [1.0, 9.0]
+    assert told(LossWatch(6.0), losses) == [41]
+
+
+def watch(world: int, *, stages: int = 1, factor: float = 1.5) -> SlowRankWatch:
+    parallel = ParallelConfig(
+        tensor=TensorConfig(mode=Mode.MTP), pipeline=PipelineConfig(size=stages)
+    )
+    hosts = [f"node{rank // 2}" for rank in range(world)]
+    return SlowRankWatch(Topology.create(world, parallel), hosts, factor=factor, steps=3)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_a_rank_that_stays_slow_is_named_once(world: int) -> None:
+    """Catches another rank named, one slow step told, and a median moved by the slow rank."""
+    found, slow = watch(world), [1.0] * (world - 1) + [1.6]
+    steps = [slow, slow, [1.0] * world, slow, slow, slow, slow, slow]
+    lines = [line for step, own in enumerate(steps) for line in found.look(step, own)]
+    assert lines == [
+        f"step 5: rank {world - 1} on node{(world - 1) // 2} is slow: for 3 steps it was at work"
+        f" 1600 ms a step, the others of its stage 1000 ms (told from metrics.slow_rank_factor=1.5"
+        f" on)"
+    ]
+    assert [watch(world, factor=2.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
+    assert [watch(world, factor=0.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
+
+
+def test_two_of_five_may_be_slow() -> None:
+    """Catches a mean, which slow ranks move."""
+    found = watch(5)
+    lines = [found.look(step, [9.0, 1.0, 1.1, 0.9, 7.0]) for step in range(3)]
+    assert [" ".join(line.split()[:4]) for line in lines[2]] == [
+        "step 2: rank 4",
+        "step 2: rank 0",
+    ]
+
+
+def test_stages_are_not_compared() -> None:
+    """Catches the last stage, which has the head, called slow."""
+    found = watch(4, stages=2)
+    assert [found.look(step, [1.0, 1.0, 9.0, 9.0]) for step in range(4)] == [[]] * 4
+    alone = watch(2, stages=2)
+    assert [alone.look(step, [1.0, 9.0]) for step in range(4)] == [[]] * 4
+
+
+def test_a_run_names_its_slow_rank_and_its_spike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
+    forward, token_losses = Decoder.forward, Decoder.token_losses
+    calls = []
+
+    def slow_forward(self: Decoder, *args: Tensor) -> Tensor:
+        calls.append(0)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.15)
+        return forward(self, *args)
+
+    def spiking(self: Decoder, *args: Tensor) -> Tensor:
+        return token_losses(self, *args) * (4 if len(calls) == 24 else 1)
+
+    monkeypatch.setattr(Decoder, "forward", slow_forward)
+    monkeypatch.setattr(Decoder, "token_losses", spiking)
+    job = write_job(tmp_path)
+    words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]
+    run_forked(job, *words)
+    (run,) = run_folders(job)
+    log = (run / "logs/rank_0.log").read_text()
+    warnings = [line.split(": ", 1)[1] for line in log.splitlines() if " WARNING " in line]
+    slow, spike = warnings
+    assert f"rank 1 on {socket.gethostname()} is slow: for 5 steps" in slow
+    assert spike.startswith("step 24: the loss ")
