@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 HF = ["tokenizers", "safetensors"]
 REPORT = ["matplotlib", "jinja2"]
+TENSORBOARD = ["tensorboard"]
 
 
 def read_version() -> str:
@@ -37,9 +38,11 @@ setup(
         "flash": ["flash-attn"],
         "hf": HF,
         "report": REPORT,
+        "tensorboard": TENSORBOARD,
         "dev": [
             *HF,
             *REPORT,
+            *TENSORBOARD,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

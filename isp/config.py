@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,15 @@ class JobConfig:
             return Topology.create(world_size, self.parallel)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def require_packages(self) -> None:
+        """Raise ConfigError if a key asks for a package that is not installed."""
+        if self.metrics.enable_tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError(
+                "metrics.enable_tensorboard=true needs the tensorboard package: pip install"
+                " 'isp[tensorboard]' (or pip install tensorboard), or use false; metrics.jsonl has"
+                " the same numbers"
+            )
 
     def unused(self) -> list[str]:
         """Sections that differ from their defaults without a meaning in this mode, as sentences."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal
 
 from isp.durations import parse_duration
@@ -39,6 +40,12 @@ def _duration_fault(key: str, value: int | str | None) -> str | None:
     except ValueError as error:
         return f"{key}={value} {error}, or null for no limit"
     return None
+
+
+def _is_inside(folder: str) -> bool:
+    """Whether `folder`, a relative path, leads to a folder below where it starts."""
+    path = PurePath(folder)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _refuse(*faults: str | None) -> None:
@@ -246,6 +253,10 @@ class MetricsConfig:
     """Warn of a rank that is at work this many times as long as the others; 0: never."""
     slow_rank_steps: int = 10
     """Steps in a row for which a rank has to be slow."""
+    enable_tensorboard: bool = False
+    """Write the numbers for TensorBoard too; needs its package.  Names: torchtitan."""
+    save_tb_folder: str = "tb"
+    """Where to, in the folder of the run."""
 
     def __post_init__(self) -> None:
         peak, spike, slow = self.peak_tflops, self.loss_spike_deviations, self.slow_rank_factor
@@ -257,6 +268,12 @@ class MetricsConfig:
             _unless(0 <= spike < math.inf, "metrics.loss_spike_deviations", spike, spike_rule),
             _unless(slow == 0 or 1 < slow < math.inf, "metrics.slow_rank_factor", slow, slow_rule),
             _at_least("metrics.slow_rank_steps", self.slow_rank_steps, 1),
+            _unless(
+                _is_inside(self.save_tb_folder),
+                "metrics.save_tb_folder",
+                repr(self.save_tb_folder),
+                "must name a folder in that of the run, such as tb",
+            ),
             _unless(peak is None or 0 < peak < math.inf, "metrics.peak_tflops", peak, peak_rule),
         )
 

@@ -151,6 +151,7 @@ def _train(args: argparse.Namespace) -> int:
         raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
     config = load_config(args.config, args.overrides)
     config.topology(ranks or args.nproc or 1)  # every error before any process starts
+    config.require_packages()
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         _note_unused(config)
     if args.nproc is not None:

@@ -4,12 +4,14 @@ from isp.metrics.device import describe_mfu, device_name, peak_memory_gib, peak_
 from isp.metrics.file import MetricsFile, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import Speed, StepRecord, speed
+from isp.metrics.tensorboard import TensorBoardFile
 
 __all__ = [
     "MetricsFile",
     "ProgressBar",
     "Speed",
     "StepRecord",
+    "TensorBoardFile",
     "describe_mfu",
     "device_name",
     "peak_memory_gib",

@@ -7,14 +7,20 @@ from types import TracebackType
 from typing import Self
 
 from isp.config import JobConfig
-from isp.metrics import MetricsFile, ProgressBar, StepRecord, watched_stream
+from isp.metrics import (
+    MetricsFile,
+    ProgressBar,
+    StepRecord,
+    TensorBoardFile,
+    watched_stream,
+)
 from isp.run_folder import RunFolder
 
 __all__ = ["StepOutputs"]
 
 
 class StepOutputs:
-    """On rank 0 the metrics file, and a progress bar if somebody watches; on others nothing.
+    """On rank 0 the files of metrics, and a progress bar if somebody watches; on others nothing.
 
     A context that goes on after `last_step`.
     """
@@ -27,13 +33,13 @@ class StepOutputs:
         self._rank = rank
         self._last_step = last_step
         self._stack = ExitStack()
-        self._metrics: MetricsFile | None = None
+        self._files: list[MetricsFile | TensorBoardFile] = []
         self._bar: ProgressBar | None = None
 
     def record(self, record: StepRecord) -> None:
         """Keep the record of a step."""
-        if self._metrics is not None:
-            self._metrics.write(record)
+        for file in self._files:
+            file.write(record)
 
     def progress(self, *, loss: float, eta_seconds: float | None) -> None:
         """One step more has been done."""
@@ -42,11 +48,20 @@ class StepOutputs:
 
     def __enter__(self) -> Self:
         if self._rank == 0:
-            self._metrics = self._stack.enter_context(
-                self._folder.open_metrics(last_step=self._last_step)
-            )
+            self._open_files()
             self._bar = self._open_bar()
         return self
+
+    def _open_files(self) -> None:
+        metrics, last_step = self._config.metrics, self._last_step
+        self._files.append(
+            self._stack.enter_context(self._folder.open_metrics(last_step=last_step))
+        )
+        if metrics.enable_tensorboard:
+            folder = self._folder.path / metrics.save_tb_folder
+            self._files.append(
+                self._stack.enter_context(TensorBoardFile(folder, last_step=last_step))
+            )
 
     def _open_bar(self) -> ProgressBar | None:
         stream = watched_stream()

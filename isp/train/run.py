@@ -35,6 +35,7 @@ def main(config: JobConfig) -> None:
     device = choose_device(config)
     world = World(device)
     topology = config.topology(world.size)
+    config.require_packages()
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:

@@ -17,6 +17,7 @@ from isp.train import main
 from isp.train.phases import PhaseClock, RunPhase, training_seconds
 from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal
+from tests.metrics.test_tensorboard import shown
 from tests.ranks import run_ranks
 from tests.train.jobs import write_job
 from tests.train.runs import Layout, Meshes, Task, make_run
@@ -121,7 +122,7 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     """Catches parts that are more than the whole, and evaluations or saves among them."""
     job = write_job(tmp_path)
     words = ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
-    words += ["--data.valid_source", str(tmp_path / "text.txt")]
+    words += ["--metrics.enable_tensorboard", "--data.valid_source", str(tmp_path / "text.txt")]
     (rows,) = run_ranks(1, _train_watched, str(job), [*ALONE, *words])
     records = read_metrics(tmp_path / "out/job/latest/metrics.jsonl")
     assert len(records) == 8
@@ -135,6 +136,8 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
         assert all(part is not None and part > 0 for part in parts)
         assert sum(parts) < record.step_ms  # type: ignore[arg-type]
         assert record.forward_backward_ms > record.reduce_ms  # type: ignore[operator]
+    drawn = shown(tmp_path / "out/job/latest/tb", "loss")
+    assert drawn == [(r.step, pytest.approx(r.loss, rel=1e-6)) for r in records], "in float32"
     assert [r.step for r in records if r.evaluation_ms is not None] == [4, 8]
     assert [r.step for r in records if r.checkpoint_ms is not None] == [4, 7]
     assert all(r.checkpoint_ms > 0 for r in records if r.checkpoint_ms is not None)

@@ -1,0 +1,94 @@
+"""What TensorBoard shows of a run."""
+
+import importlib.util
+import logging
+import math
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from isp.cli import main
+from isp.metrics import TensorBoardFile
+from tests.metrics.test_record import RECORD
+
+
+def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Steps and values of a tag."""
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def write(folder: Path, steps: range, *, last_step: int = 0, offset: float = 0.0) -> None:
+    with TensorBoardFile(folder, last_step=last_step) as file:
+        for step in steps:
+            file.write(replace(RECORD, step=step, loss=step + offset, val_loss=None))
+
+
+def test_every_number_is_there(tmp_path: Path) -> None:
+    """Catches a number that is left out, or is called otherwise than in metrics.jsonl."""
+    with TensorBoardFile(tmp_path) as file:
+        file.write(replace(RECORD, val_loss=2.5, mfu=None, skipped=True, grad_norm=math.nan))
+    assert shown(tmp_path, "val_loss") == [(10, 2.5)]
+    assert shown(tmp_path, "skipped") == [(10, 1.0)]
+    assert shown(tmp_path, "tokens") == [(10, 81920.0)]
+    assert math.isnan(shown(tmp_path, "grad_norm")[0][1])
+    tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    assert {"loss", "lr", "tgs", "step_ms", "mem_gib"} <= set(tags)
+    assert not {"step", "mfu", "loss_scale"} & set(tags)
+
+
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    """Catches steps shown twice after a crash: those that were lost, and those done again."""
+    write(tmp_path, range(1, 6))
+    write(tmp_path, range(4, 7), last_step=3, offset=0.5)
+    assert shown(tmp_path, "loss") == [(1, 1), (2, 2), (3, 3), (4, 4.5), (5, 5.5), (6, 6.5)]
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run killed by what only pictures are made of."""
+    monkeypatch.setattr("threading.excepthook", lambda failure: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = TensorBoardFile(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with file:
+            for step in range(1, 100):
+                file.write(replace(RECORD, step=step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert "training goes on" in warning.getMessage()
+
+
+def test_a_missing_package_is_told_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches ranks that start and then fail on an import, each with a traceback."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {preset: tiny}\ndata: {source: absent.txt}\n")
+    words = ["train", str(job), "--nproc", "2", "--metrics.enable_tensorboard"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: metrics.enable_tensorboard=true needs the tensorboard package")
+    assert "pip install 'isp[tensorboard]'" in line
+
+
+@pytest.mark.parametrize("folder", [".", "/tb", "../tb"])
+def test_a_folder_elsewhere_is_refused(
+    tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches event files of many runs in one folder, which TensorBoard mixes."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {preset: tiny}\ndata: {source: absent.txt}\n")
+    assert main(["config", str(job), f"--metrics.save_tb_folder={folder}"]) == 2
+    assert "must name a folder in that of the run" in capsys.readouterr().err
