@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
 from isp.parallel import Mode, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.parallel.config import OverlapUnit
 from isp.pipeline import PipelineOrder, split_layers
+from isp.pipeline.timeline import timeline
 from isp.weights.trace import ActionKind
 from model.config import ModelConfig
 from tests.ranks import run_ranks
@@ -186,6 +188,32 @@ def test_every_rank_does_all_of_its_work(schedule: PipelineSchedule, size: int) 
             for action in actions:
                 if action.kind is ActionKind.WEIGHT_GRADIENT:
                     assert place[action._replace(kind=ActionKind.BACKWARD)] < place[action]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "share"),
+    [
+        (PipelineSchedule.ONE_F_ONE_B, 1, 1.0),
+        (LOOP, 2, 1 / 2),
+        (LOOP, 4, 1 / 4),
+        (ZERO, 1, 1 / 3),
+        (ZERO, 2, 1 / 6),
+        (ZBV, 2, 1 / 6),
+    ],
+)
+def test_bubbles_are_as_in_theory(
+    schedule: PipelineSchedule, chunks: int, share: float, size: int
+) -> None:
+    """Catches an order of work that idles more than the papers say, or needs what comes later."""
+    order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
+    micro = 4 * size
+    found = timeline(order, micro, lambda stage, kind: 1.0)
+    assert found.bubble == pytest.approx(share * (size - 1) / micro)
+    late = timeline(order, micro, lambda stage, kind: 1.0, send=0.5)
+    assert late.end > found.end
+    for timed in found.ranks:
+        assert all(a.end <= b.start for a, b in pairwise(timed))
 
 
 @pytest.mark.parametrize("task", TASKS)
