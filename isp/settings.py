@@ -286,8 +286,9 @@ class CheckpointConfig:
     """Save every this many steps; 0: only when the run ends or is stopped by a signal."""
     keep_latest_k: int = 0
     """Keep only this many of the newest checkpoints; 0: keep all."""
-    async_mode: Literal["disabled", "async"] = "disabled"
-    """async: write to disk while training goes on."""
+    async_mode: Literal["disabled", "async"] = "async"
+    """async: copy the state to CPU memory and write it while training goes on, which takes as much
+    memory as a rank saves; disabled: training waits until it is on disk. The last save waits."""
     load_step: int | None = None
     """Go on from the checkpoint of this step; null: from the newest, if `auto_resume`."""
     auto_resume: bool = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt
+from isp.checkpoint.background import Flight, Staging
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
@@ -40,6 +41,11 @@ from isp.settings import CheckpointConfig
 __all__ = ["CheckpointInfo", "Checkpointer"]
 
 logger = logging.getLogger(__name__)
+
+TOLD_SECONDS = 0.1
+"""A save that has to wait longer for the one before says so."""
+LAST_SECONDS = 60.0
+"""Time that a save in flight has to end after the run has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +77,9 @@ class Checkpointer:
     order. They travel over process groups of their own on CPU, which making this one opens (a
     collective too), so that a save in the background does not meet the run's transfers.
 
-    With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and one
-    thread writes and publishes. One save at most is in flight.
+    With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and a
+    thread writes and publishes it. One save at most is in flight. As a context it ends with the
+    save in flight, but does not wait for long where the run has failed.
     """
 
     def __init__(
@@ -87,8 +94,25 @@ class Checkpointer:
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0
-        self._flight: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._staging = Staging()
+        self._flight: Flight | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._flight is not None:
+            # Ranks that all end for one reason still finish it; one that is gone is not awaited.
+            self._flight.join(LAST_SECONDS)
+            if not self._flight.over:
+                logger.warning("the save of step %d does not end: it is left", self._flight.step)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -100,27 +124,30 @@ class Checkpointer:
         tokens: int,
         shared: Mapping[str, Plain] | None = None,
         local: Mapping[str, Plain] | None = None,
+        wait: bool = False,
     ) -> None:
         """Save after `step` steps and `tokens` consumed tokens, and publish as `step_<step>`.
 
         `shared` are plain values that are equal on all ranks (rank 0's are kept), `local` are each
-        rank's own, which only a run of the same layout gets back.
+        rank's own, which only a run of the same layout gets back. With `wait`, for the last save of
+        a run, it is published when this returns, whatever `async_mode` says.
 
         Raises CheckpointError on all ranks if it fails on any: the run may go on, and older
-        checkpoints are as they were. In async mode a failure is logged when it happens and raised
-        by `wait`; the next `save` waits for the last one and tries again, whatever became of it.
+        checkpoints are as they were. A failure in the background is logged when it happens and
+        raised by `wait`. The next `save` waits for the last one, says so if that takes time, and
+        tries again, whatever became of it.
         """
-        self._join()
-        self._failure = None
+        if self._flight is not None and (before := self._flight).join() > TOLD_SECONDS:
+            logger.info("step %d waited until step %d was saved", step, before.step)
+        self._flight = None
+        background = self._config.async_mode == "async" and not wait
         shards: dict[str, Shard] = {}
 
         def collect() -> None:
             mine = Shard.whole(local_key(self._channel.rank), to_tensor(dict(local or {})))
-            shards.update(saved_shards(state))
-            shards[mine.key] = mine
+            found = {**saved_shards(state), mine.key: mine}
             to_json(dict(shared or {}))
-            if self._config.async_mode == "async":
-                shards.update({key: shard.copy() for key, shard in shards.items()})
+            shards.update(self._staging.copy(found) if background else found)
 
         attempt(self._channel, f"collecting the state of step {step}", collect)
         optimizer = state.optimizer
@@ -133,40 +160,33 @@ class Checkpointer:
             saved_at=time.time(),
             files={},
         )
-        if self._config.async_mode == "async":
-            self._flight = threading.Thread(
-                target=self._write_in_background,
-                args=(manifest, shards),
-                name=f"checkpoint step {step}",
-                daemon=True,  # a run that ends with an error must not wait for the disk
-            )
-            self._flight.start()
+        if background:
+            self._flight = Flight(step, lambda: self._write_in_background(manifest, shards))
         else:
             self._write(manifest, shards)
 
     def wait(self) -> None:
         """Wait for the save in flight. Raises what it raised, once."""
-        self._join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.join()
+            if flight.error is not None:
+                raise flight.error
 
     def close(self) -> None:
         """Finish the save in flight; see `wait`."""
         self.wait()
 
-    def _join(self) -> None:
-        if self._flight is not None:
-            self._flight.join()
-            self._flight = None
-
     def _write_in_background(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
         try:
             self._write(manifest, shards)
-        except Exception as error:
-            if self._first or not isinstance(error, CheckpointError):
-                logger.error("%s", error)
-            self._failure = error
+        except CheckpointError as error:
+            if self._first:
+                logger.error("%s The run goes on.", error)
+            raise
+        except Exception as error:  # the collectives failed: the run will hear of it
+            logger.error("saving step %d failed: %s", manifest.step, error)
+            raise
 
     def _write(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
         step, begin = manifest.step, time.perf_counter()
@@ -228,7 +248,8 @@ class Checkpointer:
         Reads and verifies every byte, each rank a share. Raises ValueError if there is no
         checkpoint of `load_step`, and CheckpointError if it is damaged or all are.
         """
-        self._join()
+        if self._flight is not None:
+            self._flight.join()
         steps, leftovers = self._attempt_first(f"reading {self.folder.path}", self._listing)
         if load_step is not None and load_step not in steps:
             there = ", ".join(str(s) for s in steps) or "none at all"

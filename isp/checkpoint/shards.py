@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +53,7 @@ class Shard:
         shape = tuple(data.shape)
         return cls(key, shape, data.dtype, (Piece((0,) * len(shape), data.detach()),))
 
-    def copy(self) -> Shard:
-        """The same with data of its own on CPU, which training does not change any more."""
-        pieces = tuple(
-            Piece(p.offsets, p.data.to("cpu", copy=True).contiguous()) for p in self.pieces
-        )
+    def with_data(self, data: Sequence[Tensor]) -> Shard:
+        """The same boxes with other data, one tensor each."""
+        pieces = tuple(Piece(p.offsets, d) for p, d in zip(self.pieces, data, strict=True))
         return Shard(self.key, self.global_shape, self.dtype, pieces)

@@ -63,6 +63,7 @@ def main(config: JobConfig) -> None:
             hostnames=[place.hostname for place in places],
             begin=begin,
         )
+        stack.enter_context(trainer.checkpointer)
         with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
             trainer.run(resumes=resumes)
 

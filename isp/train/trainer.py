@@ -261,7 +261,7 @@ class Trainer:
         logger.warning("%s", describe_skip(optimizer, step=self.step, grad_norm=outcome.grad_norm))
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool = False) -> None:
         self.clock.enter(RunPhase.CHECKPOINT)
         self.checkpointer.save(
             self.step,
@@ -269,6 +269,7 @@ class Trainer:
             tokens=self.tokens,
             shared={"skips": self.optimizer.skip_state()},
             local={"rng": generator_states(self.device)},
+            wait=wait,
         )
 
     def _save_and_go_on(self) -> None:
@@ -281,8 +282,7 @@ class Trainer:
 
     def _end(self, stopped: str | None) -> None:
         """Save what the run has come to. Raises CheckpointError if that fails."""
-        self._save()
-        self.checkpointer.close()
+        self._save(wait=True)
         if stopped is not None and self.step < self.config.training.steps:
             logger.info(
                 "stopped after step %d of %d, %s; the same command goes on from there",

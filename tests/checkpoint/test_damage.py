@@ -19,7 +19,7 @@ from isp.settings import CheckpointConfig
 from tests.checkpoint.runs import Layout, fill, make_run
 from tests.ranks import run_ranks
 
-CONFIG = CheckpointConfig()
+CONFIG = CheckpointConfig(async_mode="disabled")
 DATA = "__0_0.distcp"
 
 

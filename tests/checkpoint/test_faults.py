@@ -92,14 +92,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def _fill_disk(rank: int, disk: Path) -> str:
-    run, checkpointer = _run(rank, disk / "checkpoint")
-    checkpointer.save(10, run.state, tokens=0)
+def _fill_disk(rank: int, disk: Path, mode: str) -> str:
+    run, checkpointer = _run(rank, disk / "checkpoint", mode)
+    _save_and_wait(checkpointer, 10, run)
     if rank == 0:
         (disk / "other").write_bytes(bytes(1_000_000))
     dist.barrier()
     with pytest.raises(CheckpointError) as caught:
-        checkpointer.save(20, run.state, tokens=0)
+        _save_and_wait(checkpointer, 20, run)
     info = checkpointer.choose()
     assert info is not None
     assert info.step == 10
@@ -108,9 +108,10 @@ def _fill_disk(rank: int, disk: Path) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk(small_disk: Path, mode: str) -> None:
     """Catches a full disk that costs the last good checkpoint, or is told as another error."""
-    messages = run_ranks(2, _fill_disk, small_disk)
+    messages = run_ranks(2, _fill_disk, small_disk, mode)
     assert "No space left on device" in messages[0]
     assert os.listdir(small_disk / "checkpoint") == ["step_10"]
 
@@ -142,6 +143,7 @@ def _resume(rank: int, folder: Path) -> list[str]:
     checkpointer.load(info, run.state)
     assert expect(run) > 0
     checkpointer.save(20, run.state, tokens=0)
+    checkpointer.close()
     return list(info.passed_over)
 
 
@@ -167,20 +169,21 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
     assert sorted(os.listdir(folder)) == ["step_10", "step_20"]
 
 
-def _save_until_killed(folder: Path, published: Connection) -> None:
+def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
     """Go on from the newest checkpoint: save its step once more, and then one after the other."""
     torch.set_num_threads(1)
     run = make_run(0, Layout(), torch.float32)
     fill(run)
-    config = CheckpointConfig(keep_latest_k=2)
+    config = CheckpointConfig(keep_latest_k=2, async_mode=mode)  # type: ignore[arg-type]
     checkpointer = Checkpointer(folder, config, world=run.world)
     info = checkpointer.choose()
     for step in itertools.count(1 if info is None else info.step):
-        checkpointer.save(step, run.state, tokens=0)
+        _save_and_wait(checkpointer, step, run)
         published.send(step)
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
     """Catches an instant of writing, replacing or deleting at which death costs a checkpoint."""
     context, chance = mp.get_context("fork"), random.Random(0)
     run = make_run(0, Layout(), torch.float32)
@@ -188,7 +191,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     newest = 0
     for _ in range(20):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_save_until_killed, args=(tmp_path, sender))
+        process = context.Process(target=_save_until_killed, args=(tmp_path, mode, sender))
         process.start()
         sender.close()
         assert receiver.poll(30), "nothing was saved"

@@ -16,7 +16,7 @@ from isp.settings import CheckpointConfig
 from tests.checkpoint.runs import Layout, clear, expect, fill, make_run, whole_value
 
 ONE = Layout()
-CONFIG = CheckpointConfig()
+CONFIG = CheckpointConfig(async_mode="disabled")
 
 
 def _checkpointer(folder: Path, config: CheckpointConfig = CONFIG) -> Checkpointer:
@@ -120,7 +120,9 @@ def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
     assert checkpointer.folder.steps() == [30, 20]
 
 
-def test_a_background_failure_is_told_once(tmp_path: Path) -> None:
+def test_a_background_failure_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches a failure that nobody hears of, or that keeps the next save from being tried."""
     run = make_run(0, ONE, torch.float32)
     folder = tmp_path / "checkpoint"
@@ -131,10 +133,42 @@ def test_a_background_failure_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"saving .*step_20 failed on rank 0"):
         checkpointer.wait()
     checkpointer.wait()
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert [e.split(" failed on ")[0] for e in errors] == [
+        f"saving {folder / name}" for name in ("step_10", "step_20")
+    ]
+    assert all(e.endswith("Older checkpoints are as they were. The run goes on.") for e in errors)
     folder.unlink()
     checkpointer.save(30, run.state, tokens=0)
     checkpointer.close()
     assert checkpointer.folder.steps() == [30]
+
+
+def test_the_last_save_is_waited_for(tmp_path: Path) -> None:
+    """Catches a run that is told to be done, or to have stopped, before its state is on disk."""
+    run = make_run(0, ONE, torch.float32)
+    checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
+    checkpointer.save(10, run.state, tokens=0)
+    checkpointer.save(20, run.state, tokens=0, wait=True)
+    assert checkpointer.folder.steps() == [20, 10]
+    (tmp_path / "step_30.tmp").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match=r"saving .*step_30 failed"):
+        checkpointer.save(30, run.state, tokens=0, wait=True)
+
+
+def test_a_run_that_fails_finishes_its_save(tmp_path: Path) -> None:
+    """Catches the newest checkpoint lost because the run ended with an error soon after it."""
+    run = make_run(0, ONE, torch.float32, wide=4096)
+    checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
+
+    def train() -> None:
+        with checkpointer:
+            checkpointer.save(10, run.state, tokens=0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert checkpointer.folder.steps() == [10]
 
 
 @pytest.mark.gpu

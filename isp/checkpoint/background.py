@@ -1,0 +1,81 @@
+"""Saves that go on in the background: a copy of the state, and a thread that writes it.
+
+[Note: Why not async_save] `torch.distributed.checkpoint.async_save` ends when each rank has written
+its files and rank 0 the table of contents. A checkpoint of ours is published after that, by an
+agreement of all ranks about files and checksums, which has to be in the same thread as the
+collectives of the save itself, or they would meet on the process group. So the thread is our own
+and runs the very code of a save in the foreground. Copying is torch's `DefaultStager`. Its process
+instead of a thread (`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of
+its own, and outlive a rank that is killed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from isp.checkpoint.shards import Shard
+
+__all__ = ["Flight", "Staging"]
+
+
+class Staging:
+    """CPU memory for copies of shards: the same for every save, page-locked where they are on CUDA.
+
+    One copy at a time is valid. Holds as many bytes as the tensors that the shards are parts of.
+    """
+
+    def __init__(self) -> None:
+        self._stager: DefaultStager | None = None
+
+    def copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The same shards with data that training does not change any more, on CPU.
+
+        Waits until the data has arrived. Overwrites the last copy.
+        """
+        if self._stager is None:
+            on_cuda = any(p.data.is_cuda for shard in shards.values() for p in shard.pieces)
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_cuda,
+                )
+            )
+        data = {key: [piece.data for piece in shard.pieces] for key, shard in shards.items()}
+        copies = self._stager.stage(data)
+        assert isinstance(copies, dict)
+        return {key: shard.with_data(copies[key]) for key, shard in shards.items()}
+
+
+class Flight:
+    """A save that is being written by a thread; what it raised is in `error` afterwards."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.error: Exception | None = None
+        self._write = write
+        # A run that ends with an error need not wait for a rank that is gone: see `join`.
+        self._thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_seconds: float | None = None) -> float:
+        """Wait until it is over; for how many seconds it had to be waited for."""
+        begin = time.perf_counter()
+        self._thread.join(timeout_seconds)
+        return time.perf_counter() - begin
+
+    @property
+    def over(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.error = error

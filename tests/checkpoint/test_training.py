@@ -1,0 +1,152 @@
+"""Runs that are really trained: saved while they go on, and continued in every other layout."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from isp.checkpoint import Checkpointer, TrainState
+from isp.parallel import Axis, Mode
+from isp.settings import CheckpointConfig
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Numbers, Run, Task, largest_difference, make_run
+
+TASK = Task(
+    model=ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=24,
+    )
+)
+LAYOUTS = {
+    "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2),
+    "mtp": Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=2),
+    "fsp": Layout(mode=Mode.FSP, tensor=4, micro=2),
+    "one": Layout(micro=2),
+}
+AFTER = 5
+"""Steps that are compared."""
+
+
+def _state(run: Run) -> TrainState:
+    topology = run.step.mesh.topology
+    return TrainState(parameters=run.parameters, optimizer=run.optimizer, topology=topology)
+
+
+def _checkpointer(run: Run, folder: Path) -> Checkpointer:
+    return Checkpointer(folder, CheckpointConfig(), world=run.step.mesh[Axis.WORLD])
+
+
+def _go_on(run: Run, checkpointer: Checkpointer, step: int) -> Numbers:
+    info = checkpointer.choose(step)
+    assert info is not None
+    assert checkpointer.load(info, _state(run)).step == step
+    run.step.weights_changed()
+    return run.numbers(range(step, step + AFTER))
+
+
+def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict[str, Numbers]]]:
+    """Of each layout: its name, what it went on to, and what it made of each one's checkpoint."""
+    meshes = Meshes(rank)
+    runs, wanted = {}, {}
+    for steps, (name, layout) in enumerate(LAYOUTS.items(), start=2):
+        if rank < layout.world:
+            runs[name] = run = make_run(meshes.of(layout), layout, TASK)
+            checkpointer = _checkpointer(run, folder)
+            run.numbers(range(steps))
+            checkpointer.save(steps, _state(run), tokens=0)
+            wanted[name] = run.numbers(range(steps, steps + AFTER))
+            checkpointer.close()
+        dist.barrier()
+    answers = []
+    for name, run in runs.items():
+        checkpointer = _checkpointer(run, folder)
+        found = {
+            saved: _go_on(run, checkpointer, step) for step, saved in enumerate(LAYOUTS, start=2)
+        }
+        answers.append((name, wanted[name], found))
+        run.close()
+    return answers
+
+
+def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+    """Catches a weight, master or moment in the wrong place, or stale, after a change of layout."""
+    answers = run_ranks(4, _save_and_load_all, tmp_path)
+    assert [len(of_rank) for of_rank in answers] == [4, 3, 3, 3]
+    wanted = {name: losses for name, losses, _ in answers[0]}
+    for of_rank in answers:
+        for name, _, found in of_rank:
+            for saved, numbers in found.items():
+                pairs = [list(column) for column in zip(*numbers, strict=True)]
+                targets = [list(column) for column in zip(*wanted[saved], strict=True)]
+                for series, target in zip(pairs, targets, strict=True):
+                    # Sums in another order: float64 rounding, carried on by steps of AdamW.
+                    assert largest_difference(series, target) < 1e-9, (saved, "in", name)
+
+
+@contextmanager
+def _slow_disk() -> Iterator[threading.Event]:
+    """Until the event is set nobody in this process opens a shard to write it."""
+    free = threading.Event()
+
+    def wait(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and str(args[0]).endswith(".distcp"):
+            free.wait()
+
+    sys.addaudithook(wait)  # for good: this process is a test's own
+    yield free
+    free.set()
+
+
+def _copy(run: Run) -> dict[str, np.ndarray]:
+    """Weights and optimizer states of this rank, and the number of updates."""
+    found: dict[str, np.ndarray] = dict(run.weights())
+    optimizer = run.optimizer.state_dict()
+    for name, part in optimizer["parameters"].items():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            found[f"{name}.{kind}"] = part[kind].numpy().copy()  # type: ignore[literal-required]
+    return {**found, "updates": np.array(optimizer["step"])}
+
+
+def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
+    """Save steps 2 and 4; neither is written before training has gone on by two."""
+    mesh = Meshes(rank).of(layout)
+    run = make_run(mesh, layout, TASK)
+    wanted = {}
+    for step in (2, 4, 6):
+        run.numbers(range(step - 2, step))
+        wanted[step] = _copy(run)
+    run.close()
+    run = make_run(mesh, layout, TASK)
+    checkpointer = _checkpointer(run, folder)
+    run.numbers(range(2))
+    for step in (2, 4):
+        with _slow_disk():
+            checkpointer.save(step, _state(run), tokens=0)
+            run.numbers(range(step, step + 2))
+            assert step not in checkpointer.folder.steps()
+        checkpointer.wait()
+    for name, array in _copy(run).items():
+        assert np.array_equal(array, wanted[6][name]), name
+    for step in (2, 4):
+        info = checkpointer.choose(step)
+        assert info is not None
+        checkpointer.load(info, _state(run))
+        for name, array in _copy(run).items():
+            assert np.array_equal(array, wanted[step][name]), (step, name)
+
+
+def test_a_save_in_the_background_keeps_its_step(tmp_path: Path) -> None:
+    """Catches weights on their way that are missed, and later ones written under an old step."""
+    layout = Layout(mode=Mode.ISP, tensor=1, weight=1, data=2)  # zero1 2: weights are published
+    run_ranks(layout.world, _train_while_saving, tmp_path, layout)
