@@ -275,3 +275,23 @@ def test_an_unknown_preset_is_refused(write):
     faults = faults_of(write(MINIMAL), "--model.preset", "tiney", "--optimizer.lr=-1")
     assert ": 2 faults" in faults
     assert "--model.preset: model.preset=tiney is not known: use one of tiny, " in faults
+
+
+CONFIGS = {
+    "quickstart.yaml": 4,
+    "quickstart_pipeline.yaml": 4,
+    "llama3.1-8b_128k.yaml": 8,
+    "internlm2-7b_256k.yaml": 64,
+    "llama2-7b_interleaved.yaml": 32,
+}
+"""The number of ranks that each is for."""
+
+
+def test_every_config_fits_its_ranks():
+    """Catches a configuration that is shipped and refused."""
+    folder = Path(__file__).parent.parent / "configs"
+    assert {path.name for path in folder.glob("*.yaml")} == set(CONFIGS)
+    for name, world in CONFIGS.items():
+        config = load_config(folder / name)
+        assert config.topology(world).world_size == world
+        assert config.unused() == []
