@@ -91,6 +91,8 @@ class Checkpointer:
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.folder = CheckpointFolder(Path(folder))
+        self.write_seconds = 0.0
+        """What writing the last checkpoint took, in the background or not."""
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0
@@ -203,8 +205,8 @@ class Checkpointer:
             if self._first:
                 self.folder.abandon(step)
             raise CheckpointError(f"{error}. Older checkpoints are as they were.") from None
+        seconds = self.write_seconds = time.perf_counter() - begin
         if self._first:
-            seconds = time.perf_counter() - begin
             mib = complete.num_bytes / 2**20
             path = self.folder.published(step)
             logger.info("saved %s: %.1f MiB in %.2f s", path, mib, seconds)

@@ -27,9 +27,13 @@ class Pace:
         self._first = True
         self._evaluation = 0.0
         self._save = 0.0
+        self._last_save = 0.0
 
-    def count(self, times: PhaseTimes) -> None:
-        """A step has been done; `times` since the last one was."""
+    def count(self, times: PhaseTimes, *, write_seconds: float = 0.0) -> None:
+        """A step has been done; `times` since the last one was.
+
+        `write_seconds` is what it takes to write a checkpoint: the last one is waited for.
+        """
         if len(self._steps) == 1 and self._first:
             self._steps.clear()
             self._first = False
@@ -37,6 +41,7 @@ class Pace:
         # Those of the step before; the longest, because a limit of time must not be passed.
         self._evaluation = max(self._evaluation, times[RunPhase.EVALUATION])
         self._save = max(self._save, times[RunPhase.CHECKPOINT])
+        self._last_save = max(self._last_save, self._save, write_seconds)
 
     def seconds_left(self, step: int) -> float | None:
         """How long the run takes from the end of `step` on; None before that is known, and after.
@@ -48,13 +53,13 @@ class Pace:
         mean = sum(self._steps) / len(self._steps)
         evaluations = self._times_left(step, self._eval_freq) if self._eval_freq else 0
         saves = self._times_left(step, self._save_interval) if self._save_interval else 1
-        steps = self._total - step
-        return steps * mean + evaluations * self._evaluation + saves * self._save
+        before_last = (saves - 1) * self._save + evaluations * self._evaluation
+        return (self._total - step) * mean + before_last + self._last_save
 
     def seconds_to_stop(self) -> float:
         """How long one more step, and then the end of the run, would take."""
         longest = max(self._steps, default=0.0)
-        return longest + (self._evaluation if self._eval_freq else 0.0) + self._save
+        return longest + self._evaluation + self._last_save
 
     def _times_left(self, step: int, every: int) -> int:
         """How often something is done after `step` that is done every so often, and at the end."""

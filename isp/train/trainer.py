@@ -172,7 +172,7 @@ class Trainer:
         self.clock.enter(RunPhase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
-        self._pace.count(self._meter.end_step())
+        self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
         self.step += 1
         self.tokens += self.tokens_per_step
         if outcome.skipped:

@@ -68,3 +68,13 @@ def test_the_end_of_a_run_without_them_saves_once() -> None:
     pace.count(times(1.0))
     assert pace.seconds_left(3) == pytest.approx(7 * 1.5 + 5.0)
     assert pace.seconds_to_stop() == pytest.approx(2.0 + 5.0)
+
+
+def test_the_last_save_is_waited_for() -> None:
+    """Catches a run that passes its limit because saves in the background seem to take no time."""
+    pace = Pace(job(interval=4))
+    pace.count(times(1.0))
+    pace.count(times(1.0, save=0.25), write_seconds=30.0)
+    pace.count(times(1.0), write_seconds=20.0)
+    assert pace.seconds_to_stop() == pytest.approx(1.0 + 30.0)
+    assert pace.seconds_left(3) == pytest.approx(7 * 1.0 + 2 * 0.25 + 30.0)

