@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isp.comm import CommLog
 from isp.weights.communicator import ISPCommunicator
 from isp.weights.trace import Action
 from isp.weights.wrapper import ISPCommunicatorWrapper
 
-__all__ = ["ISPCommunicatorSchedulerHook", "SchedulerHook"]
+__all__ = ["ISPCommunicatorSchedulerHook", "PhaseHook", "SchedulerHook"]
 
 
 class SchedulerHook:
@@ -56,3 +57,43 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def after_step(self) -> None:
         self.communicator.finish()
+
+
+class PhaseHook(SchedulerHook):
+    """Tells a log in which phase of the step its transfers set off; else does what `inner` does."""
+
+    def __init__(self, log: CommLog, inner: SchedulerHook) -> None:
+        self.log = log
+        self.inner = inner
+
+    def before_step(self, actions: Sequence[Action]) -> None:
+        self.inner.before_step(actions)
+        self.log.enter("between")
+
+    def before_forward(self, chunk: int) -> None:
+        self.log.enter("forward")
+        self.inner.before_forward(chunk)
+
+    def after_forward(self, chunk: int) -> None:
+        self.inner.after_forward(chunk)
+        self.log.enter("between")
+
+    def before_criterion(self) -> None:
+        self.log.enter("loss")
+        self.inner.before_criterion()
+
+    def after_criterion(self) -> None:
+        self.inner.after_criterion()
+        self.log.enter("between")
+
+    def before_backward(self, chunk: int) -> None:
+        self.log.enter("backward")
+        self.inner.before_backward(chunk)
+
+    def after_backward(self, chunk: int) -> None:
+        self.inner.after_backward(chunk)
+        self.log.enter("between")
+
+    def after_step(self) -> None:
+        self.log.enter("optimizer")
+        self.inner.after_step()

@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         )
         recompute = Recomputer(
             tracker=RngStatesTracker(layers.device),
-            announce=layers.communicator.recomputing,
+            announce=layers.recomputing,
             distribute_over=layers.tensor if config.checkpoint_distribute_activations else None,
         )
         recomputed = recomputed_blocks(config.num_layers, config.checkpoint)

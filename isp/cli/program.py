@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
+from isp.cli import profile_command
 from isp.cli.failures import report
 
 if TYPE_CHECKING:
@@ -83,6 +84,15 @@ def _build_parser() -> argparse.ArgumentParser:
         _command(commands, "config", _config, "print the full configuration", overrides=True)
     )
     _command(commands, "schedule", _schedule, "print the prefetch plan of a step", overrides=True)
+    profile_command.add_options(
+        _command(
+            commands,
+            "profile",
+            profile_command.run,
+            "measure what communication costs in each mode",
+            overrides=True,
+        )
+    )
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
     _add_report(
         _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")

@@ -2,8 +2,18 @@
 
 from isp.comm.channel import Channel
 from isp.comm.link import Link
-from isp.comm.log import CommLog, CommTotals, Transfer
+from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Pending
 
-__all__ = ["Channel", "CommLog", "CommTotals", "Link", "Mesh", "Pending", "Transfer", "World"]
+__all__ = [
+    "Channel",
+    "CommLog",
+    "CommTotals",
+    "DeviceClock",
+    "Link",
+    "Mesh",
+    "Pending",
+    "Transfer",
+    "World",
+]

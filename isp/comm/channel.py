@@ -250,7 +250,7 @@ class Channel:
         launch, end, begin, finish = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         launch.record()
         work = start()
-        with torch.cuda.stream(self.log.observer()):
+        with torch.cuda.stream(self.log.side_stream()):
             work.wait()
             end.record()
 
@@ -274,7 +274,7 @@ def _wait_on_host(
         work.get_future().add_done_callback(note_end)
 
     def wait() -> Tensor:
-        begin = time.perf_counter()
+        begin = transfer.wait_began = time.perf_counter()
         work.wait()
         if (left := arrival - time.perf_counter()) > 0:
             time.sleep(left)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["CommLog", "CommTotals", "Transfer"]
+__all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
 
 
 @dataclass(slots=True)
 class Transfer:
     """One collective on this rank; times are seconds of `time.perf_counter`.
 
-    On CUDA the times come from events on the device and are filled in by `CommLog.take`.
+    On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
 
     kind: str
@@ -33,6 +33,12 @@ class Transfer:
     """Seconds for which a `wait` really blocked."""
     waited: bool = False
     """Whether it has been waited for: until then, `exposed` is not known."""
+    wait_began: float = 0.0
+    """When that wait began."""
+    phase: str = ""
+    """The phase of the step in which it was launched."""
+    block: str = ""
+    """The part of the model that was computed then, while somebody observes."""
 
     @property
     def duration(self) -> float:
@@ -50,38 +56,89 @@ class CommTotals(NamedTuple):
     exposed_seconds: float
 
 
+class DeviceClock:
+    """Events of this device as times of `time.perf_counter`; made while the device is idle."""
+
+    def __init__(self) -> None:
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._seconds = time.perf_counter()
+
+    def __call__(self, event: torch.cuda.Event) -> float:
+        """When `event`, which is over and was recorded after this was made, came about."""
+        milliseconds: float = self._zero.elapsed_time(event)
+        return self._seconds + milliseconds / 1e3
+
+
+class Observer(Protocol):
+    """Somebody who is told what happens to a log, as it happens."""
+
+    clock: DeviceClock | None
+    """Puts the times of a CUDA device on the host's clock; None: the host's clock alone is used."""
+
+    def launched(self, transfer: Transfer) -> None:
+        """A transfer set off; its later times are filled in as they come about."""
+
+    def entered(self, phase: str, block: str) -> None:
+        """This is computed from here on."""
+
+
 @dataclass
 class CommLog:
     """Collects the transfers of this rank, until `take` hands them out and starts afresh."""
 
     transfers: list[Transfer] = field(default_factory=list)
+    phase: str = ""
+    """The phase of the step: forward, loss, backward, recompute, optimizer or between."""
+    block: str = ""
+    """The part of the model that is computed, while somebody observes."""
+    observer: Observer | None = None
     _device_times: list[tuple[Transfer, tuple[torch.cuda.Event, ...]]] = field(default_factory=list)
-    _observer: torch.cuda.Stream | None = None
+    _side_stream: torch.cuda.Stream | None = None
 
     def start(self, kind: str, channel: str, label: str, sent_bytes: int) -> Transfer:
         """A new record, launched now."""
         transfer = Transfer(kind, channel, label, sent_bytes, time.perf_counter())
+        transfer.phase, transfer.block = self.phase, self.block
         self.transfers.append(transfer)
+        if self.observer is not None:
+            self.observer.launched(transfer)
         return transfer
 
-    def observer(self) -> torch.cuda.Stream:
+    def enter(self, phase: str, block: str = "") -> None:
+        """Say what is computed from here on."""
+        self.phase, self.block = phase, block
+        if self.observer is not None:
+            self.observer.entered(phase, block)
+
+    def side_stream(self) -> torch.cuda.Stream:
         """A stream that does nothing but see transfers end."""
-        if self._observer is None:
-            self._observer = torch.cuda.Stream()
-        return self._observer
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream()
+        return self._side_stream
 
     def defer(self, transfer: Transfer, events: tuple[torch.cuda.Event, ...]) -> None:
         """Take the times of `transfer` from (launch, end, wait begin, wait end) events later."""
         transfer.waited = True
         self._device_times.append((transfer, events))
 
-    def take(self) -> list[Transfer]:
-        """All transfers since the last call, with device times (synchronises on CUDA)."""
+    def settle(self) -> None:
+        """Fill in the device times of all transfers waited for so far (synchronises on CUDA)."""
+        clock = None if self.observer is None else self.observer.clock
         for transfer, (launch, end, begin, finish) in self._device_times:
             finish.synchronize()
+            if clock is not None:
+                transfer.launched = clock(launch)
             transfer.ended = transfer.launched + launch.elapsed_time(end) / 1e3
+            transfer.wait_began = transfer.launched + launch.elapsed_time(begin) / 1e3
             transfer.exposed = begin.elapsed_time(finish) / 1e3
-        taken, self.transfers, self._device_times = self.transfers, [], []
+        self._device_times = []
+
+    def take(self) -> list[Transfer]:
+        """All transfers since the last call, with device times (synchronises on CUDA)."""
+        self.settle()
+        taken, self.transfers = self.transfers, []
         return taken
 
     def take_waited(self) -> list[Transfer]:

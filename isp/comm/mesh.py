@@ -72,6 +72,8 @@ class Mesh:
         self.rank = rank
         self.log = CommLog() if log is None else log
         self.link = link
+        self.members: dict[str, tuple[int, ...]] = {}
+        """The ranks of each channel of more than one, by its name."""
         self._channels = {axis: self.open(axis) for axis in Axis}
         self.host = self._open_host()
         """All ranks, for values in CPU memory whatever the device."""
@@ -97,7 +99,9 @@ class Mesh:
             # how many there are before it, so a rank on its own has to make one as well.
             own = next(ranks for ranks in groups if self.rank in ranks)
             made = dist.new_group(own, use_local_synchronization=True)
-            group = made if len(own) > 1 else None
+            if len(own) > 1:
+                group = made
+                self.members[name or axis.value] = tuple(own)
         return Channel(
             group, name=name or axis.value, log=self.log, link=self.link, sum_locally=sum_locally
         )

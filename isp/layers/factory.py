@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +72,18 @@ class LayerFactory:
     def loss_channel(self) -> Channel:
         """The ranks over which the logits of one token are split."""
         return self.tensor if self.splits_logits else Channel.solo("tensor")
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The layers' forward passes in this context compute again what a backward needs."""
+        log = self.tensor.log
+        before = log.phase, log.block
+        log.enter("recompute", log.block)
+        try:
+            with self.communicator.recomputing():
+                yield
+        finally:
+            log.enter(*before)
 
     def first_logit(self, vocab_size: int) -> int:
         """The vocabulary entry of this rank's first logit."""

@@ -1,6 +1,12 @@
 """The numbers of a step: what they are, the line that is printed, the file that is kept."""
 
-from isp.metrics.device import describe_mfu, device_name, peak_memory_gib, peak_tflops
+from isp.metrics.device import (
+    describe_mfu,
+    device_name,
+    memory_gib,
+    peak_memory_gib,
+    peak_tflops,
+)
 from isp.metrics.file import MetricsFile, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import Speed, StepRecord, speed
@@ -14,6 +20,7 @@ __all__ = [
     "TensorBoardFile",
     "describe_mfu",
     "device_name",
+    "memory_gib",
     "peak_memory_gib",
     "peak_tflops",
     "read_metrics",

@@ -6,11 +6,19 @@ import platform
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-__all__ = ["describe_mfu", "device_name", "peak_memory_gib", "peak_tflops"]
+__all__ = [
+    "describe_mfu",
+    "device_name",
+    "memory_gib",
+    "peak_memory_gib",
+    "peak_tflops",
+    "reset_peak_memory",
+]
 
 _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
     ("GB200", 2500.0),
@@ -91,6 +99,27 @@ def peak_memory_gib(device: torch.device) -> float:
             return int(found[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def memory_gib(device: torch.device) -> float:
+    """Memory that this process has in use now, in GiB: what `peak_memory_gib` is the most of."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    try:
+        with open("/proc/self/statm", "rb") as pages:
+            resident = int(pages.read().split()[1])
+    except FileNotFoundError:  # not Linux: there is only the peak
+        return peak_memory_gib(device)
+    return resident * resource.getpagesize() / 2**30
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory_gib` count from here on, where the system lets a process do so."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as control:
+        control.write("5")  # of Linux: the peak becomes what is resident now
 
 
 def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:

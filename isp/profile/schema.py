@@ -82,7 +82,7 @@ class Collective:
     block: str
     """The part of the model it belongs to, such as `layers.3`; empty where it belongs to none."""
     phase: str
-    """In which phase it was launched: see `ComputeSpan.phase`."""
+    """The one it is needed in, for a gather, and that it was launched in, for all others."""
     cost: Cost
     sent_bytes: int
     launch_ms: float
@@ -111,7 +111,7 @@ class ComputeSpan:
     block: str
     """`embedding`, `layers.0`, ..., `norm`, `head`; the name of the phase where there is none."""
     phase: str
-    """forward, loss, backward, recompute, optimizer or between (data, metrics)."""
+    """forward, loss, backward, recompute, optimizer or between (data, metrics, other stages)."""
     begin_ms: float
     end_ms: float
 
@@ -180,7 +180,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One measured step of one rank, the same step on all ranks."""
+    """One measured step of one rank, the same step on all ranks: the one of median length."""
 
     step: int
     """Its number, counted from the first after the warm-up: an index into `ModeProfile.losses`."""
@@ -247,7 +247,7 @@ class ModeProfile:
     losses: tuple[float | None, ...]
     """Of each measured step; None where it was not finite."""
     summary: Totals
-    """The median over the measured steps of the mean over the ranks."""
+    """The mean over the ranks of the step whose timeline is kept: the one of median length."""
     ranks: tuple[RankProfile, ...]
     """In rank order."""
     waits: tuple[Wait, ...]

@@ -16,7 +16,7 @@ from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode
 from isp.pipeline import Pipeline
-from isp.scheduler_hook import ISPCommunicatorSchedulerHook, SchedulerHook
+from isp.scheduler_hook import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
 from isp.train.phases import PhaseClock, RunPhase
@@ -64,7 +64,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = mesh
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
-        self.hook = SchedulerHook()
+        hook = SchedulerHook()
         self._order = built.order
         self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
@@ -80,7 +80,8 @@ class TrainStep:
         if built.communicator is not None:
             built.communicator.deliver_to(gradients)
             built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
-            self.hook = ISPCommunicatorSchedulerHook(built.communicator)
+            hook = ISPCommunicatorSchedulerHook(built.communicator)
+        self.hook = PhaseHook(mesh.log, hook)
         for part in (part for chunk in self.chunks for part in chunk.parts()):
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False

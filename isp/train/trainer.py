@@ -15,33 +15,26 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops
-from isp.optim import MainGradients, Zero1Optimizer, learning_rate
+from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
 from isp.run_folder import RunFolder
 from isp.signals import StopRequest
 from isp.train.agreement import StepFacts, agree
-from isp.train.build import build_model
 from isp.train.data import StepData
+from isp.train.make_step import make_train_step
 from isp.train.meter import StepMeter, model_flops
 from isp.train.outputs import StepOutputs
 from isp.train.pace import Pace
 from isp.train.phases import PhaseClock, RunPhase
 from isp.train.skips import check_skips, describe_skip
-from isp.train.step import StepOutcome, TrainStep
+from isp.train.step import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
 from model.flops import FLOP_RULE
 
 __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class Trainer:
@@ -68,39 +61,18 @@ class Trainer:
         self.deadline = begin + config.training.max_seconds
         """When the run has to have ended, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
-        built = build_model(
-            config.model,
-            config.parallel,
-            mesh,
-            seed=config.training.seed,
-            device=device,
-            dtype=_DTYPES[config.training.dtype],
-        )
-        parameters = list(built.parameters)
-        gradients = MainGradients(parameters, mesh)
-        self.optimizer = Zero1Optimizer(
-            gradients,
-            mesh,
-            config.optimizer,
-            max_norm=config.training.max_norm,
-            counted_elsewhere=built.counted_elsewhere,
-        )
+        self.train_step = make_train_step(config, mesh, device, clock=self.clock)
+        self.optimizer = self.train_step.optimizer
         self.state = TrainState(
-            parameters=parameters, optimizer=self.optimizer, topology=mesh.topology
+            parameters=self.train_step.gradients.parameters,
+            optimizer=self.optimizer,
+            topology=mesh.topology,
         )
         checkpoints = config.checkpoint.folder
         self.checkpointer = Checkpointer(
             folder.checkpoint_folder if checkpoints is None else Path(checkpoints),
             config.checkpoint,
             world=mesh[Axis.WORLD],
-        )
-        self.train_step = TrainStep(
-            built,
-            gradients,
-            self.optimizer,
-            mesh,
-            micro_num=config.data.micro_num,
-            clock=self.clock,
         )
         self.step = 0
         """Steps done."""

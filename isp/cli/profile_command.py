@@ -1,0 +1,112 @@
+"""`isp profile`: starts the ranks of each mode, and compares what they left."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isp.parallel import Mode
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes beside CONFIG and overrides."""
+    modes = "mtp,msp,fsp,isp"
+    parser.add_argument("--nproc", type=_positive, metavar="N", help="start N ranks here")
+    parser.add_argument(
+        "--modes", default=modes, metavar="LIST", help=f"modes to compare (default: {modes})"
+    )
+    parser.add_argument(
+        "--warmup", type=_not_negative, default=2, metavar="N", help="steps before those measured"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=5, metavar="N", help="measured steps (default: 5)"
+    )
+    parser.add_argument(
+        "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
+    )
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # from here to the ranks
+    parser.usage = (
+        "isp profile CONFIG [--modes LIST] [--nproc N] [--warmup N] [--steps N] [--no-torch]"
+        " [--section.key value ...]"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile, and print the table."""
+    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
+    from isp.config import ConfigError, load_config
+
+    ranks = launched_ranks()
+    if ranks is not None and args.nproc is not None:
+        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
+    config = load_config(args.config, args.overrides)
+
+    from isp.train.profile_run import (
+        ProfileOptions,
+        assemble,
+        config_for,
+        make_profile_folder,
+        profile_ranks,
+    )
+
+    options = ProfileOptions(
+        modes=_modes(args.modes),
+        warmup_steps=args.warmup,
+        steps=args.steps,
+        with_torch=not args.no_torch,
+        command=shlex.join(["isp", *sys.argv[1:]]),
+    )
+    world_size = ranks or args.nproc or 1
+    for mode in options.modes:  # every error before any process starts
+        try:
+            config_for(config, mode, world_size)
+        except ValueError as error:
+            raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
+    if args.nproc is None:
+        if reports_for_ranks():
+            follow_launcher()
+        table = profile_ranks(config, options, args.into)
+    else:
+        folder = make_profile_folder(config)
+        numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
+        command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]
+        for mode in options.modes:
+            print(f"profiling {mode} on {args.nproc} ranks ...", flush=True)
+            if code := launch(args.nproc, [*command, f"--modes={mode}", *args.overrides]):
+                return code
+        table = assemble(config, options, folder, args.nproc)
+    if table is not None:
+        print(table)
+    return 0
+
+
+def _modes(text: str) -> tuple[Mode, ...]:
+    from isp.config import ConfigError
+    from isp.parallel import Mode
+
+    names = [name.strip() for name in text.split(",")]
+    known = [mode.value for mode in Mode]
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            raise ConfigError(f"--modes {text}: write one or more of {','.join(known)}, each once")
+    return tuple(Mode(name) for name in names)
+
+
+def _positive(text: str) -> int:
+    return _at_least(int(text), 1)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(int(text), 0)
+
+
+def _at_least(value: int, least: int) -> int:
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
+    return value

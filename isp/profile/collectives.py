@@ -1,0 +1,187 @@
+"""From the ranks' records to collectives on one clock, each with what its wait was for.
+
+Times are milliseconds on rank 0's clock since its first recorded step began.
+
+[Note: What a wait was for] The time for which a wait blocked is cut in three: until the transfer
+could begin on this rank (it stood behind another one of its channel), from there until it could
+begin on the last rank of its group, and the rest, in which it moved. What it takes to move is the
+least that any rank saw from begin to end: the last one to come did not wait for others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from isp.comm import Transfer
+from isp.profile.recorder import Mark, RankRecord
+from isp.profile.schema import Collective, Cost
+
+__all__ = ["RankTimes", "align"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """A record on the common clock."""
+
+    begins: tuple[float, ...]
+    """Of the recorded steps, and the end of the last one."""
+    collectives: tuple[Collective, ...]
+    """In order of launch."""
+    marks: tuple[Mark, ...]
+
+    def mark_at(self, moment: float) -> Mark:
+        """Where the rank was then."""
+        index = bisect_right(self.marks, moment, key=lambda mark: mark.at) - 1
+        return self.marks[max(0, index)]
+
+    def step_of(self, collective: Collective) -> int:
+        """The recorded step in which it was waited for; -1 before the first."""
+        return bisect_right(self.begins, collective.wait_ms) - 1
+
+
+def align(
+    records: Sequence[RankRecord],
+    groups: Sequence[Mapping[str, Sequence[int]]],
+    leads: Sequence[float],
+) -> list[RankTimes]:
+    """The records of all ranks, in rank order, on one clock.
+
+    `groups` are each rank's channels, by name with their ranks; `leads` the seconds by which its
+    clock is ahead of rank 0's.
+    """
+    zero = records[0].begins[0] - leads[0]
+    times = [_on_clock(r, zero + lead) for r, lead in zip(records, leads, strict=True)]
+    matched = _matched(times, groups)
+    return [
+        dataclasses.replace(
+            own,
+            collectives=tuple(
+                _with_others(c, [times[r].collectives[i] for r, i in matched.get((rank, n), ())])
+                for n, c in enumerate(own.collectives)
+            ),
+        )
+        for rank, own in enumerate(times)
+    ]
+
+
+def _on_clock(record: RankRecord, zero: float) -> RankTimes:
+    def ms(seconds: float) -> float:
+        return (seconds - zero) * 1e3
+
+    times = RankTimes(
+        begins=tuple(map(ms, record.begins)),
+        collectives=(),
+        marks=tuple(dataclasses.replace(mark, at=ms(mark.at)) for mark in record.marks),
+    )
+    under_way: defaultdict[str, list[float]] = defaultdict(list)
+    found = []
+    for transfer in record.transfers:
+        launch, end = ms(transfer.launched), ms(_over(transfer))
+        ahead = [t for t in under_way[transfer.channel] if t > launch]
+        start = max((t for t in ahead if t <= end), default=launch)
+        under_way[transfer.channel] = [*ahead, end]
+        waited = ms(transfer.wait_began)
+        phase = transfer.phase
+        if transfer.kind == "all_gather" and times.marks:
+            phase = times.mark_at(waited).phase
+        found.append(_collective(transfer, phase, record.parts, launch, start, end, waited))
+    return dataclasses.replace(times, collectives=tuple(found))
+
+
+def _over(transfer: Transfer) -> float:
+    """When a transfer was there: for who waited for it, as the wait returned and not before."""
+    if transfer.wait_began < transfer.ended:
+        return max(transfer.ended, transfer.wait_began + transfer.exposed)
+    return transfer.ended
+
+
+def _collective(
+    transfer: Transfer,
+    phase: str,
+    parts: Iterable[str],
+    launch: float,
+    start: float,
+    end: float,
+    wait: float,
+) -> Collective:
+    cost = _cost(transfer)
+    named = [p for p in parts if transfer.label == p or transfer.label.startswith(f"{p}.")]
+    several = transfer.label.startswith(("gradients ", "weights "))
+    stamped = "" if several or cost is Cost.OUTSIDE else transfer.block
+    exposed = transfer.exposed * 1e3
+    return Collective(
+        kind=transfer.kind,
+        channel=transfer.channel,
+        label=transfer.label,
+        block=max(named, key=len, default=stamped),
+        phase=phase,
+        cost=cost,
+        sent_bytes=transfer.sent_bytes,
+        launch_ms=launch,
+        start_ms=start,
+        end_ms=end,
+        wait_ms=wait,
+        exposed_ms=exposed,
+        moving_ms=end - start,
+        others_ms=0.0,
+        queue_ms=_overlap(wait, wait + exposed, wait, start),
+    )
+
+
+def _cost(transfer: Transfer) -> Cost:
+    """By what travels, as the layers name it: `<layer>.x`, `.y`, `.dx`, `.dy`, `<weight>.grad`."""
+    label, last = transfer.label, transfer.label.rpartition(".")[2]
+    if label.startswith(("gradients ", "weights ")) or last in ("weight", "bias", "grad", "dx"):
+        return Cost.AHEAD
+    if last == "x" and transfer.phase == "backward":  # gathered again beside another gradient
+        return Cost.AHEAD
+    if transfer.phase in ("optimizer", "between", ""):
+        return Cost.OUTSIDE
+    return Cost.CHAIN
+
+
+def _matched(
+    times: Sequence[RankTimes], groups: Sequence[Mapping[str, Sequence[int]]]
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For (rank, number of a collective): the same one on the other ranks of its group.
+
+    The ranks of a group launch the same collectives in the same order. Where labels tell that
+    records do not begin at the same one, nothing is matched.
+    """
+    sequences: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(dict)
+    for rank, own in enumerate(times):
+        for number, collective in enumerate(own.collectives):
+            ranks = tuple(groups[rank].get(collective.channel, (rank,)))
+            sequences[collective.channel, ranks].setdefault(rank, []).append(number)
+    matched: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for by_rank in sequences.values():
+        for together in zip(*by_rank.values(), strict=False):
+            members = list(zip(by_rank, together, strict=True))
+            if len({_identity(times[r].collectives[n]) for r, n in members}) == 1:
+                for member in members:
+                    matched[member] = [other for other in members if other != member]
+    return matched
+
+
+def _identity(collective: Collective) -> tuple[str, str]:
+    return collective.kind, collective.label
+
+
+def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
+    if not others:
+        return own
+    wait_end = own.wait_ms + own.exposed_ms
+    ready = max(own.wait_ms, own.start_ms)
+    return dataclasses.replace(
+        own,
+        moving_ms=min(c.end_ms - c.start_ms for c in (own, *others)),
+        others_ms=_overlap(own.wait_ms, wait_end, ready, max(c.start_ms for c in others)),
+    )
+
+
+def _overlap(begin: float, end: float, other_begin: float, other_end: float) -> float:
+    return max(0.0, min(end, other_end) - max(begin, other_begin))

@@ -1,0 +1,165 @@
+"""`Recorder`, which keeps what a rank does in some steps, with nothing added but time stamps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from isp.comm import CommLog, DeviceClock, Transfer
+from isp.metrics import memory_gib, peak_memory_gib
+
+__all__ = ["Mark", "RankRecord", "Recorder"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """From here on this part of the model is computed in this phase; seconds of perf_counter."""
+
+    at: float
+    phase: str
+    block: str
+    site: str = ""
+    """The visit of the block, such as `wo`, where one was reached; else the block was entered."""
+    memory_gib: float = 0.0
+    """In use at this moment; read where no site was reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What a rank did: its steps, its transfers and where it was; seconds of its perf_counter."""
+
+    begins: tuple[float, ...]
+    """Where each recorded step began, and where the last one ended."""
+    transfers: tuple[Transfer, ...]
+    """Those that were waited for, in order of launch."""
+    marks: tuple[Mark, ...]
+    """In order of time."""
+    parts: tuple[str, ...]
+    """The parts of the model, in order."""
+    peak_memory_gib: float
+
+
+class _Moment(NamedTuple):
+    """A mark whose time is known once the device has come by."""
+
+    at: float
+    event: torch.cuda.Event | None
+    phase: str
+    block: str
+    site: str
+    memory_gib: float
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Keeps what happens to `log` within it; a context.
+
+    `parts` are the modules that a forward calls in turn, by name; `sites` the visits within them.
+    Hooks on them are there only within the context. Times on CUDA are those of events on the
+    streams; nothing waits for the device until `record` is asked for.
+    """
+
+    log: CommLog
+    device: torch.device
+    parts: Mapping[str, nn.Module]
+    sites: Iterable[tuple[str, nn.Module]] = ()
+    clock: DeviceClock | None = field(default=None, init=False)
+    _transfers: list[Transfer] = field(default_factory=list, init=False)
+    _moments: list[_Moment] = field(default_factory=list, init=False)
+    _begins: list[_Moment] = field(default_factory=list, init=False)
+    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
+
+    def __enter__(self) -> Self:
+        assert self.log.observer is None, "this log is observed already"
+        if self.device.type == "cuda":
+            self.clock = DeviceClock()
+        self.log.observer = self
+        for name, part in self.parts.items():
+            self._handles.append(part.register_forward_pre_hook(self._begins_forward(name)))
+            self._handles.append(part.register_forward_hook(self._begins_backward(name)))
+        for name, site in self.sites:
+            self._handles.append(site.register_forward_pre_hook(self._reaches(name)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.log.settle()
+        self.log.observer, self.log.block = None, ""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin_step(self) -> None:
+        """A step begins here, and the one before it ends; to be called after the last one, too."""
+        self._begins.append(self._moment(self.log.phase, self.log.block))
+
+    def record(self) -> RankRecord:
+        """What was kept; to be asked for after the context has been left without an exception."""
+        assert self.log.observer is None, "the record is not complete yet"
+        return RankRecord(
+            begins=tuple(self._time(moment) for moment in self._begins),
+            transfers=tuple(t for t in self._transfers if t.waited),
+            marks=tuple(
+                Mark(self._time(m), m.phase, m.block, m.site, m.memory_gib) for m in self._moments
+            ),
+            parts=tuple(self.parts),
+            peak_memory_gib=peak_memory_gib(self.device),
+        )
+
+    def launched(self, transfer: Transfer) -> None:
+        self._transfers.append(transfer)
+
+    def entered(self, phase: str, block: str) -> None:
+        self._moments.append(self._moment(phase, block, memory=memory_gib(self.device)))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _begins_forward(self, name: str) -> Any:
+        def hook(_: nn.Module, __: Any) -> None:
+            self.log.enter(self.log.phase, name)
+
+        return hook
+
+    def _begins_backward(self, name: str) -> Any:
+        """The backward of a part begins when the gradient of its output is there."""
+
+        def enter(_: Tensor) -> None:
+            self.log.enter(self.log.phase, name)
+
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(enter)
+
+        return hook
+
+    def _reaches(self, name: str) -> Any:
+        def hook(_: nn.Module, __: Any) -> None:
+            self._moments.append(self._moment(self.log.phase, self.log.block, site=name))
+
+        return hook
+
+    def _moment(self, phase: str, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
+        event = None
+        if self.clock is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return _Moment(time.perf_counter(), event, phase, block, site, memory)
+
+    def _time(self, moment: _Moment) -> float:
+        if moment.event is None:
+            return moment.at
+        assert self.clock is not None
+        moment.event.synchronize()
+        return self.clock(moment.event)

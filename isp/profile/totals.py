@@ -1,0 +1,197 @@
+"""What the collectives of a step come to, and the least of it that had to be exposed.
+
+[Note: The bound] Four things no order of the transfers can hide:
+  * the first gathers (the table's, and that of the first linear): they cannot be launched before
+    the weights are published, and nothing but what lies between two steps is there to hide them;
+  * the last reduction of a gradient, and those launched after backward: a reduction is launched
+    when the gradient is there, and nothing is left to compute then;
+  * the chain: what the next computation needs and the last one has made;
+  * the excess: by how much all others, one after the other, are longer than the compute of the
+    forward or backward in which they are needed.
+Of each transfer that counts, the bound has what it takes to move, less the time from its launch to
+its wait: waiting for other ranks is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+
+from isp.profile.collectives import RankTimes
+from isp.profile.recorder import Mark
+from isp.profile.schema import (
+    Collective,
+    ComputeSpan,
+    Cost,
+    Edge,
+    KindTotals,
+    MemorySample,
+    Timeline,
+    Totals,
+)
+
+__all__ = ["covered", "mean_totals", "step_collectives", "timeline", "totals"]
+
+_FORWARD = ("forward", "loss")
+_BACKWARD = ("backward", "recompute")
+_SHORTEST_SPAN = 0.02
+"""Milliseconds; what is shorter belongs to the span that follows."""
+
+
+def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
+    """Those that were waited for in recorded step number `step`, its edges marked."""
+    own = [c for c in times.collectives if times.step_of(c) == step]
+    edges: dict[int, Edge] = {}
+    gathers = [i for i, c in enumerate(own) if _is_first_gather(c, times.begins[step])]
+    for i in sorted(gathers, key=lambda i: own[i].wait_ms):
+        edges[i] = Edge.FIRST
+        if not own[i].label.startswith("embedding."):  # a lookup is nothing to hide behind
+            break
+    reductions = [
+        i
+        for i, c in enumerate(own)
+        if c.cost is Cost.AHEAD and c.kind != "all_gather" and not c.label.endswith(".dx")
+    ]
+    in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
+    for i in (*in_backward[-1:], *(i for i in reductions if own[i].phase == "optimizer")):
+        edges[i] = Edge.LAST
+    return tuple(dataclasses.replace(c, edge=edges.get(i)) for i, c in enumerate(own))
+
+
+def _is_first_gather(collective: Collective, begin: float) -> bool:
+    """Launched as soon as weights were published, in the step before."""
+    is_weight = collective.cost is Cost.AHEAD and collective.kind == "all_gather"
+    return is_weight and collective.launch_ms <= begin
+
+
+def totals(times: RankTimes, step: int) -> Totals:
+    """What recorded step number `step` of this rank comes to."""
+    own = step_collectives(times, step)
+    length = times.begins[step + 1] - times.begins[step]
+    exposed = sum(c.exposed_ms for c in own)
+    spans = _spans(times, step)
+    return Totals(
+        step_ms=length,
+        compute_ms=length - exposed,
+        num_transfers=len(own),
+        sent_bytes=sum(c.sent_bytes for c in own),
+        comm_ms=covered(own),
+        exposed_ms=exposed,
+        first_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.FIRST),
+        last_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.LAST),
+        chain_ms=sum(_unavoidable(c) for c in own if c.cost is Cost.CHAIN),
+        excess_ms=_excess(own, spans, _FORWARD, times) + _excess(own, spans, _BACKWARD, times),
+        by_kind={
+            kind: _kind_totals([c for c in own if c.kind == kind])
+            for kind in sorted({c.kind for c in own})
+        },
+    )
+
+
+def _kind_totals(own: Sequence[Collective]) -> KindTotals:
+    return KindTotals(
+        num_transfers=len(own),
+        sent_bytes=sum(c.sent_bytes for c in own),
+        comm_ms=covered(own),
+        exposed_ms=sum(c.exposed_ms for c in own),
+    )
+
+
+def covered(collectives: Iterable[Collective]) -> float:
+    """For how long at least one of them was under way, in milliseconds."""
+    total, reached = 0.0, float("-inf")
+    for c in sorted(collectives, key=lambda c: c.launch_ms):
+        begin = max(c.launch_ms, reached)
+        if c.end_ms > begin:
+            total += c.end_ms - begin
+            reached = c.end_ms
+    return total
+
+
+def _unavoidable(collective: Collective) -> float:
+    """What of its wait nothing could have hidden, as it could not be launched before."""
+    hidden = collective.wait_ms - collective.start_ms
+    return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
+
+
+def _excess(
+    own: Iterable[Collective],
+    spans: Iterable[ComputeSpan],
+    phases: tuple[str, ...],
+    times: RankTimes,
+) -> float:
+    """By how much what could be hidden is longer than the compute in `phases`."""
+    others = [c for c in own if c.cost is Cost.AHEAD and c.edge is None]
+    forward = phases is _FORWARD
+    moving = sum(
+        c.moving_ms for c in others if (times.mark_at(c.wait_ms).phase in _FORWARD) is forward
+    )
+    length = sum(span.end_ms - span.begin_ms for span in spans if span.phase in phases)
+    waited = sum(c.exposed_ms for c in own if times.mark_at(c.wait_ms).phase in phases)
+    return max(0.0, moving - max(0.0, length - waited))
+
+
+def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> Timeline:
+    """Recorded step number `step`, called `number`, with `zero` as the beginning of time."""
+    begin, end = times.begins[step], times.begins[step + 1]
+    marks = [mark for mark in times.marks if begin <= mark.at < end and mark.memory_gib]
+    return Timeline(
+        step=number,
+        begin_ms=begin - zero,
+        end_ms=end - zero,
+        collectives=tuple(_moved(c, zero) for c in step_collectives(times, step)),
+        spans=tuple(
+            dataclasses.replace(s, begin_ms=s.begin_ms - zero, end_ms=s.end_ms - zero)
+            for s in _spans(times, step)
+        ),
+        memory=tuple(
+            MemorySample(at_ms=mark.at - zero, phase=mark.phase, gib=mark.memory_gib)
+            for mark in marks
+        ),
+    )
+
+
+def _moved(collective: Collective, zero: float) -> Collective:
+    return dataclasses.replace(
+        collective,
+        launch_ms=collective.launch_ms - zero,
+        start_ms=collective.start_ms - zero,
+        end_ms=collective.end_ms - zero,
+        wait_ms=collective.wait_ms - zero,
+    )
+
+
+def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
+    """The parts of the model, one after the other, from the begin of the step to its end."""
+    begin, end = times.begins[step], times.begins[step + 1]
+    within = [m for m in times.marks if begin < m.at < end and not m.site]
+    first = [times.mark_at(begin)] if times.marks else [Mark(begin, "between", "")]
+    spans: list[ComputeSpan] = []
+    reached = begin
+    for mark, stop in zip([*first, *within], [*(mark.at for mark in within), end], strict=True):
+        if stop - reached < _SHORTEST_SPAN:
+            continue
+        block = mark.block or mark.phase
+        if spans and (spans[-1].block, spans[-1].phase) == (block, mark.phase):
+            spans[-1] = dataclasses.replace(spans[-1], end_ms=stop)
+        else:
+            spans.append(ComputeSpan(block=block, phase=mark.phase, begin_ms=reached, end_ms=stop))
+        reached = stop
+    return spans
+
+
+def mean_totals(several: Sequence[Totals]) -> Totals:
+    """The mean, number by number."""
+    kinds = sorted({kind for one in several for kind in one.by_kind})
+    absent = KindTotals(num_transfers=0, sent_bytes=0, comm_ms=0.0, exposed_ms=0.0)
+    by_kind = {
+        kind: KindTotals(**_means([one.by_kind.get(kind, absent) for one in several]))
+        for kind in kinds
+    }
+    return Totals(**_means(several), by_kind=by_kind)
+
+
+def _means(several: Sequence[Totals] | Sequence[KindTotals]) -> dict[str, float]:
+    names = [field.name for field in dataclasses.fields(several[0]) if field.name != "by_kind"]
+    return {name: statistics.fmean(getattr(one, name) for one in several) for name in names}

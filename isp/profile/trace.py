@@ -1,0 +1,172 @@
+"""A step of all ranks as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Each rank is a process with these lanes: the phases and parts of the model that were computed, the
+waits that blocked, one lane a channel (more where its transfers overlap) for what was under way,
+and memory. What torch.profiler saw of the same step goes into processes of its own beside it.
+
+[Note: Lanes] Slices of one lane must lie inside one another or apart: viewers drop or distort
+others. A transfer that overlaps another one of its channel goes to a further lane.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isp.profile.schema import Collective, Timeline
+
+__all__ = ["chrome_trace", "torch_events", "write_trace"]
+
+Event = dict[str, Any]
+
+_STEP, _PARTS, _WAITS = 0, 1, 2
+_FIRST_CHANNEL = 10
+_TORCH_PROCESS = 1_000_000
+"""What the process numbers of torch.profiler's events begin at."""
+
+
+def chrome_trace(
+    timelines: Sequence[Timeline], *, title: str = "", first_process: int = 0
+) -> list[Event]:
+    """The events of the ranks' timelines of one step, in rank order; times in microseconds.
+
+    Processes are numbered from `first_process`, and called `title` and their rank.
+    """
+    events: list[Event] = []
+    for rank, timeline in enumerate(timelines):
+        events += _of_rank(first_process + rank, f"{title} rank {rank}".strip(), timeline)
+    return events
+
+
+def _of_rank(rank: int, title: str, timeline: Timeline) -> Iterable[Event]:
+    yield _name("process_name", rank, 0, title)
+    yield _sort("process_sort_index", rank, 0, rank)
+    yield from _lane(rank, _STEP, "phase")
+    yield from _lane(rank, _PARTS, "compute")
+    yield from _lane(rank, _WAITS, "exposed waits")
+    phases: list[list[Any]] = []
+    for span in timeline.spans:
+        if phases and phases[-1][0] == span.phase:
+            phases[-1][2] = span.end_ms
+        else:
+            phases.append([span.phase, span.begin_ms, span.end_ms])
+        yield _slice(rank, _PARTS, span.block, span.phase, span.begin_ms, span.end_ms, {})
+    for phase, begin, end in phases:
+        yield _slice(rank, _STEP, phase, phase, begin, end, {})
+    yield from _waits(rank, timeline.collectives)
+    yield from _channels(rank, timeline.collectives)
+    for sample in timeline.memory:
+        values = {"GiB": round(sample.gib, 6)}
+        yield {
+            "ph": "C",
+            "name": "memory",
+            "pid": rank,
+            "tid": 0,
+            "ts": sample.at_ms * 1e3,
+            "args": values,
+        }
+
+
+def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
+    """Waits of one rank come one after the other."""
+    reached = float("-inf")
+    for c in sorted(collectives, key=lambda c: c.wait_ms):
+        begin, end = max(c.wait_ms, reached), c.wait_ms + c.exposed_ms
+        if end > begin:
+            yield _slice(rank, _WAITS, f"wait for {c.label}", c.kind, begin, end, _facts(c))
+            reached = end
+
+
+def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
+    lanes: list[tuple[str, float]] = []  # channel, and the end of the last slice
+    for c in collectives:
+        end = max(c.end_ms, c.launch_ms)
+        number = next(
+            (
+                i
+                for i, (name, free) in enumerate(lanes)
+                if name == c.channel and free <= c.launch_ms
+            ),
+            len(lanes),
+        )
+        if number == len(lanes):
+            lanes.append((c.channel, end))
+            yield from _lane(rank, _FIRST_CHANNEL + number, f"communication: {c.channel}")
+        lanes[number] = (c.channel, end)
+        lane = _FIRST_CHANNEL + number
+        yield _slice(rank, lane, f"{c.kind} {c.label}", c.channel, c.launch_ms, end, _facts(c))
+
+
+def _facts(c: Collective) -> dict[str, Any]:
+    return {
+        "kind": c.kind,
+        "channel": c.channel,
+        "label": c.label,
+        "block": c.block,
+        "phase": c.phase,
+        "sent_bytes": c.sent_bytes,
+        "exposed_ms": round(c.exposed_ms, 4),
+        "waiting_for_other_ranks_ms": round(c.others_ms, 4),
+        "queued_ms": round(c.queue_ms, 4),
+        "moving_ms": round(c.moving_ms, 4),
+    }
+
+
+def _slice(
+    rank: int, lane: int, name: str, category: str, begin: float, end: float, facts: Event
+) -> Event:
+    times = {"ts": begin * 1e3, "dur": (end - begin) * 1e3}
+    place = {"pid": rank, "tid": lane}
+    return {"ph": "X", "name": name, "cat": category, **place, **times, "args": facts}
+
+
+def _lane(rank: int, lane: int, name: str) -> Iterable[Event]:
+    yield _name("thread_name", rank, lane, name)
+    yield _sort("thread_sort_index", rank, lane, lane)
+
+
+def _name(what: str, process: int, lane: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": {"name": name}}
+
+
+def _sort(what: str, process: int, lane: int, index: int) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": {"sort_index": index}}
+
+
+def torch_events(
+    trace: Mapping[str, Any], *, process: int, title: str, zero_seconds: float
+) -> list[Event]:
+    """What torch.profiler wrote on a rank, moved beside the lanes of our `process`.
+
+    `zero_seconds` is the Unix time of our time 0. Its processes get numbers and names of their own.
+    """
+    first = _TORCH_PROCESS + 1000 * process
+    shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - zero_seconds * 1e6  # microseconds
+    processes: dict[Any, int] = {}
+    events = []
+    for event in trace["traceEvents"]:
+        if "pid" not in event or event.get("name") == "process_labels":
+            continue
+        number = processes.setdefault(event["pid"], len(processes))
+        moved = {**event, "pid": first + number}
+        if "id" in moved and event.get("ph") in "sft":
+            moved["id"] = f"{process}.{event['id']}"  # arrows within one rank
+        if "ts" in event and event.get("ph") != "M":
+            moved["ts"] = event["ts"] + shift
+        if event.get("name") == "process_name":
+            seen = event["args"].get("name", "")
+            moved["args"] = {"name": f"{title}: torch.profiler, {seen}"}
+        if event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": first + number}
+        events.append(moved)
+    return events
+
+
+def write_trace(path: Path, events: Sequence[Event]) -> None:
+    """Write `events` to `path`, compressed, as a Chrome trace."""
+    document = {"displayTimeUnit": "ms", "traceEvents": events}
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+        json.dump(document, file, separators=(",", ":"))

@@ -1,0 +1,310 @@
+"""The worst waits of a mode: what each was for, and what would help.
+
+[Note: What is claimed] A launch point is recommended only if the transfer would have been there in
+time on the timeline that was measured: launched at that place, behind what was on its way then, and
+sharing the wire with everything launched meanwhile. A larger micro-batch is recommended only as far
+as the compute between launch and wait would have to grow for the transfer to fit beside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from isp.parallel.config import LaunchPoint, Mode, OverlapUnit, WeightConfig
+from isp.profile.collectives import RankTimes
+from isp.profile.recorder import Mark
+from isp.profile.schema import Collective, Cost, Edge, Reason, Wait
+from isp.profile.totals import step_collectives
+
+__all__ = ["WaitSettings", "worst_waits"]
+
+_SHORTEST = 0.005
+"""Milliseconds a step; what blocks for less is no wait."""
+_ENOUGH = 0.8
+"""Share of a wait, over all its occurrences, that a change must hide to be recommended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitSettings:
+    """What the run was configured to, as far as it can be changed to wait less."""
+
+    mode: Mode
+    weight: WeightConfig
+    ranks_on_machine: int = 1
+    """Ranks that share the machine of rank 0."""
+    cores: int | None = None
+    """Its cores, where ranks compute on them; None on other devices."""
+
+
+@dataclass(frozen=True, eq=False)
+class _RankStep:
+    """A recorded step of a rank."""
+
+    rank: int
+    collectives: tuple[Collective, ...]
+    sites: list[Mark]
+    """The visits going forward."""
+
+    @classmethod
+    def of(cls, rank: int, times: RankTimes, step: int) -> _RankStep:
+        begin, end = times.begins[step], times.begins[step + 1]
+        sites = [m for m in times.marks if m.site and m.phase == "forward" and begin <= m.at < end]
+        return cls(rank, step_collectives(times, step), sites)
+
+
+class _Occurrence(NamedTuple):
+    """One collective of a tensor, in one step of one rank."""
+
+    at: _RankStep
+    collective: Collective
+
+
+def worst_waits(
+    times: Sequence[RankTimes], steps: Sequence[int], settings: WaitSettings, *, at_most: int = 12
+) -> tuple[Wait, ...]:
+    """The tensors that were waited for longest in recorded `steps`, over all ranks."""
+    found: defaultdict[tuple[str, ...], list[_Occurrence]] = defaultdict(list)
+    for rank, own in enumerate(times):
+        for step in steps:
+            at = _RankStep.of(rank, own, step)
+            for c in at.collectives:
+                key = (c.kind, c.channel, c.label, c.block, c.phase)
+                found[key].append(_Occurrence(at, c))
+    divisor = len(steps) * len(times)
+    worst = sorted(found.values(), key=_exposed, reverse=True)[:at_most]
+    return tuple(
+        _wait(several, settings, divisor)
+        for several in worst
+        if _exposed(several) / divisor > _SHORTEST
+    )
+
+
+def _exposed(several: Iterable[_Occurrence]) -> float:
+    return sum(one.collective.exposed_ms for one in several)
+
+
+def _wait(several: list[_Occurrence], settings: WaitSettings, divisor: int) -> Wait:
+    own = [one.collective for one in several]
+    first = own[0]
+    verdict = _Judge(several, settings).verdict()
+    return Wait(
+        kind=first.kind,
+        channel=first.channel,
+        label=first.label,
+        block=first.block,
+        phase=first.phase,
+        count=len(own) / divisor,
+        sent_bytes=sum(c.sent_bytes for c in own) / divisor,
+        exposed_ms=_exposed(several) / divisor,
+        moving_ms=sum(c.moving_ms for c in own) / divisor,
+        others_ms=sum(c.others_ms for c in own) / divisor,
+        queue_ms=sum(c.queue_ms for c in own) / divisor,
+        late_ms=verdict.late_ms,
+        reason=verdict.reason,
+        advice=verdict.advice,
+    )
+
+
+class _Verdict(NamedTuple):
+    reason: Reason
+    advice: str
+    late_ms: float | None = None
+
+
+class _Judge:
+    """Finds what explains the waits for one tensor, and what would help."""
+
+    def __init__(self, several: list[_Occurrence], settings: WaitSettings) -> None:
+        self.several = several
+        self.settings = settings
+        self.own = [one.collective for one in several]
+        self.exposed = _exposed(several)
+
+    def verdict(self) -> _Verdict:
+        """The reason with the largest share, and one sentence."""
+        longest = max(self.own, key=lambda c: c.exposed_ms)
+        if sum(c.others_ms for c in self.own) >= self.exposed / 2:
+            return _Verdict(Reason.OTHER_RANKS, self._of_other_ranks())
+        if longest.edge is Edge.FIRST:
+            text = "as designed: launched once the weights are there, with nothing to compute first"
+            return _Verdict(Reason.FIRST_EDGE, text)
+        if longest.edge is Edge.LAST:
+            text = "as designed: the last gradient, with nothing left to compute beside it"
+            return _Verdict(Reason.LAST_EDGE, text)
+        if longest.cost is not Cost.AHEAD:
+            return _Verdict(Reason.CHAIN, self._of_chain(longest))
+        if (change := self._change()) is not None:
+            late = max(c.exposed_ms - c.others_ms for c in self.own)
+            text = f"launched {late:.1f} ms too late: {change} would hide it"
+            return _Verdict(Reason.LATE, text, late)
+        if sum(c.queue_ms for c in self.own) >= self.exposed / 2:
+            return _Verdict(Reason.QUEUE, self._of_queue())
+        return _Verdict(Reason.TOO_LONG, self._of_length())
+
+    # -- sentences ---------------------------------------------------------------------------
+
+    def _of_other_ranks(self) -> str:
+        settings, lost = self.settings, sum(c.others_ms for c in self.own) / len(self.own)
+        text = f"for {lost:.1f} ms another rank had not come to it yet"
+        if settings.cores is not None and settings.ranks_on_machine > settings.cores:
+            return f"{text}: {settings.ranks_on_machine} ranks share {settings.cores} cores"
+        last = self._last_rank()
+        return text if last is None else f"{text}: most often rank {last} came last"
+
+    def _last_rank(self) -> int | None:
+        """The rank that waits least for others, where there is one that does not wait at all."""
+        waited: defaultdict[int, float] = defaultdict(float)
+        for one in self.several:
+            waited[one.at.rank] += one.collective.others_ms
+        rank = min(waited, key=lambda r: waited[r])
+        return rank if waited[rank] < max(waited.values()) / 10 else None
+
+    def _of_chain(self, collective: Collective) -> str:
+        if collective.cost is Cost.OUTSIDE:
+            return "outside forward and backward: nothing is computed beside it"
+        if self.settings.mode is not Mode.ISP:
+            return (
+                f"{self.settings.mode} needs it at once, nothing of the step could hide it:"
+                f" isp sends weights instead"
+            )
+        if collective.label.startswith("attention."):
+            return "attention needs it at once: only parallel.tensor.size changes it"
+        return "needed at once: nothing of the step could hide it"
+
+    def _of_queue(self) -> str:
+        ahead: defaultdict[str, float] = defaultdict(float)
+        same_channel_reduces = False
+        for one in self.several:
+            before = self._before(one)
+            if before is not None:
+                ahead[f"{before.kind} of {before.label}"] += one.collective.queue_ms
+                same_channel_reduces |= (before.kind, one.collective.kind) == (
+                    "reduce_scatter",
+                    "all_gather",
+                )
+        if not ahead:
+            return "it waited its turn on its channel"
+        text = f"it waited its turn behind {max(ahead, key=lambda name: ahead[name])}"
+        if same_channel_reduces and not self.settings.weight.own_reduce_group:
+            return f"{text}: parallel.weight.own_reduce_group=true would let it pass"
+        return text
+
+    def _before(self, one: _Occurrence) -> Collective | None:
+        """What it stood behind on its channel."""
+        wanted = one.collective
+        for c in one.at.collectives:
+            if c.channel == wanted.channel and abs(c.end_ms - wanted.start_ms) < 1e-6:
+                return c
+        return None
+
+    def _of_length(self) -> str:
+        times = len(self.several)
+        needed = sum(self._flight(one) for one in self.several) / times
+        beside = sum(self._compute_beside(one) for one in self.several) / times
+        text = (
+            f"{beside:.1f} ms of compute lie between its launch and its use, it needs"
+            f" {needed:.1f} ms"
+        )
+        if self.own[0].label.endswith((".x", ".dx")):
+            return f"{text}: both grow with the tokens"
+        if beside < 0.1 * needed:
+            return text
+        return (
+            f"{text}: {needed / beside:.1f} times the tokens in a micro-batch (data.micro_bsz,"
+            f" data.seq_len) would hide it"
+        )
+
+    def _flight(self, one: _Occurrence) -> float:
+        """From its launch to its end, without what other ranks cost."""
+        c = one.collective
+        return max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms)
+
+    def _compute_beside(self, one: _Occurrence) -> float:
+        c = one.collective
+        between = [
+            other.exposed_ms
+            for other in one.at.collectives
+            if c.launch_ms <= other.wait_ms < c.wait_ms
+        ]
+        return max(0.0, c.wait_ms - c.launch_ms - sum(between))
+
+    # -- what would hide it ------------------------------------------------------------------
+
+    def _change(self) -> str | None:
+        """The setting that would have hidden the wait, if one would."""
+        weight = self.settings.weight
+        if self.own[0].kind != "all_gather" or self.settings.mode is not Mode.ISP:
+            return None
+        if not weight.overlap:
+            return self._works("parallel.weight.overlap=true", weight.launch_allgather_before)
+        if self.own[0].phase != "forward":
+            return None  # in backward the plan has no launch points
+        if weight.forward_overlap_per is OverlapUnit.MODULE:
+            return self._works("forward_overlap_per=layer", weight.launch_allgather_before)
+        order = list(LaunchPoint)
+        for point in reversed(order[: order.index(weight.launch_allgather_before)]):
+            if (change := self._works(f"launch_allgather_before={point}", point)) is not None:
+                return change
+        return None
+
+    def _works(self, change: str, point: LaunchPoint) -> str | None:
+        hidden = sum(self._hidden_from(one, point) for one in self.several)
+        return change if hidden >= _ENOUGH * self.exposed else None
+
+    def _hidden_from(self, one: _Occurrence, point: LaunchPoint) -> float:
+        """Of its wait, what a launch at `point` of the block before would have hidden."""
+        c, place = one.collective, _place(one, point)
+        if place is None or place > c.launch_ms:
+            return 0.0
+        return min(c.exposed_ms, max(0.0, c.wait_ms + c.exposed_ms - _end_from(one, place)))
+
+
+def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
+    """When the rank came to `point` in the block before that of the collective.
+
+    Launches come after the wait for the weight that is read there.
+    """
+    c = one.collective
+    passed = one.at.sites[: bisect_right(one.at.sites, c.wait_ms, key=lambda mark: mark.at)]
+    runs = groupby(reversed(passed), key=lambda mark: mark.block)
+    block, _ = next(runs, ("", None))
+    _, before = next(runs, ("", None))
+    if block != c.block or before is None:
+        return None
+    following = c.wait_ms
+    for site in before:  # the last one first
+        if site.site == point:
+            waits = [
+                o.wait_ms + o.exposed_ms
+                for o in one.at.collectives
+                if o.cost is Cost.AHEAD and site.at <= o.wait_ms < following
+            ]
+            return max([site.at, *waits])
+        following = site.at
+    return None
+
+
+def _end_from(one: _Occurrence, place: float) -> float:
+    """When the collective would have been over if its block had been launched at `place`."""
+    c = one.collective
+    together = [
+        o
+        for o in one.at.collectives
+        if (o.kind, o.channel, o.block, o.phase) == (c.kind, c.channel, c.block, c.phase)
+        and place <= o.launch_ms <= c.launch_ms
+    ]
+    mine = {id(o) for o in together}
+    foreign = [o for o in one.at.collectives if id(o) not in mine]
+    under_way = [o.end_ms for o in foreign if o.launch_ms <= place < o.end_ms]
+    alone = max([place, *under_way]) + sum(o.moving_ms for o in together)
+    end, meanwhile = alone, -1.0
+    while True:
+        crossing = sum(o.moving_ms for o in foreign if place < o.launch_ms < end)
+        if crossing <= meanwhile:
+            return end
+        meanwhile, end = crossing, alone + crossing

@@ -1,0 +1,262 @@
+"""A few steps under a recorder: for `isp profile`, and for single steps of any run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from isp.checkpoint.agreement import exchange
+from isp.comm import Mesh, World
+from isp.config import JobConfig
+from isp.metrics import device_name
+from isp.metrics.device import reset_peak_memory
+from isp.optim import learning_rate
+from isp.parallel import Mode
+from isp.profile import Profile
+from isp.profile.clock import clock_lead
+from isp.profile.recorder import Recorder
+from isp.profile.table import describe
+from isp.profile.trace import Event, write_trace
+from isp.run_folder import run_name
+from isp.train.data import StepData, open_for_rank
+from isp.train.make_step import make_train_step
+from isp.train.profile_parts import (
+    RankPart,
+    finite,
+    local_ranks,
+    mode_profile,
+    profile_of,
+    torch_trace_file,
+)
+from isp.train.run import choose_device
+from isp.train.step import TrainStep
+
+__all__ = [
+    "ProfileOptions",
+    "assemble",
+    "config_for",
+    "make_profile_folder",
+    "profile_ranks",
+    "recorder_for",
+]
+
+logger = logging.getLogger(__name__)
+
+_PARTS = "parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What `isp profile` measures."""
+
+    modes: tuple[Mode, ...] = tuple(Mode)
+    warmup_steps: int = 2
+    steps: int = 5
+    """Measured steps."""
+    with_torch: bool = True
+    """Also take one more step under torch.profiler, for the trace."""
+    command: str = ""
+    """The command line that asked for it, as one types it."""
+
+
+def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
+    """`config` in another mode, with the tensor size it has.
+
+    In isp the weight size is the configured one, or, if that is 1, all ranks of a pipeline stage.
+    Raises ValueError if the sizes do not fit.
+    """
+    parallel = config.parallel
+    weight = parallel.weight
+    if mode is Mode.ISP and weight.size == 1:
+        weight = replace(weight, size=max(1, world_size // parallel.pipeline.size))
+    tensor = replace(parallel.tensor, mode=mode)
+    changed = replace(config, parallel=replace(parallel, tensor=tensor, weight=weight))
+    changed.topology(world_size)
+    return changed
+
+
+def make_profile_folder(config: JobConfig) -> Path:
+    """A new folder `outputs/<job>/profile/<time>`.  Raises OSError if it cannot be made."""
+    folder = Path(config.job.dump_folder) / config.job.name / "profile"
+    name = run_name()
+    for number in range(1, 1000):
+        path = (folder / (name if number == 1 else f"{name}_{number}")).absolute()
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+def profile_ranks(config: JobConfig, options: ProfileOptions, folder: Path | None) -> str | None:
+    """Profile every mode on this rank of the world that torchrun has set (or alone).
+
+    With `folder` the ranks leave their parts there, and whoever started them goes on. Without, the
+    first rank makes a folder and the profile, and its table is given there; None elsewhere.
+    Raises ValueError (or OSError), before any process group starts, for what the user can put
+    right.
+    """
+    device = choose_device(config)
+    world = World(device)
+    configs = [config_for(config, mode, world.size) for mode in options.modes]
+    topologies = [c.topology(world.size) for c in configs]
+    datasets = [
+        open_for_rank(c, topology, world.rank)
+        for c, topology in zip(configs, topologies, strict=True)
+    ]
+    with world:
+        into = folder
+        for c, topology, read in zip(configs, topologies, datasets, strict=True):
+            mesh = Mesh(topology, world.rank)
+            if into is None:
+                made = str(make_profile_folder(config)) if world.rank == 0 else ""
+                into = Path(exchange(mesh.host, made)[0])
+            with StepData(c, read, mesh, device) as data:
+                _profile_mode(c, options, mesh, device, data, into / _PARTS / topology.mode)
+            mesh.host.all_reduce(torch.zeros(1)).wait()  # all parts are written
+            gc.collect()
+        if folder is not None or world.rank != 0:
+            return None
+        assert into is not None
+        return assemble(config, options, into, world.size)
+
+
+def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_size: int) -> str:
+    """Make the profile in `folder` of the parts that the ranks left there; its table."""
+    configs = [config_for(config, mode, world_size) for mode in options.modes]
+    modes = [
+        mode_profile(c, folder / _PARTS / c.parallel.tensor.mode, world_size, number=i)
+        for i, c in enumerate(configs)
+    ]
+    profile = profile_of(
+        config,
+        modes,
+        world_size=world_size,
+        warmup_steps=options.warmup_steps,
+        command=options.command,
+    )
+    write_profile(folder, profile, [event for mode in modes for event in mode.trace])
+    shutil.rmtree(folder / _PARTS)
+    return f"{describe(profile)}\n\nwrote profile.json and trace.json.gz to {folder}"
+
+
+def write_profile(folder: Path, profile: Profile, trace: Sequence[Event]) -> None:
+    """Write `profile.json` and `trace.json.gz` to `folder`."""
+    (folder / "profile.json").write_text(profile.to_json())
+    write_trace(folder / "trace.json.gz", trace)
+
+
+def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
+    """A recorder of what `step` does, on its log."""
+    parts: dict[str, nn.Module] = {}
+    sites: list[tuple[str, nn.Module]] = []
+    for chunk in step.chunks:
+        names = {id(module): name for name, module in chunk.named_modules()}
+        parts.update((names[id(part)], part) for part in chunk.parts())
+        for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
+            module = visit.at if visit.layer is None else visit.layer
+            assert isinstance(module, nn.Module)
+            sites.append((visit.name, module))
+    return Recorder(step.mesh.log, device, parts, sites)
+
+
+def _profile_mode(
+    config: JobConfig,
+    options: ProfileOptions,
+    mesh: Mesh,
+    device: torch.device,
+    data: StepData,
+    folder: Path,
+) -> None:
+    """Warm up, measure, trace, and leave this rank's part in `folder`."""
+    torch.manual_seed(config.training.seed)
+    reset_peak_memory(device)
+    step = make_train_step(config, mesh, device)
+    lead = clock_lead(mesh.host)
+    losses: list[float] = []
+
+    def take(number: int) -> None:
+        lr = learning_rate(
+            number,
+            peak=config.optimizer.lr,
+            total_steps=config.training.steps,
+            config=config.lr_scheduler,
+        )
+        losses.append(step(data.training(number), lr).loss)
+        mesh.log.take()
+
+    last = options.warmup_steps + options.steps
+    watched = max(0, options.warmup_steps - 1)  # its end launches the first measured gathers
+    for number in range(watched):
+        take(number)
+    with recorder_for(step, device) as recorder:
+        for number in range(watched, last):
+            recorder.begin_step()
+            take(number)
+        recorder.begin_step()
+        if options.with_torch:
+            with torch_profiler(folder, mesh.rank):
+                recorder.begin_step()
+                take(last)
+                recorder.begin_step()
+        step.hook.after_step()  # what was launched for a next step
+    traced = last - watched + 1 if options.with_torch else None
+    measured = [finite(loss) for loss in losses[options.warmup_steps : last]]
+    part = part_of(
+        recorder,
+        mesh,
+        losses=measured,
+        lead=lead,
+        first_measured=options.warmup_steps - watched,
+        traced=traced,
+    )
+    part.write(folder, mesh.rank)
+
+
+@contextmanager
+def torch_profiler(folder: Path, rank: int) -> Iterator[None]:
+    """Within it torch.profiler watches; afterwards what it saw lies in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells stderr that it starts and stops
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
+        yield
+    seen.export_chrome_trace(str(torch_trace_file(folder, rank)))
+
+
+def part_of(
+    recorder: Recorder,
+    mesh: Mesh,
+    *,
+    losses: Sequence[float | None],
+    lead: float,
+    first_measured: int,
+    traced: int | None,
+) -> RankPart:
+    """What this rank hands in."""
+    device = recorder.device
+    return RankPart(
+        record=recorder.record(),
+        channels=mesh.members,
+        clock_lead=lead,
+        unix_zero=time.time() - time.perf_counter(),
+        losses=tuple(losses),
+        first_measured=first_measured,
+        traced=traced,
+        device=device_name(device),
+        ranks_on_machine=local_ranks(mesh.topology.world_size),
+        cores=os.cpu_count() if device.type == "cpu" else None,
+    )

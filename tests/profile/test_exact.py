@@ -1,0 +1,183 @@
+"""On steps with known intervals every number is the one that was put in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from isp.profile import Cost, Edge
+from isp.profile.totals import covered, step_collectives, timeline, totals
+from tests.profile.records import aligned, mark, record, transfer
+
+MARKS = (
+    mark(0, "between"),
+    mark(10, "forward"),
+    mark(12, "forward", "embedding"),
+    mark(13, "forward", "embedding", "embedding"),
+    mark(20, "forward", "layers.0"),
+    mark(21, "forward", "layers.0", "wqkv"),
+    mark(40, "loss"),
+    mark(45, "backward"),
+    mark(46, "backward", "layers.0"),
+    mark(70, "backward", "embedding"),
+    mark(80, "optimizer"),
+    mark(95, "between"),
+)
+BEGINS = (0.0, 100.0)
+
+
+def _transfers():
+    """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
+    return [
+        transfer("all_gather", "embedding.weight", phase="optimizer", launch=-5, end=15, wait=13),
+        transfer(
+            "all_gather",
+            "layers.0.attention.wqkv.weight",
+            phase="optimizer",
+            launch=-4,
+            end=26,
+            wait=22,
+        ),
+        transfer(
+            "all_to_all",
+            "attention.qkv",
+            phase="forward",
+            launch=30,
+            end=36,
+            wait=30,
+            channel="tensor",
+        ),
+        transfer(
+            "reduce_scatter",
+            "layers.0.attention.wqkv.weight.grad",
+            phase="backward",
+            launch=50,
+            end=60,
+            wait=82,
+        ),
+        transfer(
+            "reduce_scatter", "embedding.weight.grad", phase="backward", launch=79, end=87, wait=83
+        ),
+        transfer(
+            "all_reduce", "metrics", phase="optimizer", launch=90, end=92, wait=90, channel="world"
+        ),
+    ]
+
+
+def test_one_rank():
+    """Catches any interval that is cut, joined or attributed in another way than it was."""
+    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    table, wqkv, qkv, grad, last, metrics = step_collectives(times, 0)
+    assert (table.launch_ms, table.end_ms, table.wait_ms) == pytest.approx((-5, 15, 13))
+    assert (table.exposed_ms, wqkv.exposed_ms) == pytest.approx((2, 4))
+    assert (wqkv.launch_ms, wqkv.start_ms, wqkv.moving_ms) == pytest.approx((-4, 15, 11))
+    assert (grad.exposed_ms, last.exposed_ms) == pytest.approx((0, 4))
+    assert [c.edge for c in (table, wqkv, last)] == [Edge.FIRST, Edge.FIRST, Edge.LAST]
+    assert (qkv.edge, grad.edge, metrics.edge) == (None, None, None)
+    assert [c.phase for c in (table, qkv, grad)] == ["forward", "forward", "backward"]
+    assert [c.block for c in (table, wqkv, qkv)] == ["embedding", "layers.0", "stamped"]
+    assert [c.cost for c in (wqkv, qkv, metrics)] == [Cost.AHEAD, Cost.CHAIN, Cost.OUTSIDE]
+
+    total = totals(times, 0)
+    assert (total.step_ms, total.exposed_ms, total.compute_ms) == pytest.approx((100, 18, 82))
+    assert (total.num_transfers, total.sent_bytes) == (6, 600)
+    assert total.comm_ms == pytest.approx((26 + 5) + 6 + 10 + 8 + 2)
+    assert total.hidden_share == pytest.approx(1 - 18 / 57)
+    assert total.first_edge_ms == pytest.approx(2 + 4)
+    assert total.last_edge_ms == pytest.approx(4)
+    assert (total.chain_ms, total.excess_ms) == pytest.approx((6, 0))
+    assert total.exposed_over_bound == pytest.approx(18 / 16)
+    gathers = total.by_kind["all_gather"]
+    assert (gathers.num_transfers, gathers.sent_bytes) == (2, 200)
+    assert (gathers.comm_ms, gathers.exposed_ms) == pytest.approx((31, 6))
+
+
+def test_a_transfer_belongs_to_the_step_that_waits_for_it():
+    """Catches first gathers counted in the step that launched them, or in none."""
+    again = [
+        dataclasses.replace(
+            t, launched=t.launched + 0.1, ended=t.ended + 0.1, wait_began=t.wait_began + 0.1
+        )
+        for t in _transfers()
+    ]
+    marks = [*MARKS, *(dataclasses.replace(m, at=m.at + 0.1) for m in MARKS)]
+    (times,) = aligned(record((0.0, 100.0, 200.0), [*_transfers(), *again], marks))
+    assert times.collectives[6].launch_ms < times.begins[1]
+    first, second = totals(times, 0), totals(times, 1)
+    assert second.exposed_ms == pytest.approx(first.exposed_ms)
+    assert second.first_edge_ms == pytest.approx(first.first_edge_ms)
+    assert (first.num_transfers, second.num_transfers) == (6, 6)
+
+
+def test_waiting_is_cut_into_queue_other_ranks_and_moving():
+    """Catches a slow neighbour, or the transfer before, being taken for a slow wire."""
+    phase = {"phase": "forward", "channel": "tensor"}
+
+    def of_rank(late: float):
+        return record(
+            BEGINS,
+            [
+                transfer("all_reduce", "a.y", launch=10, end=20, wait=40, **phase),
+                transfer("all_reduce", "b.y", launch=12, end=50, wait=15, **phase),
+                transfer("all_reduce", "c.y", launch=60 + late, end=75, wait=60 + late, **phase),
+            ],
+            MARKS,
+        )
+
+    times = aligned(of_rank(0), of_rank(9))
+    early, late = (own.collectives for own in times)
+    assert (early[1].queue_ms, early[1].others_ms) == pytest.approx((5, 0))
+    assert (early[2].others_ms, late[2].others_ms) == pytest.approx((9, 0))
+    assert (early[2].moving_ms, late[2].moving_ms) == pytest.approx((6, 6))
+    assert totals(times[0], 0).chain_ms == pytest.approx(30 + 6)
+    shifted = record(
+        (3.0, 103.0),
+        [
+            dataclasses.replace(
+                t, launched=t.launched + 3e-3, ended=t.ended + 3e-3, wait_began=t.wait_began + 3e-3
+            )
+            for t in of_rank(9).transfers
+        ],
+        [dataclasses.replace(m, at=m.at + 3e-3) for m in MARKS],
+    )
+    assert aligned(of_rank(0), shifted, leads=(0, 3))[0].collectives[2].others_ms == pytest.approx(
+        9
+    )
+
+
+def test_what_does_not_fit_beside_compute_is_in_the_bound():
+    """Catches a bound that calls more transfers than there is compute avoidable."""
+    gather = transfer(
+        "all_gather", "layers.1.w.weight", phase="forward", launch=11, end=51, wait=26
+    )
+    (times,) = aligned(record(BEGINS, [gather], MARKS))
+    assert totals(times, 0).excess_ms == pytest.approx(40 - (35 - 25))
+
+
+def test_timeline():
+    """Catches spans that overlap or leave gaps, and times that do not count from the given zero."""
+    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    found = timeline(times, 0, number=3, zero=times.begins[0] - 1)
+    assert (found.step, found.begin_ms, found.end_ms) == (3, pytest.approx(1), pytest.approx(101))
+    spans = [(s.block, s.phase, round(s.begin_ms), round(s.end_ms)) for s in found.spans]
+    assert spans[:4] == [
+        ("between", "between", 1, 11),
+        ("forward", "forward", 11, 13),
+        ("embedding", "forward", 13, 21),
+        ("layers.0", "forward", 21, 41),
+    ]
+    for before, after in zip(found.spans, found.spans[1:], strict=False):
+        assert before.end_ms == after.begin_ms
+    assert found.spans[-1].end_ms == pytest.approx(101)
+    assert found.collectives[0].launch_ms == pytest.approx(-4)
+    assert len(found.memory) == len(MARKS) - 2
+
+
+def test_covered_counts_overlap_once():
+    """Catches time in which two transfers were under way being counted twice."""
+    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    first, second, *_ = times.collectives
+    assert covered([second, first]) == pytest.approx(31)
+    assert covered([first, first]) == pytest.approx(20)
+    assert covered([]) == 0

@@ -1,0 +1,125 @@
+"""What a recorder keeps of real steps, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+import torch
+
+from isp.parallel import Mode
+from isp.profile.collectives import RankTimes, align
+from isp.profile.recorder import RankRecord
+from isp.profile.totals import step_collectives, totals
+from isp.train.profile_run import recorder_for
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+MODEL = ModelConfig(
+    vocab_size=40,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=2,
+    intermediate_size=24,
+    checkpoint=0.3,  # the first block is computed again
+    init_std=0.3,
+)
+STEPS = 3
+"""Recorded ones; the first gathers of the first were launched before."""
+
+
+def _record(rank: int, mode: Mode) -> tuple[RankRecord, dict[str, tuple[int, ...]]]:
+    """Some steps, and one more with the recorder gone."""
+    layout = Layout(mode=mode, tensor=2, weight=2 if mode is Mode.ISP else 1)
+    mesh = Meshes(rank).of(layout)
+    run = make_run(mesh, layout, Task(model=MODEL), dtype=torch.float32)
+    recorder = recorder_for(run.step, torch.device("cpu"))
+    num_hooks = _num_hooks(run.step)
+    run.numbers(range(1))
+    with recorder:
+        for step in range(1, 1 + STEPS):
+            recorder.begin_step()
+            run.numbers(range(step, step + 1))
+        recorder.begin_step()
+        run.step.hook.after_step()
+    record = recorder.record()
+    run.step.hook.before_step(run.step._actions)
+    run.numbers(range(1 + STEPS, 2 + STEPS))
+    run.close()
+    assert len(recorder.record().transfers) == len(record.transfers), "it went on recording"
+    assert _num_hooks(run.step) == num_hooks, "hooks were left behind"
+    return record, mesh.members
+
+
+def _num_hooks(step: TrainStep) -> int:
+    modules = [m for chunk in step.chunks for m in chunk.modules()]
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
+
+
+def _aligned(mode: Mode) -> list[RankTimes]:
+    found = run_ranks(2, _record, mode)
+    return align([record for record, _ in found], [groups for _, groups in found], [0.0, 0.0])
+
+
+def test_isp_steps():
+    """Catches a transfer that is lost, in the wrong phase, block or step, or without its times."""
+    for times in _aligned(Mode.ISP):
+        for step in range(1, STEPS):
+            own = step_collectives(times, step)
+            for c in own:
+                assert c.launch_ms <= c.start_ms <= c.end_ms
+                assert times.begins[step] <= c.wait_ms < times.begins[step + 1]
+            gathers = Counter(
+                (c.phase, c.block) for c in own if c.channel == "weight" and c.kind == "all_gather"
+            )
+            # layers.2 and the head stay from forward to backward, layers.0 is gathered to compute
+            # it again, and serves backward too.
+            assert gathers == {
+                ("forward", "embedding"): 1,
+                ("forward", "layers.0"): 4,
+                ("forward", "layers.1"): 4,
+                ("forward", "layers.2"): 4,
+                ("forward", "head"): 1,
+                ("backward", "layers.1"): 4,
+                ("recompute", "layers.0"): 4,
+            }
+            grads = Counter(c.block for c in own if c.kind == "reduce_scatter")
+            assert grads == {"embedding": 1, "head": 1} | {f"layers.{i}": 4 for i in range(3)}
+            assert {c.phase for c in own if c.kind == "reduce_scatter"} == {"backward"}
+            exchanges = Counter((c.phase, c.block) for c in own if c.kind == "all_to_all")
+            assert exchanges[("recompute", "layers.0")] == exchanges[("forward", "layers.0")] > 0
+        assert totals(times, 1).sent_bytes == totals(times, 2).sent_bytes
+        assert totals(times, 1).first_edge_ms >= 0
+        _check_marks(times)
+
+
+def _check_marks(times: RankTimes) -> None:
+    begin, end = times.begins[1:3]
+    marks = [m for m in times.marks if begin <= m.at < end]
+    assert [m.at for m in marks] == sorted(m.at for m in marks)
+    order = [key for key, _ in groupby((m.phase, m.block) for m in marks if m.block)]
+    parts = ["embedding", "layers.0", "layers.1", "layers.2", "norm", "head"]
+    assert order == [
+        *(("forward", part) for part in parts),
+        *(("backward", part) for part in ("head", "norm", "layers.2", "layers.1", "layers.0")),
+        ("recompute", "layers.0"),
+        ("backward", "layers.0"),
+        ("backward", "embedding"),
+    ]
+    sites = [m.site for m in marks if m.site and m.block == "layers.1"]
+    assert sites == ["wqkv", "attn", "wo", "w1", "w2"]
+    phases = [phase for phase, _ in groupby(m.phase for m in marks)]
+    assert phases.index("forward") < phases.index("loss") < phases.index("optimizer")
+    assert all(m.memory_gib > 0 for m in marks if not m.site)
+
+
+def test_mtp_steps():
+    """Catches modes without gathers being left without phases, blocks or recompute."""
+    for times in _aligned(Mode.MTP):
+        own = step_collectives(times, 1)
+        sums = Counter((c.phase, c.block) for c in own if c.channel == "tensor" and c.block)
+        assert sums[("forward", "layers.1")] == sums[("backward", "layers.1")] == 2
+        assert sums[("recompute", "layers.0")] >= 1
+        _check_marks(times)

@@ -1,0 +1,137 @@
+"""What a wait is explained by, and what is recommended: only what the measurement supports."""
+
+from __future__ import annotations
+
+import pytest
+
+from isp.parallel import Mode, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.profile import Reason
+from isp.profile.waits import WaitSettings, worst_waits
+from tests.profile.records import aligned, mark, record, transfer
+
+WEIGHT = "layers.1.attention.wqkv.weight"
+MARKS = (
+    mark(0, "forward"),
+    mark(1, "forward", "layers.0"),
+    mark(2, "forward", "layers.0", "wqkv"),
+    mark(20, "forward", "layers.0", "attn"),
+    mark(30, "forward", "layers.0", "wo"),
+    mark(40, "forward", "layers.0", "w1"),
+    mark(50, "forward", "layers.1"),
+    mark(51, "forward", "layers.1", "wqkv"),
+    mark(80, "backward", "layers.1"),
+    mark(95, "optimizer"),
+)
+
+
+def _wait(*transfers, weight=None, mode=Mode.ISP, others=(), **machine):
+    """The worst wait of a step of 100 ms with these transfers; `others` on a second rank."""
+    records = [record((0, 100), transfers, MARKS)]
+    records += [record((0, 100), others, MARKS)] if others else []
+    settings = WaitSettings(mode=mode, weight=weight or WeightConfig(), **machine)
+    return worst_waits(aligned(*records), [0], settings)[0]
+
+
+def _gather(launch: float, end: float, *, wait: float = 52):
+    return transfer("all_gather", WEIGHT, phase="forward", launch=launch, end=end, wait=wait)
+
+
+def test_the_latest_launch_point_that_would_hide_a_gather_is_named():
+    """Catches an earlier point than needed, which costs memory, or one that would be too late."""
+    late = _wait(_gather(31, 55))
+    assert (late.reason, late.late_ms) == (Reason.LATE, pytest.approx(3))
+    assert late.advice == "launched 3.0 ms too late: launch_allgather_before=attn would hide it"
+    assert "launch_allgather_before=wqkv " in _wait(_gather(31, 75)).advice
+
+
+def test_nothing_is_recommended_that_would_not_have_hidden_it():
+    """Catches advice that was not tried on the timeline: 60 ms fit before no launch point."""
+    wait = _wait(_gather(31, 91))
+    assert (wait.reason, wait.late_ms) == (Reason.TOO_LONG, None)
+    assert "launch_allgather_before" not in wait.advice
+    assert "21.0 ms of compute lie between its launch and its use, it needs 60.0" in wait.advice
+    assert "2.9 times the tokens" in wait.advice
+
+
+def test_what_shares_the_wire_counts():
+    """Catches an advice that forgets the exchange which the earlier gather would meet."""
+    alone, exchange = _gather(31, 55), {"phase": "forward", "channel": "tensor"}
+    busy = transfer("all_to_all", "attention.qkv", launch=19, end=29, wait=19, **exchange)
+    assert "launch_allgather_before=attn" in _wait(alone).advice
+    worst = _wait(_gather(31, 68), busy)
+    assert "launch_allgather_before=wqkv" in worst.advice  # at attn it would end at 29 + 37
+
+
+def test_settings_that_launch_late_are_named_first():
+    """Catches a launch point recommended where the plan does not launch ahead at all."""
+    at_use = WeightConfig(overlap=False)
+    assert "parallel.weight.overlap=true" in _wait(_gather(52, 70), weight=at_use).advice
+    module = WeightConfig(forward_overlap_per=OverlapUnit.MODULE)
+    assert "forward_overlap_per=layer" in _wait(_gather(41, 55), weight=module).advice
+    first = WeightConfig(launch_allgather_before=LaunchPoint.WQKV)
+    assert _wait(_gather(3, 60), weight=first).reason is Reason.TOO_LONG
+
+
+def test_other_ranks():
+    """Catches a rank that comes late being reported as a transfer that is slow."""
+    late = transfer("all_gather", WEIGHT, phase="forward", launch=60, end=64, wait=62)
+    wait = _wait(_gather(31, 64), others=(late,))
+    assert wait.reason is Reason.OTHER_RANKS
+    assert "rank 1 came last" in wait.advice
+    crowd = _wait(_gather(31, 64), others=(late,), ranks_on_machine=4, cores=2)
+    assert "4 ranks share 2 cores" in crowd.advice
+
+
+def test_queue():
+    """Catches a gather behind a gradient being called too long."""
+    grad = transfer(
+        "reduce_scatter", "layers.1.w.weight.grad", phase="backward", launch=81, end=89, wait=97
+    )
+    gather = transfer("all_gather", WEIGHT, phase="backward", launch=82, end=90, wait=83)
+    wait = _wait(grad, gather)
+    assert wait.reason is Reason.QUEUE
+    assert "behind reduce_scatter of layers.1.w.weight.grad" in wait.advice
+    assert "own_reduce_group=true" in wait.advice
+    own = _wait(grad, gather, weight=WeightConfig(own_reduce_group=True))
+    assert "own_reduce_group" not in own.advice
+
+
+def test_what_is_needed_at_once_is_called_so():
+    """Catches a promise that something could hide the sum of a row linear in mtp."""
+    wait = _wait(
+        transfer(
+            "all_reduce",
+            "layers.0.attention.wo.y",
+            phase="forward",
+            channel="tensor",
+            launch=35,
+            end=45,
+            wait=35,
+        ),
+        mode=Mode.MTP,
+    )
+    assert wait.reason is Reason.CHAIN
+    assert wait.advice.startswith("mtp needs it at once")
+
+
+def test_edges_are_by_design():
+    """Catches the ends of a step being reported as something to put right."""
+    first = transfer(
+        "all_gather", "embedding.weight", phase="optimizer", launch=-9, end=6, wait=1.5
+    )
+    last = transfer(
+        "reduce_scatter", "embedding.weight.grad", phase="backward", launch=94, end=99, wait=96
+    )
+    reasons = {
+        w.label: w.reason
+        for w in worst_waits(
+            aligned(record((0, 100), [first, last], MARKS)),
+            [0],
+            WaitSettings(mode=Mode.ISP, weight=WeightConfig()),
+        )
+    }
+    assert reasons == {
+        "embedding.weight": Reason.FIRST_EDGE,
+        "embedding.weight.grad": Reason.LAST_EDGE,
+    }
