@@ -9,16 +9,22 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from isp.report.style import PHONE, WIDE, Picture, to_svg
+from isp.report.style import Picture, to_svg
 
-__all__ = ["Column", "Page", "Section", "Table"]
+__all__ = ["Choice", "Column", "Page", "Section", "Table"]
 
 
 class Column(NamedTuple):
-    """The head of a column; numbers stand at its right."""
+    """The head of a column; numbers stand at its right, sentences get room."""
 
     title: str
     numeric: bool = False
+    prose: bool = False
+
+    @property
+    def css(self) -> str | None:
+        """The class of its cells."""
+        return "number" if self.numeric else "prose" if self.prose else None
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,14 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows)
 
 
+class Choice(NamedTuple):
+    """One of several pictures, of which the reader sees one at a time."""
+
+    values: tuple[str, ...]
+    """What it is of, a value for each name of the section's `choose_by`."""
+    picture: Picture
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A heading, and what there is below it, in this order."""
@@ -42,6 +56,9 @@ class Section:
     """What it is, and its value."""
     table: Table | None = None
     pictures: tuple[Picture, ...] = ()
+    choose_by: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    """Wide pictures to be scrolled sideways; the first is seen first."""
     command: str | None = None
     """What to type for the same numbers."""
 
@@ -51,6 +68,8 @@ class Page:
     """One report."""
 
     title: str
+    name: str
+    """Of the file, without its ending."""
     lead: str
     """The one sentence to remember."""
     sections: tuple[Section, ...]
@@ -60,6 +79,7 @@ class Page:
         """Those of all sections."""
         for section in self.sections:
             yield from section.pictures
+            yield from (choice.picture for choice in section.choices)
 
     def to_html(self) -> str:
         """The text of the file; everything but the pictures is escaped."""
@@ -67,5 +87,4 @@ class Page:
             loader=PackageLoader("isp.report", ""), autoescape=True, undefined=StrictUndefined
         )
         environment.filters["svg"] = lambda picture, size: Markup(to_svg(picture, size))
-        template = environment.get_template("page.html")
-        return template.render(page=self, WIDE=WIDE, PHONE=PHONE)
+        return environment.get_template("page.html").render(page=self)

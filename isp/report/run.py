@@ -93,6 +93,7 @@ def run_page(folder: RunFolder) -> Page:
     environment = _environment(folder)
     average, command = means(records), run_command(environment)
     return Page(
+        name="report",
         title=f"{config.job.name}: {config.parallel.tensor.mode} on {_ranks(environment)}",
         lead=_lead(average),
         sections=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "Size",
     "legend_above",
     "new_axes",
+    "new_figure",
     "to_png",
     "to_svg",
 ]
@@ -54,6 +56,7 @@ _STYLE: dict[RcKeyType, Any] = {
 }
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
+_URL = re.compile(r"url\(#([^)]*)\)")
 _POINTS_PER_INCH = 72
 _PNG_SCALE = 2  # pixels of a PNG for each of the page
 
@@ -87,12 +90,22 @@ class Picture:
     alt: str
     """What it shows, for those who cannot see it."""
     draw: Callable[[Size], Figure]
+    wide: Size = WIDE
+    """Its size on a desktop, and in the PNG."""
+    phone: Size = PHONE
+    has_file: bool = True
+    """Whether there is a PNG of it beside the page."""
+
+
+def new_figure(size: Size) -> Figure:
+    """An empty figure of `size`."""
+    inches = size.width / _POINTS_PER_INCH, size.height / _POINTS_PER_INCH
+    return Figure(figsize=inches, layout="constrained")
 
 
 def new_axes(size: Size, *, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """A figure of `size` with one pair of labelled axes."""
-    inches = size.width / _POINTS_PER_INCH, size.height / _POINTS_PER_INCH
-    figure = Figure(figsize=inches, layout="constrained")
+    figure = new_figure(size)
     axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
     return figure, axes
 
@@ -104,8 +117,8 @@ def legend_above(axes: Axes, *, columns: int) -> None:
 
 def to_png(picture: Picture, path: Path) -> None:
     """Write `picture` to `path`, at twice the resolution of the page."""
-    with _style(WIDE):
-        picture.draw(WIDE).savefig(path, format="png", dpi=_POINTS_PER_INCH * _PNG_SCALE)
+    with _style(picture.wide):
+        picture.draw(picture.wide).savefig(path, format="png", dpi=_POINTS_PER_INCH * _PNG_SCALE)
 
 
 def to_svg(picture: Picture, size: Size) -> str:
@@ -142,9 +155,9 @@ def _isolate(root: ET.Element, prefix: str) -> None:
             if key == f"{{{_XLINK}}}href" and value[1:] in ids:
                 used.add(value[1:])
                 node.attrib[key] = f"#{prefix}{value[1:]}"
-            elif value.startswith("url(#"):
-                used.add(value[5:-1])
-                node.attrib[key] = f"url(#{prefix}{value[5:-1]})"
+            elif "url(#" in value:
+                used |= set(_URL.findall(value))
+                node.attrib[key] = _URL.sub(rf"url(#{prefix}\1)", value)
     for node in root.iter():
         name = node.attrib.pop("id", "")
         if name in used:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from isp.profile import Profile
 from isp.run_folder import RunFolder
 
-__all__ = ["Report", "write_report"]
+if TYPE_CHECKING:
+    from isp.report.page import Page
 
+__all__ = ["Report", "require_packages", "write_profile_report", "write_report"]
+
+PROFILE_FILE = "profile.json"
 REPORT_FOLDER = "report"
 
 
@@ -21,39 +26,61 @@ class Report(NamedTuple):
 
 
 def write_report(source: str | Path, output: str | Path | None = None) -> Report:
-    """Write the report of the run whose folder is `source`, to `output` or `source`/report.
+    """Write the report of what the folder `source` holds, to `output` or `source`/report.
 
-    Raises ValueError if there is nothing to report there, or the packages of the report are not
-    installed; OSError if a file cannot be written.
+    The report of a run is made from metrics.jsonl, that of a profile from profile.json; the profile
+    goes first. Raises ValueError if there is neither, or the packages of the report are not
+    installed; OSError if a file cannot be read or written.
     """
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; name that of a run, outputs/<job>/<time>")
+    target = folder / REPORT_FOLDER if output is None else Path(output)
+    profile = folder / PROFILE_FILE
+    if profile.is_file():
+        return write_profile_report(Profile.load(profile), target)
     run = RunFolder(folder)
     if not run.metrics_file.is_file():
         raise ValueError(
-            f"{folder} holds no {run.metrics_file.name}: name the folder of a run that has done"
-            f" a step, such as outputs/<job>/latest"
+            f"{folder} holds neither {run.metrics_file.name} nor {PROFILE_FILE}: name the folder of"
+            f" a run that has done a step, such as outputs/<job>/latest, or of a profile"
         )
-    _require_packages()
+    require_packages()
     from isp.report.run import run_page
+
+    return _write(run_page(run), target)
+
+
+def write_profile_report(profile: Profile, target: str | Path) -> Report:
+    """Write the report of `profile` to the folder `target`.
+
+    Raises ValueError if the packages of the report are not installed, OSError if a file cannot be
+    written.
+    """
+    require_packages()
+    from isp.report.profile import profile_page
+
+    return _write(profile_page(profile), Path(target))
+
+
+def _write(page: Page, target: Path) -> Report:
     from isp.report.style import to_png
 
-    page = run_page(run)
     text = page.to_html()
-    target = folder / REPORT_FOLDER if output is None else Path(output)
     target.mkdir(parents=True, exist_ok=True)
-    html = target / "report.html"
+    html = target / f"{page.name}.html"
     html.write_text(text, encoding="utf-8")
     pictures = []
     for picture in page.pictures:
-        path = target / f"{picture.name}.png"
-        to_png(picture, path)
-        pictures.append(path)
+        if picture.has_file:
+            path = target / f"{picture.name}.png"
+            to_png(picture, path)
+            pictures.append(path)
     return Report(html, tuple(pictures))
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
+    """Raise ValueError, with what to install, if a report cannot be made here."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401

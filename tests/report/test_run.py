@@ -17,8 +17,9 @@ import pytest
 from isp.cli import main
 from isp.environment import Environment, RankPlace
 from isp.metrics import MetricsFile, StepRecord
-from isp.report import write_report
-from isp.report.run import means, run_command
+from isp.report import run
+from isp.report.run import means, run_command, run_page
+from isp.report.style import PHONE, WIDE, to_svg
 from isp.run_folder import RunFolder
 from tests.metrics.test_record import RECORD
 from tests.report.html_page import HtmlPage
@@ -137,9 +138,6 @@ def test_throughput_is_tokens_over_time() -> None:
 
 def drawn(records: Sequence[StepRecord], draw: str) -> list[list[float]]:
     """The values of each line of a picture, None where there is a gap."""
-    from isp.report import run
-    from isp.report.style import WIDE
-
     lines = getattr(run, draw)(records, WIDE).axes[0].lines
     return [[None if math.isnan(y) else float(y) for y in line.get_ydata()] for line in lines]
 
@@ -161,9 +159,6 @@ def test_gaps() -> None:
 
 def test_value_between_gaps_is_seen() -> None:
     """Catches a lone value that a line without marks does not show."""
-    from isp.report import run
-    from isp.report.style import WIDE
-
     losses = [1.0] * 100
     losses[49] = losses[51] = math.nan
     records = [record(step, loss=loss) for step, loss in enumerate(losses, start=1)]
@@ -185,8 +180,10 @@ def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     """Catches pictures, or a sentence, that need two steps, a finite loss or a transfer."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        done = write_report(make_run(tmp_path / "run", records).path)
-    assert ("Nothing is exposed" in done.html.read_text()) == (records[-1].comm_ms == 0)
+        page = run_page(make_run(tmp_path / "run", records))
+        for picture in page.pictures:
+            to_svg(picture, PHONE)
+    assert page.lead.startswith("Nothing is exposed") == (records[-1].comm_ms == 0)
 
 
 def test_command_of_a_run() -> None:
@@ -208,15 +205,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a traceback, or an empty page, where there is nothing to report."""
     assert "no such folder" in refusal(capsys, str(tmp_path / "absent"))
-    assert "holds no metrics.jsonl" in refusal(capsys, str(tmp_path))
-    run = make_run(tmp_path / "run", [])
-    assert "holds no step yet" in refusal(capsys, str(run.path))
-    run.metrics_file.write_text("{}\n")
-    assert "line 1: not a record" in refusal(capsys, str(run.path))
-    run.metrics_file.write_text(RECORD.to_json() + "\n")
-    run.environment_file.write_text('{"world_size": 2}')
-    assert "env.json: not an environment" in refusal(capsys, str(run.path))
-    assert not (run.path / "report").exists()
+    assert "holds neither metrics.jsonl nor profile.json" in refusal(capsys, str(tmp_path))
+    empty = make_run(tmp_path / "run", [])
+    assert "holds no step yet" in refusal(capsys, str(empty.path))
+    empty.metrics_file.write_text("{}\n")
+    assert "line 1: not a record" in refusal(capsys, str(empty.path))
+    empty.metrics_file.write_text(RECORD.to_json() + "\n")
+    empty.environment_file.write_text('{"world_size": 2}')
+    assert "env.json: not an environment" in refusal(capsys, str(empty.path))
+    assert not (empty.path / "report").exists()
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
@@ -227,8 +224,8 @@ def test_packages_of_the_report_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches a traceback where the report's packages are not installed."""
-    run = make_run(tmp_path / "run", RECORDS)
+    folder = make_run(tmp_path / "run", RECORDS)
     monkeypatch.setitem(sys.modules, package, None)
-    message = refusal(capsys, str(run.path))
+    message = refusal(capsys, str(folder.path))
     assert f"needs {package}" in message
     assert "pip install -e '.[report]'" in message

@@ -1,0 +1,46 @@
+"""The report of a profile: what communication costs in each mode, and why."""
+
+from __future__ import annotations
+
+from isp.profile import Profile
+from isp.report.compare import exposed_section, kinds_section, modes_section
+from isp.report.memory import memory_section
+from isp.report.page import Page, Section
+from isp.report.timeline import timeline_section
+from isp.report.waits import lead_mode, lead_sentence, waits_section
+
+__all__ = ["profile_page"]
+
+
+def profile_page(profile: Profile) -> Page:
+    """The page of `profile`."""
+    command = profile.command or None
+    lead = lead_mode(profile)
+    modes = [lead, *(mode for mode in profile.modes if mode is not lead)]
+    names = ", ".join(mode.mode for mode in profile.modes)
+    return Page(
+        name="profile",
+        title=f"What communication costs: {names} on {profile.world_size} ranks",
+        lead=lead_sentence(profile),
+        sections=(
+            modes_section(profile, command),
+            exposed_section(profile, command),
+            waits_section(lead, command, at_most=10),
+            timeline_section(modes, command),
+            memory_section(profile, command),
+            *(waits_section(mode, command, at_most=5) for mode in modes[1:]),
+            kinds_section(profile, command),
+            _about(profile),
+        ),
+    )
+
+
+def _about(profile: Profile) -> Section:
+    facts = (
+        ("measured", profile.created),
+        ("device", profile.device),
+        ("torch", profile.torch),
+        *((mode.mode, mode.topology) for mode in profile.modes),
+        ("configuration", profile.config),
+    )
+    return Section(title="What was measured", facts=facts)

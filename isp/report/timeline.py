@@ -1,0 +1,238 @@
+"""The timeline of one step of one rank: compute, waits, and what was on each channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, Timeline
+from isp.report.page import Choice, Section
+from isp.report.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Picture,
+    Size,
+    new_axes,
+)
+from isp.report.words import kind_name, mib, moment, ms
+
+__all__ = ["timeline_section"]
+
+_MOST_RANKS = 8
+_LANE = 52
+"""Pixels."""
+_WIDTH = 1080
+_BAR_WIDTH = 7
+"""Pixels that a collective gets on the mean, where there are so many that the page must scroll."""
+_WIDEST = 6000
+
+
+class _Look(NamedTuple):
+    color: str
+    hatch: str = ""
+
+
+_KINDS = {
+    "all_gather": _Look(SKY),
+    "reduce_scatter": _Look(GREEN, "///"),
+    "all_to_all": _Look(ORANGE, "\\\\\\"),
+    "all_reduce": _Look(PURPLE, "xxx"),
+    "broadcast": _Look(BLUE, "..."),
+}
+_OTHER_KIND = _Look(BLUE, "+++")
+_PHASES = {
+    "forward": _Look("#dcdcdc"),
+    "loss": _Look("#f4f4f4"),
+    "backward": _Look("#b4b4b4"),
+    "recompute": _Look("#cccccc", "..."),
+    "optimizer": _Look("#ececec", "---"),
+}
+_OTHER_PHASE = _Look("#ffffff")
+_WAITS = "waits"
+_COMPUTE = "compute"
+
+
+def timeline_section(modes: Iterable[ModeProfile], command: str | None) -> Section:
+    """The same step in each mode and on each rank, one of them to be seen at a time.
+
+    The first mode is seen first.
+    """
+    choices = [_choice(mode, rank) for mode in modes for rank in _chosen_ranks(mode)]
+    texts = (
+        "From top to bottom: what the rank computed, where it waited, and what was on its way on"
+        " each group of ranks. A thin line leads from the launch of a transfer to the time it"
+        " could begin.",
+    )
+    return Section(
+        title="Timeline of one step",
+        texts=texts,
+        choose_by=("mode", "rank"),
+        choices=tuple(choices),
+        command=command,
+    )
+
+
+def _chosen_ranks(mode: ModeProfile) -> list[RankProfile]:
+    """All ranks, or the first ones and those that wait least and most where they are many."""
+    if len(mode.ranks) <= _MOST_RANKS:
+        return list(mode.ranks)
+    by_exposed = sorted(mode.ranks, key=lambda rank: _exposed(rank.timeline))
+    wanted = [by_exposed[-1], by_exposed[0], *mode.ranks]
+    chosen = list(dict.fromkeys(rank.rank for rank in wanted))[:_MOST_RANKS]
+    return [rank for rank in mode.ranks if rank.rank in chosen]
+
+
+def _exposed(timeline: Timeline) -> float:
+    return sum(c.exposed_ms for c in timeline.collectives)
+
+
+def _choice(mode: ModeProfile, rank: RankProfile) -> Choice:
+    timeline = rank.timeline
+    count = len(timeline.collectives)
+    width = min(_WIDEST, max(_WIDTH, _BAR_WIDTH * count))
+    height = 110 + _LANE * (2 + len(_channels(timeline)))
+    length = timeline.end_ms - timeline.begin_ms
+    caption = (
+        f"{mode.mode}, rank {rank.rank}: a step of {ms(length)} ms with {count} transfers, waited"
+        f" for {ms(_exposed(timeline))} ms."
+    )
+    return Choice(
+        (mode.mode, str(rank.rank)),
+        Picture(
+            name=f"timeline-{mode.mode}-rank{rank.rank}",
+            caption=caption,
+            alt=f"Timeline of one step of rank {rank.rank} in {mode.mode} mode",
+            draw=partial(_draw, timeline),
+            wide=Size(width, height, 12),
+            has_file=rank is mode.ranks[0],
+        ),
+    )
+
+
+def _channels(timeline: Timeline) -> list[str]:
+    return list(dict.fromkeys(c.channel for c in sorted(timeline.collectives, key=_by_size)))
+
+
+def _by_size(collective: Collective) -> tuple[bool, str]:
+    return collective.channel != "weight", collective.channel
+
+
+def _draw(timeline: Timeline, size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="time since the step began (ms)", ylabel="")
+    lanes = [_COMPUTE, _WAITS, *_channels(timeline)]
+    rows = {lane: row for row, lane in enumerate(lanes)}
+    axes.set_xlim(0, timeline.end_ms - timeline.begin_ms)
+    axes.set_ylim(len(lanes) - 0.45, -0.85)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    _phase_names(axes, timeline, size)
+    for span in timeline.spans:
+        _compute_bar(axes, span, timeline, size)
+    for collective in timeline.collectives:
+        _transfer_bar(axes, collective, timeline, rows[collective.channel])
+        if collective.exposed_ms > 0:
+            _wait_bar(axes, collective, timeline)
+    _legend(axes, timeline)
+    return figure
+
+
+def _bar(axes: Axes, *, row: int, begin: float, end: float, look: _Look, hover: str) -> None:
+    width = max(0.0, end - begin)
+    bar = Rectangle(
+        (begin, row - 0.36),
+        width,
+        0.72,
+        facecolor=look.color,
+        edgecolor="#333333",
+        linewidth=0.4,
+        hatch=look.hatch,
+        gid=f"hover:{hover}",
+    )
+    axes.add_patch(bar)
+
+
+def _compute_bar(axes: Axes, span: ComputeSpan, timeline: Timeline, size: Size) -> None:
+    begin, end = span.begin_ms - timeline.begin_ms, span.end_ms - timeline.begin_ms
+    hover = f"{span.phase} of {span.block}: {ms(end - begin)} ms, waits included"
+    look = _PHASES.get(span.phase, _OTHER_PHASE)
+    _bar(axes, row=0, begin=begin, end=end, look=look, hover=hover)
+    name = span.block.removeprefix("layers.")
+    if _fits(name, end - begin, timeline, size):
+        axes.text((begin + end) / 2, 0, name, ha="center", va="center", clip_on=True)
+
+
+def _fits(text: str, length_ms: float, timeline: Timeline, size: Size) -> bool:
+    pixels = length_ms / (timeline.end_ms - timeline.begin_ms) * (size.width - 90)
+    return len(text) * size.font * 0.68 < pixels
+
+
+def _phase_names(axes: Axes, timeline: Timeline, size: Size) -> None:
+    """The name of each phase above its part of the step, where there is room for it."""
+    for phase, group in groupby(timeline.spans, key=lambda span: _phase_family(span.phase)):
+        spans = list(group)
+        begin, end = spans[0].begin_ms - timeline.begin_ms, spans[-1].end_ms - timeline.begin_ms
+        if _fits(phase, end - begin, timeline, size):
+            axes.text((begin + end) / 2, -0.6, phase, ha="center", va="center", color=GREY)
+
+
+def _phase_family(phase: str) -> str:
+    return "backward" if phase == "recompute" else phase
+
+
+def _transfer_bar(axes: Axes, collective: Collective, timeline: Timeline, row: int) -> None:
+    zero = timeline.begin_ms
+    launch, start, end = (
+        max(0.0, t - zero) for t in (collective.launch_ms, collective.start_ms, collective.end_ms)
+    )
+    axes.plot([launch, start], [row + 0.42] * 2, color=GREY, linewidth=1, solid_capstyle="butt")
+    look = _KINDS.get(collective.kind, _OTHER_KIND)
+    _bar(axes, row=row, begin=start, end=end, look=look, hover=_describe(collective, zero))
+
+
+def _wait_bar(axes: Axes, collective: Collective, timeline: Timeline) -> None:
+    begin = collective.wait_ms - timeline.begin_ms
+    hover = f"waited {ms(collective.exposed_ms)} ms for {_describe(collective, timeline.begin_ms)}"
+    _bar(
+        axes,
+        row=1,
+        begin=begin,
+        end=begin + collective.exposed_ms,
+        look=_Look(VERMILLION),
+        hover=hover,
+    )
+
+
+def _describe(c: Collective, zero: float) -> str:
+    return (
+        f"{kind_name(c.kind)} of {c.label}, {mib(c.sent_bytes)} MiB over {c.channel}: launched at"
+        f" {moment(c.launch_ms - zero)}, on its way {moment(c.start_ms - zero)} to"
+        f" {moment(c.end_ms - zero)} ms, waited for {ms(c.exposed_ms)} ms"
+    )
+
+
+def _legend(axes: Axes, timeline: Timeline) -> None:
+    kinds = dict.fromkeys(c.kind for c in timeline.collectives)
+    handles = [Patch(facecolor=VERMILLION, edgecolor="#333333", label="waiting")]
+    for kind in kinds:
+        color, hatch = _KINDS.get(kind, _OTHER_KIND)
+        label = kind_name(kind)
+        handles.append(Patch(facecolor=color, edgecolor="#333333", hatch=hatch, label=label))
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(handles),
+        borderaxespad=0.2,
+    )

@@ -1,0 +1,205 @@
+"""The report of a profile: its sentence, its numbers, its pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from matplotlib.patches import Rectangle
+
+from isp.cli import main
+from isp.profile import ModeProfile, Profile, RankProfile
+from isp.report import write_profile_report
+from isp.report.compare import modes_section
+from isp.report.style import PHONE, WIDE, to_svg
+from isp.report.timeline import timeline_section
+from isp.report.waits import lead_sentence
+from tests.profile.example import example_profile
+from tests.report.html_page import HtmlPage
+
+COMMAND = "isp profile job.yaml --nproc 2 --modes mtp,isp"
+MARKUP = "</title><img src=x>&\"'"
+
+
+class Written(NamedTuple):
+    html: str
+    page: HtmlPage
+    folder: Path
+
+
+def example() -> Profile:
+    """The example with its command, and a label that would change the page if it were not text."""
+    profile = replace(example_profile(), command=COMMAND)
+    mtp, isp = profile.modes
+    wait = replace(mtp.waits[0], label=MARKUP)
+    ranks = tuple(_with_label(rank) for rank in mtp.ranks)
+    return replace(profile, modes=(replace(mtp, waits=(wait,), ranks=ranks), isp))
+
+
+def _with_label(rank: RankProfile) -> RankProfile:
+    first, *others = rank.timeline.collectives
+    named = (replace(first, label=MARKUP), *others)
+    return replace(rank, timeline=replace(rank.timeline, collectives=named))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "profile.json").write_text(example().to_json())
+    assert main(["report", str(folder), "--output", str(folder / "pages")]) == 0
+    html = (folder / "pages" / "profile.html").read_text()
+    return Written(html, HtmlPage(html), folder / "pages")
+
+
+def test_page_needs_no_network(written: Written) -> None:
+    """Catches a script, style, font or picture that is fetched from somewhere."""
+    page = written.page
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert set(page.ids.values()) == {1}
+    assert "://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", written.html)
+    assert not {"link", "img", "iframe", "object", "embed"} & set(page.tags)
+    assert page.tags["script"] == 1
+
+
+def test_hatches_are_there(written: Written) -> None:
+    """Catches bars that colour alone tells apart: a pattern lost when pictures are put together."""
+    used = set(re.findall(r"url\(#([^)]*)\)", written.html))
+    assert used <= set(written.page.ids)
+    assert any("-h" in name for name in used)
+
+
+def test_first_sentence(written: Written) -> None:
+    """Catches a page that does not begin with what is exposed, why, and what is worst."""
+    # isp exposes 2 ms at its first gather, 3 ms elsewhere and 4 ms at its last reduction.
+    assert (
+        "In isp, 36% of communication is exposed (9.00 of 25.0 ms in a step of 100.0 ms); 44% of it"
+        " at the last reductions of the step, which have nothing left to hide behind; the worst"
+        " single wait (3.00 ms) is for the all-gather of layers.1.attention.wo.weight in forward;"
+        " exposed in the other modes: mtp 16.0 ms."
+    ) in written.page.text
+
+
+def test_tables_have_the_numbers(written: Written) -> None:
+    """Catches a column of another quantity, a wrong unit, and modes that change places."""
+    text = written.page.text
+    assert "mtp 5.0000 100.0 2.00 16.0 16.0 100% 16.0 1.70 2 1" in text
+    assert "isp 5.0000 100.0 3.00 25.0 9.00 36% 6.00 1.70 2 2" in text
+    assert "equal to the last bit" in text
+    assert "isp 2.00 4.00 0.00 0.00" in text  # the parts of the bound
+    assert "isp all-gather 2 2.00 20.0 5.00" in text
+    assert "3.00 33% all-gather of layers.1.attention.wo.weight, forward launched too late:" in text
+    assert text.count(COMMAND) >= 6
+
+
+def test_names_are_escaped(written: Written) -> None:
+    """Catches a label that becomes a part of the page, in a table or a drawing."""
+    assert MARKUP in written.page.text
+    assert any(MARKUP in hover for hover in written.page.hovers)
+
+
+def test_pictures_are_there(written: Written) -> None:
+    """Catches a picture of the page without its file."""
+    names = {path.name for path in written.folder.glob("*.png")}
+    timelines = {"timeline-isp-rank0.png", "timeline-mtp-rank0.png"}
+    assert names == {"modes.png", "exposed.png", "memory.png"} | timelines
+
+
+def test_each_rank_can_be_chosen(written: Written) -> None:
+    """Catches a menu without a picture, and several pictures at a time."""
+    found = re.findall(r'<figure data-values="([^"]*)"( hidden)?>', written.html)
+    values = [json.loads(value.replace("&#34;", '"')) for value, _ in found]
+    assert values == [["isp", "0"], ["isp", "1"], ["mtp", "0"], ["mtp", "1"]]
+    assert [bool(hidden) for _, hidden in found] == [False, True, True, True]
+
+
+def bars(mode: ModeProfile) -> list[tuple[float, float, float]]:
+    """(lane, begin, end) of every bar in the timeline of rank 0."""
+    picture = timeline_section([mode], None).choices[0].picture
+    patches = picture.draw(picture.wide).axes[0].patches
+    found = [patch for patch in patches if isinstance(patch, Rectangle)]
+    return [
+        (round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_x() + p.get_width()) for p in found
+    ]
+
+
+def test_timeline_shows_when_things_were() -> None:
+    """Catches a bar in the wrong lane, from launch to end of wait, or before the step."""
+    isp = example_profile().modes[1]
+    found = bars(isp)
+    assert [bar[1:] for bar in found if bar[0] == 0][:2] == [(0.0, 5.0), (5.0, 10.0)]
+    assert [bar[1:] for bar in found if bar[0] == 1] == [(5.0, 7.0), (28.0, 31.0), (90.0, 94.0)]
+    assert [bar[1:] for bar in found if bar[0] == 2] == [(0.0, 7.0), (20.0, 31.0), (89.0, 94.0)]
+    later = replace(isp.ranks[0].timeline, begin_ms=5.0)
+    moved = replace(isp, ranks=(replace(isp.ranks[0], timeline=later),))
+    assert next(bar[1:] for bar in bars(moved) if bar[0] == 1) == (0.0, 2.0)
+
+
+def test_many_ranks() -> None:
+    """Catches a page that grows with the ranks, or loses the one that waits most."""
+    isp = example_profile().modes[1]
+    ranks = [replace(isp.ranks[0], rank=rank) for rank in range(20)]
+    timeline = ranks[13].timeline
+    slow = replace(timeline.collectives[0], exposed_ms=50.0)
+    ranks[13] = replace(ranks[13], timeline=replace(timeline, collectives=(slow,)))
+    choices = timeline_section([replace(isp, ranks=tuple(ranks))], None).choices
+    assert [choice.values[1] for choice in choices] == ["0", "1", "2", "3", "4", "5", "6", "13"]
+
+
+def test_losses_that_differ() -> None:
+    """Catches a page that calls losses equal that are not, or fails on one that is not finite."""
+    profile = example_profile()
+    mtp, isp = profile.modes
+    other = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(4.0,)))), None)
+    assert "agree within 2.0e-01 of their size" in other.texts[1]
+    lost = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(None,)))), None)
+    assert "not all modes have a finite one" in lost.texts[1]
+    assert lost.table is not None
+    assert lost.table.rows[1][1] == "not finite"
+    to_svg(lost.pictures[0], PHONE)
+
+
+def test_nothing_travels(tmp_path: Path) -> None:
+    """Catches shares of nothing, and pictures that need a transfer: one rank, one mode."""
+    mtp = example_profile().modes[0]
+    totals = replace(
+        mtp.summary, num_transfers=0, comm_ms=0.0, exposed_ms=0.0, chain_ms=0.0, by_kind={}
+    )
+    rank = mtp.ranks[0]
+    quiet = replace(rank, timeline=replace(rank.timeline, collectives=(), memory=()))
+    mode = replace(mtp, summary=totals, ranks=(quiet,), waits=(), tensor=1)
+    profile = replace(example_profile(), modes=(mode,), world_size=1)
+    assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing travels."
+    assert "Nothing was waited for" in write_profile_report(profile, tmp_path).html.read_text()
+
+
+def test_everything_is_hidden() -> None:
+    """Catches a sentence that needs a wait, or shares of no exposed time."""
+    isp = example_profile().modes[1]
+    rank = isp.ranks[0]
+    hidden = tuple(replace(c, exposed_ms=0.0) for c in rank.timeline.collectives)
+    ranks = (replace(rank, timeline=replace(rank.timeline, collectives=hidden)),)
+    mode = replace(isp, summary=replace(isp.summary, exposed_ms=0.0), ranks=ranks, waits=())
+    assert lead_sentence(replace(example_profile(), modes=(mode,))) == (
+        "In isp, 0% of communication is exposed (0.00 of 25.0 ms in a step of 100.0 ms)."
+    )
+
+
+def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback where the file is of another version, or damaged."""
+    (tmp_path / "profile.json").write_text('{"version": 1}')
+    assert main(["report", str(tmp_path)]) == 2
+    assert "profile.json: not a profile" in capsys.readouterr().err
+
+
+def test_bars_of_modes_begin_at_zero() -> None:
+    """Catches bars whose lengths do not compare."""
+    (picture,) = modes_section(example_profile(), None).pictures
+    figure = picture.draw(WIDE)
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert heights == [[5.0, 5.0], [100.0, 100.0], [2.0, 3.0], [16.0, 9.0], [1.7, 1.7]]
+    assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
