@@ -24,6 +24,7 @@ class Place(NamedTuple):
     weight: int
     zero1: int
     stage: int
+    """In its pipeline; it may have several chunks there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ class Case:
             Axis.WORLD: t.world_size,
             Axis.STAGE: t.stage,
             Axis.PIPELINE: t.pipeline,
+            Axis.EMBEDDING: min(2, t.pipeline),
             Axis.TENSOR: t.tensor,
             Axis.DATA: t.data,
             Axis.WEIGHT: t.weight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple, TypeVar
 
 from isp.parallel import Axis
@@ -14,7 +15,9 @@ from isp.planner.declared import (
     actions_of,
     bias_of,
     buckets,
+    few_micro_batches,
     has_bias,
+    order_of,
     stage_chunks,
     weight_layout,
     weights_plan,
@@ -59,7 +62,7 @@ def traffic(case: Case, rank: int) -> Traffic:
     place = case.place(rank)
     trips = Trips(case, place)
     totals: Counter[Trip] = Counter()
-    for block in stage_chunks(case, place.stage)[0]:
+    for block in (block for chunk in stage_chunks(case, place.stage) for block in chunk):
         for trip in block_trips(trips, block):
             totals[trip] += case.micro_num
     totals.update(_between_stages(trips))
@@ -115,9 +118,18 @@ def reductions(trips: Trips, weight: str, *, is_head: bool = False) -> Iterator[
 
 
 def _between_stages(trips: Trips) -> dict[Trip, int]:
-    case, stage = trips.case, trips.place.stage
-    neighbours = (stage > 0) + (stage < case.topology.pipeline - 1)
-    return {trips.between_stages(): neighbours * case.micro_num} if neighbours else {}
+    neighbours = sum(sum(ends) for ends in neighbours_of(trips.case, trips.place.stage))
+    return {trips.between_stages(): neighbours * trips.case.micro_num} if neighbours else {}
+
+
+def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
+    """For each chunk whether the stage before it, and the one behind it, is on another rank."""
+    order = order_of(case)
+    own = order.stages_of(rank)
+    return [
+        (stage > 0 and stage - 1 not in own, stage + 1 < order.num_stages and stage + 1 not in own)
+        for stage in own
+    ]
 
 
 def ends_of_step(trips: Trips) -> Counter[Trip]:
@@ -127,30 +139,41 @@ def ends_of_step(trips: Trips) -> Counter[Trip]:
     held = buckets(case, trips.place)
     for axis, length in held.gradients:
         found.append(trips.over(axis, length * case.wide_bytes, "gradients"))
-    found.append(trips.over(Axis.MODEL, 8, "numbers"))
+    found += [_tied(trips), trips.over(Axis.MODEL, 8, "numbers")]
     found += [trips.publish(length) for length in held.published]
     found.append(trips.over(Axis.DATA if case.splits_logits else Axis.STAGE, 8, "numbers"))
     found.append(trips.over(Axis.PIPELINE, 8, "numbers"))
     return Counter(trip for trip in found if trip is not None)
 
 
+def _tied(trips: Trips) -> Trip | None:
+    """The gradient of a table that the first and the last stage have, on different ranks."""
+    case, spans = trips.case, stage_chunks(trips.case, trips.place.stage)
+    ends = (spans[0][0].name == "embedding") + (spans[-1][-1].name == "head")
+    if not case.model.tie_embeddings or ends != 1:
+        return None
+    numbers = prod(weight_layout(case, "embedding.weight", trips.place).local_shape)
+    return trips.over(Axis.EMBEDDING, numbers * case.wide_bytes, "gradients")
+
+
 def gathers(case: Case, stage: int) -> Counter[str]:
     """How often each weight of a stage is gathered in a step, and each bias beside its weight.
 
-    [Note: Long steps] In the steady state of a schedule one micro-batch more gathers always the
-    same, so a step of many is planned as two short ones.
+    [Note: Long steps] In the steady state of a schedule as many micro-batches more as there are
+    ranks in the pipeline gather always the same, so a step of many is planned as two short ones.
     """
-    few = case.topology.pipeline + 2
-    if case.micro_num <= few + 1:
-        return _gathers(case, stage, case.micro_num)
-    short, longer = _gathers(case, stage, few), _gathers(case, stage, few + 1)
-    rest = case.micro_num - few
+    few, period = few_micro_batches(case), case.topology.pipeline
+    short = _gathers(case, stage, few)
+    if case.micro_num == few:
+        return short
+    longer, rest = _gathers(case, stage, few + period), (case.micro_num - few) // period
     return Counter({name: short[name] + rest * (longer[name] - short[name]) for name in longer})
 
 
 def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
     chunks = stage_chunks(case, stage)
-    weights = {visit.weight for block in chunks[0] for visit in block.visits if visit.weight}
+    blocks = [block for chunk in chunks for block in chunk]
+    weights = {visit.weight for block in blocks for visit in block.visits if visit.weight}
     return _count_gathers(
         chunks,
         actions_of(case, stage, micro_num),
@@ -176,7 +199,7 @@ def _count_gathers(
                 found[act.weight] += 1
             elif act.kind is ActKind.WAIT:
                 forward[act.weight] = False
-        weight = chunks[0][step.site.block].visits[step.site.visit].weight
+        weight = chunks[step.site.chunk][step.site.block].visits[step.site.visit].weight
         if weight in forward and step.site.phase is not Phase.BACKWARD:
             forward[weight] = True
         for act in step.after:

@@ -42,6 +42,7 @@ __all__ = [
     "declaration",
     "has_bias",
     "local_parameters",
+    "order_of",
     "stage_chunks",
     "weight_layout",
     "weights_plan",
@@ -85,21 +86,44 @@ def _spans(model: ModelConfig, stages: int) -> list[LayerSpan]:
     return stage_spans(model, stages)
 
 
-def _span(case: Case, stage: int) -> LayerSpan:
-    return _spans(case.model, case.topology.pipeline)[stage]
+def order_of(case: Case) -> PipelineOrder:
+    """Which stages the ranks of a pipeline have, and in which order they work."""
+    return PipelineOrder(case.parallel.pipeline)
 
 
-def stage_chunks(case: Case, stage: int) -> Chunks:
-    """The blocks of a stage, as its plan wants them."""
-    span, blocks = _span(case, stage), _declaration(case).blocks
-    start = 0 if span.start == 0 else span.start + 1  # before the layers there is the embedding
-    stop = len(blocks) if span.stop == case.model.num_layers else span.stop + 1
-    return (blocks[start:stop],)
+def _spans_of(case: Case, rank: int) -> tuple[LayerSpan, ...]:
+    """The layers of each chunk of the `rank`-th rank of a pipeline."""
+    order = order_of(case)
+    spans = _spans(case.model, order.num_stages)
+    return tuple(spans[stage] for stage in order.stages_of(rank))
 
 
-def actions_of(case: Case, stage: int, micro_num: int) -> tuple[Action, ...]:
-    """The order of work of a stage with so many micro-batches."""
-    return PipelineOrder(case.parallel.pipeline).actions(stage, micro_num)
+def stage_chunks(case: Case, rank: int) -> Chunks:
+    """The blocks of the `rank`-th rank of a pipeline by chunk, as its plan wants them."""
+    blocks, last = _declaration(case).blocks, case.model.num_layers
+
+    def of(span: LayerSpan) -> tuple[Block, ...]:
+        first = 0 if span.start == 0 else span.start + 1  # before the layers is the embedding
+        return blocks[first : len(blocks) if span.stop == last else span.stop + 1]
+
+    return tuple(of(span) for span in _spans_of(case, rank))
+
+
+def actions_of(case: Case, rank: int, micro_num: int) -> tuple[Action, ...]:
+    """The order of work of the `rank`-th rank of a pipeline with so many micro-batches."""
+    return _actions(order_of(case), rank, micro_num)
+
+
+@lru_cache(maxsize=512)
+def _actions(order: PipelineOrder, rank: int, micro_num: int) -> tuple[Action, ...]:
+    return order.actions(rank, micro_num)
+
+
+def few_micro_batches(case: Case) -> int:
+    """So many micro-batches that a step of more repeats itself, [Note: Long steps]."""
+    pipeline = case.parallel.pipeline
+    rest = case.micro_num % pipeline.size
+    return min(case.micro_num, (2 + pipeline.num_chunks) * pipeline.size + rest)
 
 
 def weights_plan(chunks: Chunks, actions: tuple[Action, ...], config: WeightConfig) -> Plan:
@@ -113,12 +137,15 @@ def weights_plan(chunks: Chunks, actions: tuple[Action, ...], config: WeightConf
     )
 
 
-def _is_on(name: str, span: LayerSpan, num_layers: int) -> bool:
+def _is_on(name: str, span: LayerSpan, model: ModelConfig) -> bool:
     """Whether the stage of these layers has parameter `name`."""
     part, _, rest = name.partition(".")
     if part == "layers":
         return span.start <= int(rest.partition(".")[0]) < span.stop
-    return span.start == 0 if part == "embedding" else span.stop == num_layers
+    is_last = span.stop == model.num_layers
+    if part == "embedding":
+        return span.start == 0 or (is_last and model.tie_embeddings)
+    return is_last
 
 
 def cut(case: Case, layout: ParameterLayout, weight_index: int) -> ParameterLayout:
@@ -151,7 +178,7 @@ def local_parameters(case: Case, place: Place) -> tuple[NamedParameter, ...]:
         case.parallel.weight.embed_split_hidden,
         case.topology.weight,
         place.weight,
-        _span(case, place.stage),
+        _spans_of(case, place.stage),
         case.dtype,
     )
 
@@ -163,18 +190,19 @@ def _local_parameters(
     embed_split_hidden: bool,
     parts: int,
     index: int,
-    span: LayerSpan,
+    spans: tuple[LayerSpan, ...],
     dtype: str,
 ) -> tuple[NamedParameter, ...]:
-    found = []
-    for name, layout in declaration(model, mode, embed_split_hidden).layouts.items():
-        if not _is_on(name, span, model.num_layers):
+    found: dict[str, NamedParameter] = {}
+    declared = declaration(model, mode, embed_split_hidden).layouts.items()
+    for name, layout in ((n, x) for span in spans for n, x in declared if _is_on(n, span, model)):
+        if name in found:
             continue
         if layout.reduce_over is Axis.WEIGHT_DATA:
             layout = replace(layout, parts=parts, index=index)
         data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
-        found.append(NamedParameter(name, nn.Parameter(data), layout))
-    return tuple(found)
+        found[name] = NamedParameter(name, nn.Parameter(data), layout)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)

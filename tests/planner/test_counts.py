@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.parallel import Axis, Mode, WeightConfig
+from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
 from isp.planner.counts import _gathers, block_trips, gathers, traffic
-from isp.planner.declared import stage_chunks, weight_layout
+from isp.planner.declared import few_micro_batches, stage_chunks, weight_layout
 from isp.planner.trips import Trips
 from isp.train.batches import share_micro_batches
 from isp.weights.trace import Block
@@ -45,6 +45,9 @@ LATE = WeightConfig(
     reduce_by="reduce_scatter",
 )
 
+DEEP = replace(TIED, num_layers=4)
+ROUND, V = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
+
 Counts = dict[tuple[str, str], tuple[int, int]]
 
 CASES: list[tuple[Layout, ModelConfig, str]] = [
@@ -69,6 +72,8 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=2, weight=2, pipeline=2, micro=4), KEPT, "float64"),
     (Layout(tensor=1, weight=2, data=2, pipeline=2, micro=5, options=LATE), FEW_KV, "float32"),
     (Layout(tensor=2, weight=4, data=2, options=WeightConfig(overlap=False)), DROPS, "float64"),
+    (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=ROUND, chunks=2), DEEP, "float32"),
+    (Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4, schedule=V, chunks=2), DEEP, "float32"),
 ]  # fmt: skip
 
 
@@ -157,15 +162,23 @@ def test_planned_transfers_are_the_counted_ones(world: int) -> None:
 def test_long_steps_are_planned_as_short_ones() -> None:
     """Catches a schedule whose steady state gathers otherwise than it is taken to."""
     model = replace(KEPT, num_layers=9)
-    for pipeline, unit in ((1, OverlapUnit.LAYER), (2, OverlapUnit.MODULE), (3, OverlapUnit.LAYER)):
+    for pipeline, unit, schedule, chunks in (
+        (1, OverlapUnit.LAYER, PipelineSchedule.ONE_F_ONE_B, 1),
+        (2, OverlapUnit.MODULE, PipelineSchedule.ONE_F_ONE_B, 1),
+        (3, OverlapUnit.LAYER, PipelineSchedule.ONE_F_ONE_B, 1),
+        (2, OverlapUnit.LAYER, PipelineSchedule.INTERLEAVED, 2),
+        (2, OverlapUnit.LAYER, PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, 2),
+        (2, OverlapUnit.MODULE, PipelineSchedule.ZBV, 2),
+    ):
         options = WeightConfig(forward_overlap_per=unit)
-        layout = Layout(weight=2, data=2, pipeline=pipeline, micro=9, options=options)
+        sizes = {"pipeline": pipeline, "schedule": schedule, "chunks": chunks}
+        layout = Layout(weight=2, data=2, micro=14, options=options, **sizes)  # type: ignore[arg-type]
         for stage in range(pipeline):
             case = case_of(layout, Task(model=model), "float32")
-            assert case.micro_num > pipeline + 3, "else nothing was left out"
-            whole = _gathers(case, stage, 9)
-            assert gathers(case, stage) == whole
-            assert max(whole.values()) >= 9
+            whole = _gathers(case, stage, 14)
+            assert gathers(case, stage) == whole, (schedule, stage)
+            assert max(whole.values()) >= 14
+            assert few_micro_batches(case) < 14, "else nothing was left out"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,396 @@
+"""The memory of a rank by owner, at the moment of a step at which it takes most.
+
+P parameters of a rank's stage, w ranks of a weight group, z of a zero1 group
+
+    weights     P / w of the training dtype           what is replicated counts whole
+    gradients   P / w in float32                      main gradients, in buckets
+    optimizer   3 P / (w z) in float32                master weights (none where they are the
+                                                      weights themselves) and two moments
+
+in the modes that split features with t in the place of w. This is the hybrid ZeRO of Rajbhandari
+et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
+attention are `isp.planner.saved`, for as many micro-batches as the schedule keeps; the pools follow
+from the plan of gathers and from the gradients in flight. `work` is what an operation has in hand
+besides: gradients of activations, copies for a collective, full gradients on their way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from math import prod
+
+from isp.parallel import Mode
+from isp.parallel.config import WeightConfig
+from isp.parallel.layout import ParameterLayout
+from isp.planner.case import Case, Place
+from isp.planner.counts import neighbours_of
+from isp.planner.declared import (
+    actions_of,
+    bias_of,
+    buckets,
+    few_micro_batches,
+    has_bias,
+    local_parameters,
+    stage_chunks,
+    weight_layout,
+    weights_plan,
+)
+from isp.planner.saved import (
+    Saved,
+    logits,
+    saved_by_block,
+    saved_by_ends,
+    saved_by_loss,
+    saved_if_recomputed,
+    saved_rotary,
+)
+from isp.weights.communicator import ISPCommModelConfig
+from isp.weights.plan import ActKind
+from isp.weights.rows import piece_shape
+from isp.weights.trace import Action, ActionKind, Block, Chunks
+
+__all__ = ["Memory", "memory", "states"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank, by owner."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    pool: int = 0
+    """What weights are gathered into and gradients are reduced into."""
+    activations: int = 0
+    attention: int = 0
+    logits: int = 0
+    work: int = 0
+    moment: str = ""
+    """When it is most."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.by_owner().values())
+
+    @property
+    def states(self) -> int:
+        """What does not depend on the batch: weights, gradients, optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    def by_owner(self) -> dict[str, int]:
+        """Bytes by the owner's name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+
+
+def states(case: Case, place: Place) -> Memory:
+    """Weights, gradients and optimizer of a rank."""
+    parameters, parts = local_parameters(case, place), case.topology.zero1
+    numbers = sum(p.parameter.numel() for p in parameters)
+    owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
+    copies = 3 if case.item_bytes < case.wide_bytes else 2
+    return Memory(
+        weights=numbers * case.item_bytes,
+        gradients=numbers * case.wide_bytes,
+        optimizer=copies * owned * case.wide_bytes,
+    )
+
+
+def memory(case: Case, rank: int) -> Memory:
+    """What `rank` takes where it takes most."""
+    place = case.place(rank)
+    pools = _gather_pool(case, place) + _reduce_pool(case, place)
+    fixed = replace(states(case, place), pool=pools)
+    return max(_moments(case, place, fixed), key=lambda m: m.total)
+
+
+def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
+    chunk = -(-shape[0] // parts)
+    rows = min(shape[0], (index + 1) * chunk) - min(shape[0], index * chunk)
+    return rows * prod(shape[1:])
+
+
+# -- moments of a step -----------------------------------------------------------------------
+
+
+def _moments(case: Case, place: Place, fixed: Memory) -> Iterator[Memory]:
+    chunks = stage_chunks(case, place.stage)
+    kept = [_Kept.of(case, place, chunk) for chunk in chunks]
+    waiting = _most_waiting(case, place, kept)
+    between = _between_stages(case, place)
+    for chunk, own, older in zip(chunks, kept, waiting, strict=True):
+        base = replace(
+            fixed,
+            activations=older.activations + own.ends + between + _batch(case),
+            attention=older.attention,
+        )
+        yield from _backward(case, place, base, chunk, own)
+    yield replace(fixed, work=_update(case, place), moment="the update")
+
+
+def _backward(
+    case: Case, place: Place, base: Memory, chunk: tuple[Block, ...], own: _Kept
+) -> Iterator[Memory]:
+    """The moments of the last backward through a chunk."""
+    flight = _flight(case, place, case.micro_num - 1)
+
+    def moment(name: str, layers: list[Saved], work: int, logits: int = 0) -> Memory:
+        return replace(
+            base,
+            activations=base.activations + sum(s.activations for s in layers),
+            attention=base.attention + sum(s.attention for s in layers),
+            logits=logits,
+            work=work + flight.full_bytes,
+            moment=name,
+        )
+
+    whole = saved_by_block(case, place)
+    if chunk[-1].name == "head":
+        yield moment("the loss", own.layers, 0, _loss_bytes(case))
+        flight.add(_gradients(case, place, chunk[-1]))
+        head = 0 if case.gathers_weights else _full_gradient(case, place, chunk[-1])
+        yield moment("the head's backward", own.layers, head, logits(case) * case.item_bytes)
+    layers = [block for block in chunk if block.name not in ("embedding", "head")]
+    for index in reversed(range(len(layers))):
+        block = layers[index]
+        yield moment(f"the backward of {block.name}", [*own.layers[:index], whole], _work(case))
+        flight.add(_gradients(case, place, block))
+    if chunk[0].name == "embedding":
+        flight.add(_gradients(case, place, chunk[0]))
+        full = 0 if case.gathers_weights else _full_gradient(case, place, chunk[0])
+        yield moment("the backward of the embedding", [], full)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one micro-batch keeps in a chunk."""
+
+    layers: list[Saved]
+    ends: int
+
+    @classmethod
+    def of(cls, case: Case, place: Place, chunk: tuple[Block, ...]) -> _Kept:
+        whole, part = saved_by_block(case, place), saved_if_recomputed(case, place)
+        layers = [b for b in chunk if b.name not in ("embedding", "head")]
+        is_first, is_last = chunk[0].name == "embedding", chunk[-1].name == "head"
+        return cls(
+            [part if block.recomputed else whole for block in layers],
+            saved_by_ends(case, is_first=is_first, is_last=is_last) + saved_rotary(case),
+        )
+
+    @property
+    def total(self) -> Saved:
+        """Of all layers and ends."""
+        return Saved(
+            sum(s.activations for s in self.layers) + self.ends,
+            sum(s.attention for s in self.layers),
+        )
+
+
+def _most_waiting(case: Case, place: Place, kept: list[_Kept]) -> list[Saved]:
+    """For each chunk the most that other micro-batches keep when one of it goes back.
+
+    Where a backward is split, the inputs of the linears and the gradients of their outputs wait
+    for its second half; that is taken to be as much as the forward had kept.
+    """
+    actions = actions_of(case, place.stage, few_micro_batches(case))
+    halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
+    totals = [own.total for own in kept]
+    live = [0] * len(kept)
+    most = [Saved() for _ in kept]
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            live[action.chunk] += 1
+            continue
+        if action.kind is ActionKind.BACKWARD:
+            others = [n - (chunk == action.chunk) for chunk, n in enumerate(live)]
+            pairs = list(zip(others, totals, strict=True))
+            found = Saved(
+                sum(n * total.activations for n, total in pairs),
+                sum(n * total.attention for n, total in pairs),
+            )
+            most[action.chunk] = max(most[action.chunk], found, key=lambda saved: saved.total)
+        if action.kind is ActionKind.WEIGHT_GRADIENT or action[1:] not in halves:
+            live[action.chunk] -= 1
+    return most
+
+
+def _blocks(case: Case, place: Place) -> list[Block]:
+    """The blocks of all chunks of a rank."""
+    return [block for chunk in stage_chunks(case, place.stage) for block in chunk]
+
+
+def _batch(case: Case) -> int:
+    """Tokens, labels and positions of a micro-batch."""
+    return 3 * case.rows * case.tokens * 8
+
+
+def _between_stages(case: Case, place: Place) -> int:
+    """What is received from the neighbours, and sent to the next.
+
+    torch's stages keep a buffer for each micro-batch of the step and each neighbour.
+    """
+    one = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
+    waiting = most = received = 0
+    for before, behind in neighbours_of(case, place.stage):
+        received += case.micro_num * (before + behind)
+    if received and place.stage < case.topology.pipeline - 1:
+        for action in actions_of(case, place.stage, few_micro_batches(case)):
+            waiting += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
+            most = max(most, waiting)
+    return one * (most + received)
+
+
+def _loss_bytes(case: Case) -> int:
+    """The softmax and, in the loss's backward, the gradient that is made of it."""
+    narrow = case.item_bytes if case.item_bytes < case.wide_bytes else 0
+    kept = case.item_bytes if case.topology.pipeline > 1 else 0  # a stage keeps what it gives
+    return saved_by_loss(case) + logits(case) * (case.wide_bytes + narrow + kept)
+
+
+def _work(case: Case) -> int:
+    """Gradients of activations in the backward of a block, where they take most."""
+    model = case.model
+    inside, between = case.rows * case.tokens_inside, case.rows * case.tokens_between
+    hidden = between * model.hidden_size * case.item_bytes
+    if case.mode is not Mode.ISP and case.topology.tensor > 1 and case.mode is not Mode.MTP:
+        hidden += inside * model.hidden_size * case.item_bytes  # dy, gathered
+    inner = inside * model.intermediate_size // case.feature_parts * case.item_bytes
+    return hidden + 2 * inner
+
+
+def _update(case: Case, place: Place) -> int:
+    """Buckets of updated weights, packed and gathered."""
+    size = case.topology.zero1
+    if size == 1:
+        return 0
+    return sum(buckets(case, place).published) * (size + 1) * case.item_bytes
+
+
+# -- weights and gradients that travel -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A full gradient on its way."""
+
+    full: int
+    """Bytes of the gradient itself, which is kept until it has arrived."""
+    leases: tuple[int, ...]
+    """Bytes of the buffers of the pool."""
+
+
+class _Flight:
+    """Gradients on their way, as `GradientReducer` keeps them."""
+
+    def __init__(self, case: Case) -> None:
+        self.limit = ISPCommModelConfig.max_reduce_bytes if case.parallel.weight.overlap else 0
+        self.flying: deque[_Gradient] = deque()
+        self.full_bytes = 0
+        self.pool_bytes = 0
+        self._leased: Counter[int] = Counter()
+        self._reserved: Counter[int] = Counter()
+
+    def add(self, gradients: Iterable[_Gradient]) -> None:
+        for gradient in gradients:
+            while self.flying and self.full_bytes + gradient.full > self.limit:
+                oldest = self.flying.popleft()
+                self.full_bytes -= oldest.full
+                self._leased.subtract(oldest.leases)
+            self.flying.append(gradient)
+            self.full_bytes += gradient.full
+            for lease in gradient.leases:
+                self._leased[lease] += 1
+                if self._leased[lease] > self._reserved[lease]:
+                    self._reserved[lease] += 1
+                    self.pool_bytes += lease
+
+
+def _flight(case: Case, place: Place, micro_num: int) -> _Flight:
+    """Gradients on their way after so many backward passes; a few are as good as many."""
+    flight = _Flight(case)
+    for _ in range(min(micro_num, 3)):
+        for block in reversed(_blocks(case, place)):
+            flight.add(_gradients(case, place, block))
+    return flight
+
+
+def _reduce_pool(case: Case, place: Place) -> int:
+    """Bytes of the buffers that gradients are reduced into, which stay from step to step."""
+    return _flight(case, place, case.micro_num).pool_bytes
+
+
+def _gradients(case: Case, place: Place, block: Block) -> list[_Gradient]:
+    """What a block's backward sets on its way, in order; nothing where weights do not travel."""
+    if not case.gathers_weights:
+        return []
+    found = []
+    for visit in reversed(block.visits):
+        if visit.weight is None:
+            continue
+        names = [visit.weight]
+        if has_bias(case, visit.weight) and block.name != "head":
+            names.append(bias_of(visit.weight))
+        found += [_gradient(case, weight_layout(case, name, place)) for name in names]
+    return found
+
+
+def _gradient(case: Case, layout: ParameterLayout) -> _Gradient:
+    piece, item = prod(piece_shape(layout)), case.item_bytes
+    wide = case.wide_bytes if case.parallel.weight.reduce_dtype == "float32" else item
+    leases = (piece * wide, piece * layout.parts * item) if case.sums_locally else (piece * wide,)
+    return _Gradient(prod(layout.global_shape) * item, leases)
+
+
+def _full_gradient(case: Case, place: Place, block: Block) -> int:
+    """Bytes of the largest weight gradient of a block on a rank."""
+    sizes = [0]
+    for visit in block.visits:
+        if visit.weight is not None:
+            layout = weight_layout(case, visit.weight, place)
+            shape = layout.global_shape if case.gathers_weights else layout.local_shape
+            sizes.append(prod(shape) * case.item_bytes)
+    return max(sizes)
+
+
+def _gather_pool(case: Case, place: Place) -> int:
+    """Bytes of the buffers that weights are gathered into: at most two units at once."""
+    if not case.gathers_weights:
+        return 0
+    chunks = stage_chunks(case, place.stage)
+    sizes = {}
+    visits = (visit for block in _blocks(case, place) for visit in block.visits)
+    for weight in {visit.weight for visit in visits if visit.weight is not None}:
+        names = [weight, bias_of(weight)] if has_bias(case, weight) else [weight]
+        layouts = [weight_layout(case, name, place) for name in names]
+        sizes[weight] = tuple(prod(piece_shape(x)) * x.parts * case.item_bytes for x in layouts)
+    return _reserved(
+        chunks,
+        actions_of(case, place.stage, few_micro_batches(case)),
+        case.parallel.weight,
+        tuple(sorted(sizes.items())),
+    )
+
+
+@lru_cache(maxsize=512)
+def _reserved(
+    chunks: Chunks,
+    actions: tuple[Action, ...],
+    config: WeightConfig,
+    sizes: tuple[tuple[str, tuple[int, ...]], ...],
+) -> int:
+    """The buffers that a pool has made by the end of a step, from those of each weight."""
+    plan, size_of = weights_plan(chunks, actions, config), dict(sizes)
+    leased: Counter[int] = Counter()
+    reserved: Counter[int] = Counter()
+    acts = [*plan.start, *(act for step in plan.steps for act in (*step.before, *step.after))]
+    for act in acts:
+        if act.kind is ActKind.GATHER:
+            leased.update(size_of[act.weight])
+            reserved |= leased
+        elif act.kind is ActKind.FREE:
+            leased.subtract(size_of[act.weight])
+    return sum(size * count for size, count in reserved.items())

@@ -1,0 +1,181 @@
+"""Planned memory against what tensors take on real runs, and against the hybrid ZeRO formula."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from isp.data.batch import MicroBatch
+from isp.parallel import Mode, PipelineSchedule, WeightConfig
+from isp.planner.case import Case
+from isp.planner.memory import Memory, memory, states
+from isp.planner.saved import saved_by_block
+from model.config import ModelConfig
+from tests.planner.live import LiveBytes
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Run, Task, make_run
+
+TOKENS = 256
+MODEL = ModelConfig(
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=160,
+)
+ALL, HALF = replace(MODEL, checkpoint=1.0), replace(MODEL, checkpoint=0.5)
+KEPT = replace(ALL, checkpoint_keeps_attention=True)
+FOUR = replace(MODEL, num_layers=4)
+CASES = [
+    (Layout(), MODEL, "float32"),
+    (Layout(), HALF, "bfloat16"),
+    (Layout(weight=2, data=2), MODEL, "float32"),
+    (Layout(weight=2, data=2, options=WeightConfig(overlap=False)), KEPT, "float32"),
+    (Layout(tensor=2, weight=2), ALL, "float32"),
+    (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
+    (Layout(tensor=2, weight=1, zero1=2), ALL, "bfloat16"),
+    (Layout(mode=Mode.MTP, tensor=2), MODEL, "float32"),
+    (Layout(mode=Mode.MTP, data=2), HALF, "float64"),
+    (Layout(mode=Mode.MSP, tensor=2, micro=2), MODEL, "float32"),
+    (Layout(mode=Mode.FSP, tensor=2), HALF, "bfloat16"),
+    (Layout(mode=Mode.MTP, pipeline=2, micro=4), MODEL, "float32"),
+    (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.INTERLEAVED, chunks=2), FOUR, "float32"),
+]
+PARTS = [
+    (Layout(mode=Mode.MSP, tensor=2, data=2), "bfloat16"),
+    (Layout(weight=4, data=4), "float32"),
+    (Layout(tensor=2, weight=2, data=2), "bfloat16"),
+    (Layout(tensor=4, weight=2, zero1=1), "bfloat16"),
+]
+"""Layouts whose weights and optimizer are split in different ways."""
+
+
+class Found(NamedTuple):
+    """Bytes on a rank."""
+
+    peak: int
+    where: str
+    states: tuple[int, int, int]
+
+
+def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> Case:
+    return Case(
+        model=model,
+        parallel=layout.parallel,
+        topology=layout.topology(),
+        rows=1,
+        tokens=tokens,
+        micro_num=layout.micro,
+        dtype=dtype,  # type: ignore[arg-type]
+        on_cpu=True,
+    )
+
+
+class _OneDocument(Task):
+    """Rows of a length of their own, each one document."""
+
+    def batch(self, step: int, place: int) -> MicroBatch:
+        tokens = torch.arange(TOKENS)[None] * 7 % self.model.vocab_size
+        bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+        return MicroBatch(tokens, tokens.clone(), torch.arange(TOKENS)[None], bounds)
+
+
+def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Found]:
+    meshes, found = Meshes(rank), []
+    for layout, model, dtype in cases:
+        run = make_run(meshes.of(layout), layout, _OneDocument(model=model), dtype=_torch(dtype))
+        with LiveBytes(_tensors_of(run)) as live:
+            run.numbers(range(2))  # pools are full in the second step
+        found.append(Found(live.peak, live.where, _states(run)))
+        run.close()
+        del run
+        gc.collect()
+    return found
+
+
+def _torch(dtype: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
+def _tensors_of(run: Run) -> list[torch.Tensor]:
+    shards = run.optimizer.state_dict()["parameters"].values()
+    states = [shard[key] for shard in shards for key in ("master", "exp_avg", "exp_avg_sq")]  # type: ignore[literal-required]
+    grads = [run.step.gradients.grad(item.parameter) for item in run.parameters]
+    return [*(item.parameter for item in run.parameters), *grads, *states]
+
+
+def _states(run: Run) -> tuple[int, int, int]:
+    """Bytes of weights, gradients, and of what the optimizer has of its own; memory once."""
+    number = len(run.parameters)
+    tensors = _tensors_of(run)
+    seen: set[int] = set()
+    sizes = []
+    for group in (tensors[:number], tensors[number : 2 * number], tensors[2 * number :]):
+        memories = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in group}
+        sizes.append(sum(size for key, size in memories.items() if key not in seen))
+        seen |= memories.keys()
+    return sizes[0], sizes[1], sizes[2]
+
+
+@pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
+def test_planned_peak_is_the_measured_one(world: int) -> None:
+    """Catches an owner forgotten or counted twice, and a peak looked for at the wrong moment."""
+    cases = [case for case in CASES if case[0].world == world]
+    of_ranks = run_ranks(world, _measured, cases, timeout_seconds=100)
+    lines = []
+    for number, (layout, model, dtype) in enumerate(cases):
+        for rank in range(world):
+            planned, found = memory(_case(layout, model, dtype), rank), of_ranks[rank][number]
+            ratio = planned.total / found.peak
+            lines.append(f"{ratio:.3f}  {layout} {dtype}: {planned.moment}, {found.where}")
+            assert abs(ratio - 1) < 0.1, "\n".join(lines)
+            assert (planned.weights, planned.gradients, planned.optimizer) == found.states, lines[
+                -1
+            ]
+    print("\n".join(lines))
+
+
+@pytest.mark.parametrize(("layout", "dtype"), PARTS)
+def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str) -> None:
+    """Catches states that are not split over weight and zero1 groups as the formula says."""
+    model = replace(MODEL, hidden_size=128, num_layers=8, intermediate_size=384)
+    case = _case(layout, model, dtype)
+    item, shard = case.item_bytes, model.num_parameters / case.topology.weight
+    copies = 3 if dtype == "bfloat16" else 2
+    formula = shard * (item + 4) + copies * 4 * shard / case.topology.zero1
+    for rank in range(layout.world):
+        assert states(case, case.place(rank)).states == pytest.approx(formula, rel=0.05)
+
+
+def test_recomputation_and_shards_take_less() -> None:
+    """Catches an option that is planned to save memory and does not, or the other way round."""
+
+    def total(layout: Layout, **changes: object) -> Memory:
+        return memory(_case(layout, replace(MODEL, **changes), "bfloat16", 4096), 0)  # type: ignore[arg-type]
+
+    plain = total(Layout(tensor=2, weight=2))
+    assert total(Layout(tensor=2, weight=2), checkpoint=0.5).activations < plain.activations
+    assert total(Layout(tensor=4, weight=4)).activations < plain.activations
+    kept = total(Layout(tensor=2, weight=2), checkpoint=1.0, checkpoint_keeps_attention=True)
+    whole = total(Layout(tensor=2, weight=2), checkpoint=1.0)
+    assert whole.attention < kept.attention == plain.attention
+
+
+def test_a_gpu_keeps_less_than_a_cpu() -> None:
+    """Catches wide copies of CPU kernels planned for kernels that need none."""
+    on_cpu = _case(Layout(), MODEL, "bfloat16")
+    on_gpu = replace(on_cpu, on_cpu=False)
+    place = on_cpu.place(0)
+    hidden, inner, heads = 64 * 2, 160 * 2, 64 * 2
+    keys = 32 * 2
+    expected = 2 * (2 * hidden + 4) + 4 * inner  # norms and MLP
+    attention = heads + keys + (heads + 2 * keys) + heads + 4 * 4
+    assert saved_by_block(on_gpu, place).activations == TOKENS * expected
+    assert saved_by_block(on_gpu, place).attention == TOKENS * attention
+    assert saved_by_block(on_gpu, place).total < saved_by_block(on_cpu, place).total

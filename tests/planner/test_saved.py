@@ -1,0 +1,131 @@
+"""Bytes that a forward keeps, planned and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from isp.parallel import Axis, Mode, WeightConfig
+from isp.planner.saved import (
+    saved_by_block,
+    saved_by_ends,
+    saved_by_loss,
+    saved_if_recomputed,
+    saved_rotary,
+)
+from isp.train.batches import slice_sequence
+from model.config import ModelConfig
+from tests.planner.test_counts import case_of
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+BASE = ModelConfig(
+    vocab_size=52,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=40,
+)
+NORMED = replace(BASE, qk_norm=True, qkv_bias=True)
+PART = replace(BASE, checkpoint=0.6)
+KEPT = replace(PART, checkpoint_keeps_attention=True)
+DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
+PIECES = replace(PART, checkpoint_distribute_activations=True)
+ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8)
+EXCHANGED = WeightConfig(vocab_parallel_loss=True)
+
+ONE = [
+    (Layout(), BASE, "float32"),
+    (Layout(), BASE, "bfloat16"),
+    (Layout(), NORMED, "float64"),
+    (Layout(), NORMED, "bfloat16"),
+    (Layout(), PART, "float32"),
+    (Layout(), KEPT, "bfloat16"),
+    (Layout(), DROPS, "float32"),
+]
+TWO = [
+    (Layout(tensor=2, weight=2), BASE, "float32"),
+    (Layout(tensor=2, weight=2), NORMED, "float32"),
+    (Layout(tensor=2, weight=2), NORMED, "bfloat16"),
+    (Layout(tensor=2, weight=1), ODD, "float32"),
+    (Layout(tensor=2, weight=2, options=EXCHANGED), KEPT, "float32"),
+    (Layout(mode=Mode.MTP, tensor=2), BASE, "float32"),
+    (Layout(mode=Mode.MTP, tensor=2), PIECES, "float32"),
+    (Layout(mode=Mode.MTP, tensor=2), replace(PIECES, checkpoint_keeps_attention=True), "bfloat16"),
+    (Layout(mode=Mode.MSP, tensor=2), BASE, "float32"),
+    (Layout(mode=Mode.MSP, tensor=2), DROPS, "bfloat16"),
+    (Layout(mode=Mode.FSP, tensor=2), KEPT, "float64"),
+    (Layout(mode=Mode.FSP, tensor=2), NORMED, "float32"),
+]
+
+
+def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[tuple[int, int]]:
+    """Bytes of weights excluded, kept by the model and by model and loss, on this rank."""
+    meshes, found = Meshes(rank), []
+    for number, (layout, config, dtype) in enumerate(cases):
+        task = _task(config, number)
+        mesh = meshes.of(layout)
+        run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
+        (model,) = run.step.chunks
+        batch = whole = task.batch(0, 0)
+        if layout.mode is Mode.ISP:
+            batch = slice_sequence(batch, mesh[Axis.TENSOR])
+        labels = (whole if model.splits_logits else batch).labels
+        inputs: Any = (batch.tokens, batch.positions, batch.cu_seqlens)
+
+        def forward(model: Any = model, inputs: Any = inputs, labels: Any = labels) -> Any:
+            return model.token_losses(model(*inputs), labels).sum()
+
+        known = {x.untyped_storage()._cdata for x in (*model.parameters(), batch.tokens)}
+        of_model = _kept(lambda model=model, inputs=inputs: model(*inputs), known)  # type: ignore[misc]
+        found.append((of_model, _kept(forward, known) - of_model))
+        run.step.hook.after_step()
+        run.close()
+    return found
+
+
+def _kept(forward: Callable[[], Any], known: set[int]) -> int:
+    """Bytes behind all that `forward` saves besides what is `known`; shared memory once."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    del out
+    return sum(memory.nbytes() for key, memory in kept.items() if key not in known)
+
+
+def _task(config: ModelConfig, number: int) -> Task:
+    return Task(model=config, packed=number % 2 == 0, micro_bsz=2)
+
+
+def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
+    of_ranks = run_ranks(world, _measured, cases)
+    for number, (layout, config, dtype) in enumerate(cases):
+        case = case_of(layout, _task(config, number), dtype)
+        for rank in range(world):
+            place = case.place(rank)
+            recomputed = {0.0: 0, 0.6: 2}[config.checkpoint]
+            blocks = recomputed * saved_if_recomputed(case, place).total
+            blocks += (config.num_layers - recomputed) * saved_by_block(case, place).total
+            ends = saved_by_ends(case, is_first=True, is_last=True) + saved_rotary(case)
+            found = of_ranks[rank][number]
+            assert found == (blocks + ends, saved_by_loss(case)), f"{layout} {dtype} {config}"
+
+
+def test_planned_activations_are_the_saved_ones_on_one_rank() -> None:
+    """Catches a tensor that is kept and not planned, or planned and not kept."""
+    _check(1, ONE)
+
+
+def test_planned_activations_are_the_saved_ones_on_two_ranks() -> None:
+    """Catches an activation planned whole where it is split, or split where it is gathered."""
+    _check(2, TWO)
