@@ -42,10 +42,11 @@ def _duration_fault(key: str, value: int | str | None) -> str | None:
     return None
 
 
-def _is_inside(folder: str) -> bool:
-    """Whether `folder`, a relative path, leads to a folder below where it starts."""
+def _folder_fault(key: str, folder: str) -> str | None:
+    """What is wrong with `folder` if it does not name one below that of the run."""
     path = PurePath(folder)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return _unless(inside, key, repr(folder), "must name a folder in that of the run, such as tb")
 
 
 def _refuse(*faults: str | None) -> None:
@@ -268,12 +269,7 @@ class MetricsConfig:
             _unless(0 <= spike < math.inf, "metrics.loss_spike_deviations", spike, spike_rule),
             _unless(slow == 0 or 1 < slow < math.inf, "metrics.slow_rank_factor", slow, slow_rule),
             _at_least("metrics.slow_rank_steps", self.slow_rank_steps, 1),
-            _unless(
-                _is_inside(self.save_tb_folder),
-                "metrics.save_tb_folder",
-                repr(self.save_tb_folder),
-                "must name a folder in that of the run, such as tb",
-            ),
+            _folder_fault("metrics.save_tb_folder", self.save_tb_folder),
             _unless(peak is None or 0 < peak < math.inf, "metrics.peak_tflops", peak, peak_rule),
         )
 
@@ -314,6 +310,13 @@ class ProfilerConfig:
     """Write a trace of every `profile_freq`-th step."""
     profile_freq: int = 10
     """Steps from one trace to the next."""
+    enable_memory_snapshot: bool = False
+    """Record the history of CUDA memory, and write it when memory runs out.  Names: torchtitan."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Where to, in the folder of the run."""
 
     def __post_init__(self) -> None:
-        _refuse(_at_least("profiler.profile_freq", self.profile_freq, 1))
+        _refuse(
+            _at_least("profiler.profile_freq", self.profile_freq, 1),
+            _folder_fault("profiler.save_memory_snapshot_folder", self.save_memory_snapshot_folder),
+        )

@@ -81,6 +81,11 @@ class BucketManager:
     def __len__(self) -> int:
         return len(self._buckets)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the buckets take."""
+        return sum(bucket.flat.nbytes for bucket in self._buckets)
+
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The place of the gradient of `parameter` in its bucket, of the parameter's shape."""
         return self._views[parameter]

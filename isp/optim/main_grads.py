@@ -67,6 +67,11 @@ class MainGradients:
         """Whether `reduce` has been called since `zero`."""
         return self._reduced
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the main gradients take."""
+        return self._buckets.num_bytes
+
     def zero(self) -> None:
         """Begin a step: every gradient is zero, and no backward pass is the last one yet."""
         if owed := self._owed_names():

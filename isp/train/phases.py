@@ -20,8 +20,18 @@ class RunPhase(StrEnum):
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
-    OTHER = "other"
+    OTHER = "other work"
     """Between steps: agreeing, reporting."""
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it is a phase of training steps."""
+        return self in (
+            RunPhase.DATA,
+            RunPhase.FORWARD_BACKWARD,
+            RunPhase.REDUCE,
+            RunPhase.OPTIMIZER,
+        )
 
 
 PhaseTimes = dict[RunPhase, float]

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
 from isp.run_logging import run_logging
 from isp.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
+from isp.train.out_of_memory import memory_guard
 from isp.train.trainer import Trainer
 
 __all__ = ["main"]
@@ -53,6 +55,9 @@ def main(config: JobConfig) -> None:
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
+        guard = stack.enter_context(
+            memory_guard(device, rank=world.rank, snapshots=_snapshots(config, folder))
+        )
         trainer = Trainer(
             config,
             mesh,
@@ -63,6 +68,7 @@ def main(config: JobConfig) -> None:
             hostnames=[place.hostname for place in places],
             begin=begin,
         )
+        guard.watch(trainer.where, trainer.memory_owners)
         stack.enter_context(trainer.checkpointer)
         with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
             trainer.run(resumes=resumes)
@@ -85,6 +91,14 @@ def choose_device(config: JobConfig) -> torch.device:
             f" start at most {count} ranks on it, or use training.device=cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def _snapshots(config: JobConfig, folder: RunFolder) -> Path | None:
+    """The folder for snapshots of memory; None if there are to be none."""
+    profiler = config.profiler
+    if not profiler.enable_memory_snapshot:
+        return None
+    return folder.path / profiler.save_memory_snapshot_folder
 
 
 def _open_folder(config: JobConfig, mesh: Mesh) -> tuple[RunFolder, bool]:

@@ -77,6 +77,7 @@ class TrainStep:
             self._put_off = DeferredWeightGradients(gradients)
             for linear in self._linears():
                 linear.weight_gradients = self._put_off
+        self.communicator = built.communicator
         if built.communicator is not None:
             built.communicator.deliver_to(gradients)
             built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)

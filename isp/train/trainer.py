@@ -23,6 +23,7 @@ from isp.signals import StopRequest
 from isp.train.agreement import StepFacts, agree
 from isp.train.data import StepData
 from isp.train.make_step import make_train_step
+from isp.train.memory import MemoryOwner, memory_owners
 from isp.train.meter import StepMeter, model_flops
 from isp.train.outputs import StepOutputs
 from isp.train.pace import Pace
@@ -101,6 +102,18 @@ class Trainer:
         """Tokens of the global batch."""
         data = self.config.data
         return data.micro_bsz * data.micro_num * data.seq_len * self.mesh[Axis.DATA].size
+
+    def where(self) -> str:
+        """What this rank is doing, in words."""
+        phase = self.clock.current
+        if phase.is_of_step:
+            return f"in {phase} of step {self.step + 1}"
+        return f"after step {self.step}, in {phase}"
+
+    def memory_owners(self) -> list[MemoryOwner]:
+        """Who holds how much memory on this rank."""
+        step = self.train_step
+        return memory_owners(step.gradients, step.optimizer, step.communicator)
 
     def run(self, *, resumes: bool) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.

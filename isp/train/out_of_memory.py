@@ -1,0 +1,106 @@
+"""What is told when a rank runs out of memory: where it was, and who held how much."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from isp.environment import RankPlace
+from isp.metrics import peak_memory_gib
+from isp.train.memory import MemoryOwner, describe_owners
+
+__all__ = ["MemoryGuard", "OutOfMemory", "memory_guard"]
+
+logger = logging.getLogger(__name__)
+
+_HISTORY = 100_000
+"""Allocations and frees that a snapshot holds, as in torchtitan."""
+
+
+class OutOfMemory(ValueError):
+    """A rank ran out of memory: where, for what, and what the user can do about it."""
+
+
+class MemoryGuard:
+    """Knows what to tell about the memory of this rank; more of it once the run goes on."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._where: Callable[[], str] = lambda: "while the model was built"
+        self._owners: Callable[[], Sequence[MemoryOwner]] = list
+
+    def watch(self, where: Callable[[], str], owners: Callable[[], Sequence[MemoryOwner]]) -> None:
+        """From here on, `where` says what the rank does and `owners` who holds its memory."""
+        self._where, self._owners = where, owners
+
+    def explain(self, error: BaseException) -> str:
+        """What is told about `error`, one of memory."""
+        first_line = str(error).strip().split("\n")[0] or type(error).__name__
+        peak = peak_memory_gib(self._device) * 2**30
+        return (
+            f"rank {self._rank} on {RankPlace.here(self._device).hostname} ran out of memory"
+            f" {self._where()}: {first_line}\n{describe_owners(self._owners(), peak)}\n"
+            f"use a smaller data.micro_bsz (and a larger data.micro_num), a shorter data.seq_len,"
+            f" more recomputation (model.checkpoint=1), or more ranks"
+        )
+
+
+@contextmanager
+def memory_guard(
+    device: torch.device, *, rank: int, snapshots: Path | None
+) -> Iterator[MemoryGuard]:
+    """Within it, an error about memory becomes an `OutOfMemory`, and its cause.
+
+    With a folder for `snapshots`, the history of CUDA memory is recorded all the time, and written
+    there when it runs out: `rank_<r>.pickle`, for https://pytorch.org/memory_viz.
+    """
+    guard = MemoryGuard(device, rank)
+    if snapshots is not None:
+        _record_history(device)
+    try:
+        yield guard
+    except Exception as error:
+        cause = _memory_error(error)
+        if cause is None:
+            raise
+        text = guard.explain(cause)
+        if snapshots is not None and device.type == "cuda":
+            text += f"\n{_dump(snapshots / f'rank_{rank}.pickle')}"
+        raise OutOfMemory(text) from error
+
+
+def _memory_error(error: BaseException) -> BaseException | None:
+    """The error about memory that is `error` or led to it, if there is one."""
+    found: BaseException | None = error
+    while found is not None and not _is_about_memory(found):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # CPU's allocator, and CUDA outside of torch's allocator, raise no type of their own.
+    told = ("you tried to allocate", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+
+
+def _record_history(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+    else:
+        logger.info("profiler.enable_memory_snapshot records CUDA memory, and this run is on CPU")
+
+
+def _dump(path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        return f"its history could not be written to {path}: {error.strerror}"
+    return f"its history is in {path}, to be seen on https://pytorch.org/memory_viz"

@@ -1,0 +1,145 @@
+"""What a run that is out of memory leaves behind: who held what, and where it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.parallel import Axis, Mode
+from isp.train.memory import MemoryOwner, describe_owners, memory_owners
+from isp.train.out_of_memory import OutOfMemory, memory_guard
+from model.config import ModelConfig
+from model.decoder import Decoder
+from tests.ranks import run_ranks
+from tests.train.jobs import run_folders, run_forked, write_job
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=24
+)
+LAYOUT = Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, micro=2)
+
+
+def allocate_too_much() -> Tensor:
+    """A tensor for which no machine has the addresses."""
+    return torch.empty(2**60, dtype=torch.uint8)
+
+
+def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, dict[str, int]]:
+    """The owners after two steps; elements of this rank's shards and rows; what pools hold."""
+    run = make_run(Meshes(rank).of(LAYOUT), LAYOUT, Task(model=MODEL), dtype=dtype)
+    run.numbers(range(2))
+    communicator = run.step.communicator
+    assert communicator is not None
+    found = memory_owners(run.step.gradients, run.optimizer, communicator)
+    elements = sum(item.parameter.numel() for item in run.parameters)
+    states = run.optimizer.state_dict()["parameters"].values()
+    rows = sum(state["exp_avg"].numel() for state in states)
+    assert run.step.mesh[Axis.ZERO1].size == 2
+    run.close()
+    pools = {
+        "gathered weights": communicator.pool.counters().reserved_bytes,
+        "gradients travelling": communicator.reduce_pool.counters().reserved_bytes,
+    }
+    return dict(found), elements, rows, pools
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, 0), (torch.bfloat16, 4)], ids=["float32", "bfloat16"]
+)
+def test_sizes_are_those_of_the_things(dtype: torch.dtype, master: int) -> None:
+    """Catches masters that are the weights counted twice, and shards counted as wholes."""
+    for found, elements, rows, pools in run_ranks(LAYOUT.world, _owners, dtype):
+        assert 0 < rows < elements
+        assert found["weights"] == elements * dtype.itemsize
+        assert found["gradients"] == elements * 4
+        assert found["optimizer states"] == rows * (8 + master)
+        assert {name: found[name] for name in pools} == pools
+        assert min(pools.values()) > 0
+
+
+def test_owners_are_listed_by_size() -> None:
+    """Catches the one that matters lost among the others."""
+    owners = [MemoryOwner("weights", 3 * 2**20), MemoryOwner("optimizer states", 2**32)]
+    assert describe_owners(owners, 2**32 + 2**29).splitlines() == [
+        "  optimizer states            4.00 GiB",
+        "  activations and the rest   509.0 MiB",
+        "  weights                      3.0 MiB",
+    ]
+
+
+def test_other_errors_are_left_alone() -> None:
+    """Catches every error dressed up as one of memory."""
+    with (
+        pytest.raises(RuntimeError, match=r"^shapes$"),
+        memory_guard(CPU, rank=0, snapshots=None),
+    ):
+        raise RuntimeError("shapes")
+
+
+def test_an_error_that_led_to_another_is_found() -> None:
+    """Catches the wrapping of torch's pipelines, which hides what went wrong."""
+
+    def wrap() -> None:
+        try:
+            allocate_too_much()
+        except RuntimeError as error:
+            raise RuntimeError("stage 0 failed to run forward") from error
+
+    with (
+        pytest.raises(OutOfMemory, match=r"rank 3 on .* while the model was built: .*allocate"),
+        memory_guard(CPU, rank=3, snapshots=None),
+    ):
+        wrap()
+
+
+def test_a_run_tells_who_held_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rank that dies with the allocator's line alone, or blames the wrong phase."""
+    forward, calls = Decoder.forward, []
+
+    def forward_or_fail(self: Decoder, *args: Tensor) -> Tensor:
+        calls.append(0)
+        if os.environ["RANK"] == "1" and len(calls) == 3:
+            allocate_too_much()
+        return forward(self, *args)
+
+    monkeypatch.setattr(Decoder, "forward", forward_or_fail)
+    job = write_job(tmp_path)
+    with pytest.raises(RuntimeError, match=r"rank 1 failed"):
+        run_forked(job, "--profiler.enable_memory_snapshot")
+    (run,) = run_folders(job)
+    log = (run / "logs/rank_1.log").read_text()
+    told = log[log.rindex("OutOfMemory: ") :]
+    assert told.startswith(
+        f"OutOfMemory: rank 1 on {socket.gethostname()} ran out of memory in forward and backward"
+        f" of step 3: "
+    )
+    lines = re.findall(r"^  (\w[\w ]+?)  +([\d.]+) MiB$", told, re.MULTILINE)
+    sizes = [float(size) for _, size in lines]
+    assert sizes == sorted(sizes, reverse=True)
+    assert lines[0][0] == "activations and the rest"
+    assert {"weights", "gradients", "optimizer states", "gathered weights"} <= set(dict(lines))
+    assert "use a smaller data.micro_bsz" in told
+    assert "this run is on CPU" in log
+    assert not (run / "memory_snapshot").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_snapshot_is_written(tmp_path: Path) -> None:
+    """Catches a history that is recorded, at a cost, and then lost."""
+    device = torch.device("cuda", 0)
+    with (
+        pytest.raises(OutOfMemory, match=r"its history is in .*rank_0\.pickle"),
+        memory_guard(device, rank=0, snapshots=tmp_path / "memory_snapshot"),
+    ):
+        torch.empty(2**50, dtype=torch.uint8, device=device)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert (tmp_path / "memory_snapshot/rank_0.pickle").stat().st_size > 0
