@@ -28,7 +28,7 @@ from isp.report.style import (
 )
 from isp.report.words import kind_name, mib, ms, share
 
-__all__ = ["exposed_section", "kinds_section", "mode_color", "modes_section"]
+__all__ = ["exposed_section", "kinds_section", "mode_color", "modes_section", "others_ms"]
 
 _BAR: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.6, "height": 0.5}
 _COLORS = {"mtp": ORANGE, "msp": GREEN, "fsp": PURPLE, "isp": BLUE}
@@ -153,25 +153,30 @@ def exposed_section(profile: Profile, command: str | None) -> Section:
     """How much of each mode's communication was exposed, and how much had to be."""
     picture = Picture(
         name="exposed",
-        caption="Time in which transfers were under way in a step: hidden behind compute, or"
-        " exposed. The black mark is what had to be exposed at least.",
+        caption="Time in which transfers were under way in a step: exposed while they moved,"
+        " exposed because another rank had not come to them yet, or hidden behind compute. The"
+        " black mark is what had to be exposed at least.",
         alt="Bars of hidden and exposed communication time for each mode",
         draw=partial(_draw_exposed, profile.modes),
         wide=Size(1080, 110 + 58 * len(profile.modes), 13),
         phone=Size(360, 130 + 58 * len(profile.modes), 12),
     )
-    columns = tuple(
-        Column(title, numeric=place > 0)
-        for place, title in enumerate(
-            ("mode", "first gather (ms)", "last reduction (ms)", "chain (ms)", "excess (ms)")
-        )
+    numbers = (
+        "exposed (ms)",
+        "other ranks (ms)",
+        "at least (ms)",
+        "first gather (ms)",
+        "last reduction (ms)",
+        "chain (ms)",
+        "excess (ms)",
     )
+    columns = (Column("mode"), *(Column(title, numeric=True) for title in numbers))
     rows = tuple(_bound_row(mode) for mode in profile.modes)
     text = (
-        "What no order of the transfers could hide, without waiting for other ranks: the first"
-        " gather of a step and its last reduction, the chain of transfers that the next"
-        " computation needs at once, and the excess by which all others are longer than the"
-        " compute beside them."
+        "“Other ranks” is the part of what is exposed in which another rank had not come to the"
+        " transfer yet. “At least” is what no order of the transfers could hide: the first gather"
+        " of a step and its last reduction, the chain of transfers that the next computation needs"
+        " at once, and the excess by which all others are longer than the compute beside them."
     )
     return Section(
         title="Exposed against hidden",
@@ -184,17 +189,35 @@ def exposed_section(profile: Profile, command: str | None) -> Section:
 
 def _bound_row(mode: ModeProfile) -> tuple[str, ...]:
     s = mode.summary
-    parts = (s.first_edge_ms, s.last_edge_ms, s.chain_ms, s.excess_ms)
+    parts = (
+        s.exposed_ms,
+        others_ms(mode),
+        s.bound_ms,
+        s.first_edge_ms,
+        s.last_edge_ms,
+        s.chain_ms,
+        s.excess_ms,
+    )
     return mode.mode, *(ms(part) for part in parts)
+
+
+def others_ms(mode: ModeProfile) -> float:
+    """What of the exposed time another rank was waited for, in the step and mean of the summary."""
+    per_rank = [
+        sum(collective.others_ms for collective in rank.timeline.collectives) for rank in mode.ranks
+    ]
+    return min(mode.summary.exposed_ms, sum(per_rank) / len(per_rank))
 
 
 def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
     figure, axes = new_axes(size, xlabel="time in a step (ms)", ylabel="")
-    totals = [mode.summary for mode in modes]
-    longest = max(max(s.comm_ms, s.exposed_ms, s.bound_ms) for s in totals) or 1.0
-    for row, s in enumerate(totals):
+    longest = max(max(m.summary.comm_ms, m.summary.exposed_ms) for m in modes) or 1.0
+    for row, mode in enumerate(modes):
+        s = mode.summary
+        others = others_ms(mode)
         hidden = max(0.0, s.comm_ms - s.exposed_ms)
-        axes.barh(row, s.exposed_ms, color=VERMILLION, hatch="///", **_BAR)
+        axes.barh(row, s.exposed_ms - others, color=VERMILLION, hatch="///", **_BAR)
+        axes.barh(row, others, left=s.exposed_ms - others, color=ORANGE, hatch="xxx", **_BAR)
         axes.barh(row, hidden, left=s.exposed_ms, color=SKY, **_BAR)
         axes.plot([s.bound_ms] * 2, [row - 0.25, row + 0.36], color=BLACK, linewidth=3)
         text = (
@@ -208,10 +231,16 @@ def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
     axes.grid(visible=False, axis="y")
     handles = [
         Patch(facecolor=VERMILLION, edgecolor="#333333", hatch="///", label="exposed"),
+        Patch(facecolor=ORANGE, edgecolor="#333333", hatch="xxx", label="other ranks"),
         Patch(facecolor=SKY, edgecolor="#333333", label="hidden"),
         Patch(facecolor=BLACK, label="at least"),
     ]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=4 if size.width > size.height else 2,
+    )
     return figure
 
 

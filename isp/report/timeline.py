@@ -43,19 +43,20 @@ class _Look(NamedTuple):
     hatch: str = ""
 
 
+# Without dots and circles: each copy of such a hatch takes 100 kB of a page.
 _KINDS = {
     "all_gather": _Look(SKY),
     "reduce_scatter": _Look(GREEN, "///"),
     "all_to_all": _Look(ORANGE, "\\\\\\"),
     "all_reduce": _Look(PURPLE, "xxx"),
-    "broadcast": _Look(BLUE, "..."),
+    "broadcast": _Look(BLUE, "|||"),
 }
 _OTHER_KIND = _Look(BLUE, "+++")
 _PHASES = {
     "forward": _Look("#dcdcdc"),
     "loss": _Look("#f4f4f4"),
     "backward": _Look("#b4b4b4"),
-    "recompute": _Look("#cccccc", "..."),
+    "recompute": _Look("#cccccc", "///"),
     "optimizer": _Look("#ececec", "---"),
 }
 _OTHER_PHASE = _Look("#ffffff")
@@ -165,7 +166,8 @@ def _bar(axes: Axes, *, row: int, begin: float, end: float, look: _Look, hover: 
 
 def _compute_bar(axes: Axes, span: ComputeSpan, timeline: Timeline, size: Size) -> None:
     begin, end = span.begin_ms - timeline.begin_ms, span.end_ms - timeline.begin_ms
-    hover = f"{span.phase} of {span.block}: {ms(end - begin)} ms, waits included"
+    what = span.phase if span.block == span.phase else f"{span.phase} of {span.block}"
+    hover = f"{what}: {ms(end - begin)} ms, waits included"
     look = _PHASES.get(span.phase, _OTHER_PHASE)
     _bar(axes, row=0, begin=begin, end=end, look=look, hover=hover)
     name = span.block.removeprefix("layers.")

@@ -43,7 +43,7 @@ def lead_sentence(profile: Profile) -> str:
         worst = lead.waits[0]
         parts.append(
             f"the worst single wait ({ms(worst.exposed_ms)} ms) is for the {kind_name(worst.kind)}"
-            f" of {worst.label} in {worst.phase}"
+            f" of {worst.label} in {worst.phase} ({worst.advice})"
         )
     others = [mode for mode in profile.modes if mode is not lead]
     if others:

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from isp.cli import main
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.report import write_profile_report
-from isp.report.compare import modes_section
+from isp.report.compare import exposed_section, modes_section
 from isp.report.style import PHONE, WIDE, to_svg
 from isp.report.timeline import timeline_section
 from isp.report.waits import lead_sentence
@@ -79,7 +79,8 @@ def test_first_sentence(written: Written) -> None:
     assert (
         "In isp, 36% of communication is exposed (9.00 of 25.0 ms in a step of 100.0 ms); 44% of it"
         " at the last reductions of the step, which have nothing left to hide behind; the worst"
-        " single wait (3.00 ms) is for the all-gather of layers.1.attention.wo.weight in forward;"
+        " single wait (3.00 ms) is for the all-gather of layers.1.attention.wo.weight in forward"
+        " (launched 3.0 ms too late: launch_allgather_before=attn would hide it);"
         " exposed in the other modes: mtp 16.0 ms."
     ) in written.page.text
 
@@ -90,7 +91,7 @@ def test_tables_have_the_numbers(written: Written) -> None:
     assert "mtp 5.0000 100.0 2.00 16.0 16.0 100% 16.0 1.70 2 1" in text
     assert "isp 5.0000 100.0 3.00 25.0 9.00 36% 6.00 1.70 2 2" in text
     assert "equal to the last bit" in text
-    assert "isp 2.00 4.00 0.00 0.00" in text  # the parts of the bound
+    assert "isp 9.00 0.00 6.00 2.00 4.00 0.00 0.00" in text  # what is exposed, and the bound
     assert "isp all-gather 2 2.00 20.0 5.00" in text
     assert "3.00 33% all-gather of layers.1.attention.wo.weight, forward launched too late:" in text
     assert text.count(COMMAND) >= 6
@@ -175,6 +176,20 @@ def test_nothing_travels(tmp_path: Path) -> None:
     profile = replace(example_profile(), modes=(mode,), world_size=1)
     assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing travels."
     assert "Nothing was waited for" in write_profile_report(profile, tmp_path).html.read_text()
+
+
+def test_waiting_for_other_ranks_is_told_apart() -> None:
+    """Catches a part of the exposed time that is a sum over ranks, or of another step."""
+    isp = example_profile().modes[1]
+    first, *others = isp.ranks[0].timeline.collectives
+    late = replace(first, others_ms=1.5)
+    slow = replace(
+        isp.ranks[0], timeline=replace(isp.ranks[0].timeline, collectives=(late, *others))
+    )
+    profile = replace(example_profile(), modes=(replace(isp, ranks=(slow, isp.ranks[1])),))
+    (picture,) = exposed_section(profile, None).pictures
+    widths = [bar.get_width() for bar in picture.draw(WIDE).axes[0].patches]
+    assert widths == [9.0 - 0.75, 0.75, 16.0]
 
 
 def test_everything_is_hidden() -> None:
