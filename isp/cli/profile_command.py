@@ -30,10 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
     )
+    parser.add_argument(
+        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
+    )
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # from here to the ranks
     parser.usage = (
         "isp profile CONFIG [--modes LIST] [--nproc N] [--warmup N] [--steps N] [--no-torch]"
-        " [--section.key value ...]"
+        " [--html] [--section.key value ...]"
     )
 
 
@@ -46,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if ranks is not None and args.nproc is not None:
         raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
     config = load_config(args.config, args.overrides)
+    if args.html:
+        from isp.report import require_packages
+
+        require_packages()
 
     from isp.train.profile_run import (
         ProfileOptions,
@@ -60,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
+        html=args.html,
         command=shlex.join(["isp", *sys.argv[1:]]),
     )
     world_size = ranks or args.nproc or 1

@@ -27,6 +27,7 @@ from isp.profile.clock import clock_lead
 from isp.profile.recorder import Recorder
 from isp.profile.table import describe
 from isp.profile.trace import Event, write_trace
+from isp.report import write_report
 from isp.run_folder import run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.make_step import make_train_step
@@ -65,6 +66,8 @@ class ProfileOptions:
     """Measured steps."""
     with_torch: bool = True
     """Also take one more step under torch.profiler, for the trace."""
+    html: bool = False
+    """Also make the page and pictures of the profile."""
     command: str = ""
     """The command line that asked for it, as one types it."""
 
@@ -148,7 +151,10 @@ def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_siz
     )
     write_profile(folder, profile, [event for mode in modes for event in mode.trace])
     shutil.rmtree(folder / _PARTS)
-    return f"{describe(profile)}\n\nwrote profile.json and trace.json.gz to {folder}"
+    written = f"wrote profile.json and trace.json.gz to {folder}"
+    if options.html:
+        written += f", and {write_report(folder).html}"
+    return f"{describe(profile)}\n\n{written}"
 
 
 def write_profile(folder: Path, profile: Profile, trace: Sequence[Event]) -> None:
