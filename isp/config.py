@@ -80,10 +80,9 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is saved."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """Traces of single steps."""
+    """Profiles of single steps."""
 
     def __post_init__(self) -> None:
-        self._check_supported()
         check_layout(self.model, self.parallel, self.row_tokens)
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
@@ -95,15 +94,6 @@ class JobConfig:
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
             )
-
-    def _check_supported(self) -> None:
-        """Raise ValueError for keys whose meaning no part of the trainer carries out yet."""
-        for key, value, use in (
-            ("profiler.enable_profiling", self.profiler.enable_profiling, False),
-        ):
-            if value != use:
-                shown, instead = (str(v).lower() for v in (value, use))
-                raise ValueError(f"{key}={shown} is not supported yet: use {instead}")
 
     @property
     def row_tokens(self) -> int:

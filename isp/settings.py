@@ -304,19 +304,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """`profiler`: traces of single steps."""
+    """`profiler`: profiles of single steps.  Names: torchtitan."""
 
     enable_profiling: bool = False
-    """Write a trace of every `profile_freq`-th step."""
+    """Write a profile and a trace of every `profile_freq`-th step."""
     profile_freq: int = 10
-    """Steps from one trace to the next."""
+    """Steps from one profile to the next."""
+    save_traces_folder: str = "profile_traces"
+    """Where to, in the folder of the run."""
+    with_torch: bool = True
+    """Have torch.profiler's events in the trace, too; they make the profiled step slower."""
     enable_memory_snapshot: bool = False
     """Record the history of CUDA memory, and write it when memory runs out.  Names: torchtitan."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Where to, in the folder of the run."""
 
     def __post_init__(self) -> None:
+        before = ": the step before a profiled one is recorded too"
         _refuse(
-            _at_least("profiler.profile_freq", self.profile_freq, 1),
+            _at_least("profiler.profile_freq", self.profile_freq, 2, before),
+            _folder_fault("profiler.save_traces_folder", self.save_traces_folder),
             _folder_fault("profiler.save_memory_snapshot_folder", self.save_memory_snapshot_folder),
         )

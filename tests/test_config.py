@@ -212,7 +212,8 @@ def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro
     [
         ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
         ("--parallel.pipeline.num_chunks=2", "needs parallel.pipeline.size=2 or more"),
-        ("--profiler.enable_profiling", "enable_profiling=true is not supported yet: use false"),
+        ("--profiler.profile_freq=1", "profile_freq=1 must be at least 2: the step before"),
+        ("--profiler.save_traces_folder=../x", "must name a folder in that of the run"),
     ],
 )
 def test_what_no_part_carries_out_yet_is_refused(write, word, fault):

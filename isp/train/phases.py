@@ -20,6 +20,7 @@ class RunPhase(StrEnum):
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
+    PROFILE = "writing a profile"
     OTHER = "other work"
     """Between steps: agreeing, reporting."""
 
@@ -41,8 +42,8 @@ _STEP = (RunPhase.FORWARD_BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
 def training_seconds(times: PhaseTimes) -> float:
-    """All of `times` but evaluations and checkpoints."""
-    apart = (RunPhase.EVALUATION, RunPhase.CHECKPOINT)
+    """All of `times` but evaluations, checkpoints and the writing of profiles."""
+    apart = (RunPhase.EVALUATION, RunPhase.CHECKPOINT, RunPhase.PROFILE)
     return sum(seconds for phase, seconds in times.items() if phase not in apart)
 
 

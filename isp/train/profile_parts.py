@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +24,19 @@ from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord
 from isp.profile.totals import mean_totals, timeline, totals
-from isp.profile.trace import Event, chrome_trace, torch_events
+from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import WaitSettings, worst_waits
 from isp.train.schedule import schedule_text
 
-__all__ = ["ProfiledMode", "RankPart", "mode_profile", "profile_of", "torch_trace_file"]
+__all__ = [
+    "ProfiledMode",
+    "RankPart",
+    "finite",
+    "mode_profile",
+    "profile_of",
+    "torch_trace_file",
+    "write_profile",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +211,7 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def local_ranks(world_size: int) -> int:
-    """Ranks on this machine, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+def write_profile(folder: Path, profile: Profile, trace: Sequence[Event]) -> None:
+    """Write `profile.json` and `trace.json.gz` to `folder`."""
+    (folder / "profile.json").write_text(profile.to_json())
+    write_trace(folder / "trace.json.gz", trace)

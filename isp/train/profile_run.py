@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, World
 from isp.config import JobConfig
-from isp.metrics import device_name
 from isp.metrics.device import reset_peak_memory
 from isp.optim import learning_rate
 from isp.parallel import Mode
-from isp.profile import Profile
 from isp.profile.clock import clock_lead
-from isp.profile.recorder import Recorder
 from isp.profile.table import describe
-from isp.profile.trace import Event, write_trace
 from isp.report import write_report
 from isp.run_folder import run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.make_step import make_train_step
 from isp.train.profile_parts import (
-    RankPart,
     finite,
-    local_ranks,
     mode_profile,
     profile_of,
-    torch_trace_file,
+    write_profile,
 )
+from isp.train.profile_recording import part_of, recorder_for, torch_profiler
 from isp.train.run import choose_device
-from isp.train.step import TrainStep
 
 __all__ = [
     "ProfileOptions",
@@ -48,7 +37,6 @@ __all__ = [
     "config_for",
     "make_profile_folder",
     "profile_ranks",
-    "recorder_for",
 ]
 
 logger = logging.getLogger(__name__)
@@ -157,26 +145,6 @@ def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_siz
     return f"{describe(profile)}\n\n{written}"
 
 
-def write_profile(folder: Path, profile: Profile, trace: Sequence[Event]) -> None:
-    """Write `profile.json` and `trace.json.gz` to `folder`."""
-    (folder / "profile.json").write_text(profile.to_json())
-    write_trace(folder / "trace.json.gz", trace)
-
-
-def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
-    """A recorder of what `step` does, on its log."""
-    parts: dict[str, nn.Module] = {}
-    sites: list[tuple[str, nn.Module]] = []
-    for chunk in step.chunks:
-        names = {id(module): name for name, module in chunk.named_modules()}
-        parts.update((names[id(part)], part) for part in chunk.parts())
-        for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
-            module = visit.at if visit.layer is None else visit.layer
-            assert isinstance(module, nn.Module)
-            sites.append((visit.name, module))
-    return Recorder(step.mesh.log, device, parts, sites)
-
-
 def _profile_mode(
     config: JobConfig,
     options: ProfileOptions,
@@ -212,11 +180,11 @@ def _profile_mode(
             take(number)
         recorder.begin_step()
         if options.with_torch:
-            with torch_profiler(folder, mesh.rank):
+            with torch_profiler(folder, step):
                 recorder.begin_step()
                 take(last)
                 recorder.begin_step()
-        step.hook.after_step()  # what was launched for a next step
+        step.drain()
     traced = last - watched + 1 if options.with_torch else None
     measured = [finite(loss) for loss in losses[options.warmup_steps : last]]
     part = part_of(
@@ -228,41 +196,3 @@ def _profile_mode(
         traced=traced,
     )
     part.write(folder, mesh.rank)
-
-
-@contextmanager
-def torch_profiler(folder: Path, rank: int) -> Iterator[None]:
-    """Within it torch.profiler watches; afterwards what it saw lies in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells stderr that it starts and stops
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
-        yield
-    seen.export_chrome_trace(str(torch_trace_file(folder, rank)))
-
-
-def part_of(
-    recorder: Recorder,
-    mesh: Mesh,
-    *,
-    losses: Sequence[float | None],
-    lead: float,
-    first_measured: int,
-    traced: int | None,
-) -> RankPart:
-    """What this rank hands in."""
-    device = recorder.device
-    return RankPart(
-        record=recorder.record(),
-        channels=mesh.members,
-        clock_lead=lead,
-        unix_zero=time.time() - time.perf_counter(),
-        losses=tuple(losses),
-        first_measured=first_measured,
-        traced=traced,
-        device=device_name(device),
-        ranks_on_machine=local_ranks(mesh.topology.world_size),
-        cores=os.cpu_count() if device.type == "cpu" else None,
-    )

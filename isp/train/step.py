@@ -93,6 +93,15 @@ class TrainStep:
         """Weights were loaded: what was gathered of the old ones is dropped."""
         self.hook.before_step(self._actions)
 
+    def drain(self) -> None:
+        """Wait for what the last step has set off for a next one, and drop what was gathered.
+
+        `weights_changed` sets it off anew.
+        """
+        self.hook.after_step()
+        for item in self.gradients.parameters:
+            self.optimizer.published(item.parameter)
+
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
         """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
 

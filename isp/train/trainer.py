@@ -28,6 +28,7 @@ from isp.train.meter import StepMeter, model_flops
 from isp.train.outputs import StepOutputs
 from isp.train.pace import Pace
 from isp.train.phases import PhaseClock, RunPhase
+from isp.train.profile_steps import StepProfiler
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
@@ -75,6 +76,7 @@ class Trainer:
             config.checkpoint,
             world=mesh[Axis.WORLD],
         )
+        self._profiler = StepProfiler(config, self.train_step, device, folder)
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -154,11 +156,14 @@ class Trainer:
             config=config.lr_scheduler,
         )
         loss_scale = None if self.optimizer.scaler is None else self.optimizer.scaler.scale
+        self._profiler.begin(self.step + 1)
         self.clock.enter(RunPhase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
         self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
         self.step += 1
+        if self._profiler.is_due(self.step):
+            self._profile(outcome)
         self.tokens += self.tokens_per_step
         if outcome.skipped:
             self._count_skip(outcome)
@@ -239,6 +244,13 @@ class Trainer:
         self.clock.enter(RunPhase.OTHER)
         self._meter.leave_out()
         return dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
+
+    def _profile(self, outcome: StepOutcome) -> None:
+        """Write the profile of the step that has just been taken; no part of its time."""
+        self.clock.enter(RunPhase.PROFILE)
+        self._profiler.end(self.step, outcome.loss)
+        self.clock.enter(RunPhase.OTHER)
+        self._meter.leave_out()
 
     def _count_skip(self, outcome: StepOutcome) -> None:
         """Tell of a skipped step. Raises ValueError if it is one too many in a row."""
