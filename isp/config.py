@@ -18,6 +18,7 @@ from isp.parallel.config import Mode, ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.settings import (
     CheckpointConfig,
+    CommConfig,
     JobSection,
     LRSchedulerConfig,
     MetricsConfig,
@@ -32,6 +33,7 @@ from model.presets import with_preset
 
 __all__ = [
     "CheckpointConfig",
+    "CommConfig",
     "ConfigError",
     "DataConfig",
     "JobConfig",
@@ -79,6 +81,8 @@ class JobConfig:
     """What is reported."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is saved."""
+    comm: CommConfig = field(default_factory=CommConfig)
+    """How long ranks wait for each other."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiles of single steps."""
 

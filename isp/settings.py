@@ -14,6 +14,7 @@ from isp.durations import parse_duration
 
 __all__ = [
     "CheckpointConfig",
+    "CommConfig",
     "GradScalerConfig",
     "JobSection",
     "LRSchedulerConfig",
@@ -299,6 +300,23 @@ class CheckpointConfig:
             _at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0, " (0: keep all)"),
             _at_least("checkpoint.load_step", load_step, 0, ", or null for the newest"),
             _unless(self.folder != "", "checkpoint.folder", "''", "must name a folder, or be null"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """`comm`: how long ranks wait for each other.  Names: torchtitan."""
+
+    init_timeout_seconds: int = 600
+    """Time for ranks to meet, and for a collective of the first step."""
+    train_timeout_seconds: int = 300
+    """Time for a collective of later steps: what separates the ranks at most, such as one that
+    waits for its data. When it is over, the run ends with an error that names who did not come."""
+
+    def __post_init__(self) -> None:
+        _refuse(
+            _at_least("comm.init_timeout_seconds", self.init_timeout_seconds, 1),
+            _at_least("comm.train_timeout_seconds", self.train_timeout_seconds, 1),
         )
 
 

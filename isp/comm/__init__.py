@@ -1,19 +1,23 @@
 """Collectives as pending tensors, and the log of what they cost."""
 
-from isp.comm.channel import Channel
+from isp.comm.channel import Channel, CollectiveError
 from isp.comm.link import Link
 from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Pending
+from isp.comm.roll_call import CollectiveTimeout, RollCall
 
 __all__ = [
     "Channel",
+    "CollectiveError",
+    "CollectiveTimeout",
     "CommLog",
     "CommTotals",
     "DeviceClock",
     "Link",
     "Mesh",
     "Pending",
+    "RollCall",
     "Transfer",
     "World",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,41 @@ from isp.comm.link import Link
 from isp.comm.log import CommLog, Transfer
 from isp.comm.pending import Pending
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "CollectiveError", "Place"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Place(NamedTuple):
+    """One collective of a group, for people."""
+
+    kind: str
+    """As in `Transfer`."""
+    label: str
+    """What travels."""
+    channel: str
+    ranks: list[int]
+    """The group's, in the world."""
+    number: int
+    """Collectives that its channel has launched, this one included; the same on all ranks."""
+
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        return f"{self.channel} group {self.ranks}"
+
+    def __str__(self) -> str:
+        of = f" of {self.label}" if self.label else ""
+        return f"{self.kind}{of} in the {self.group} (number {self.number} there)"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: the backend's words, and which it was."""
+
+    def __init__(self, place: Place, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place = place
 
 
 class Channel:
@@ -55,6 +87,8 @@ class Channel:
         self.link = link
         if sum_locally is None:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
+        self.launched = 0
+        """Collectives so far."""
         self.sums_locally = sum_locally
         """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
@@ -62,6 +96,11 @@ class Channel:
     def solo(cls, name: str = "") -> Channel:
         """A channel of one rank."""
         return cls(None, name=name)
+
+    def place_of(self, kind: str, label: str, number: int) -> Place:
+        """Collective `number` of this channel."""
+        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return Place(kind, label, self.name, ranks, number)
 
     # -- collectives along a dimension -------------------------------------------------------
 
@@ -237,11 +276,12 @@ class Channel:
         result: Callable[[], Tensor],
         keep: tuple[Tensor, ...] = (),
     ) -> Pending:
+        self.launched += 1
         transfer = self.log.start(kind, self.name, label, sent_bytes)
         arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
         if torch.cuda.is_available() and dist.get_backend(self.group) == "nccl":
             return Pending(self._wait_on_device(transfer, start, result), keep=keep)
-        return Pending(_wait_on_host(transfer, start(), result, arrival), keep=keep)
+        return Pending(self._wait_on_host(transfer, start(), result, arrival), keep=keep)
 
     def _wait_on_device(
         self, transfer: Transfer, start: Callable[[], dist.Work], result: Callable[[], Tensor]
@@ -263,27 +303,36 @@ class Channel:
 
         return wait
 
+    def _wait_on_host(
+        self,
+        transfer: Transfer,
+        work: dist.Work,
+        result: Callable[[], Tensor],
+        arrival: float,
+    ) -> Callable[[], Tensor]:
+        number = self.launched
 
-def _wait_on_host(
-    transfer: Transfer, work: dist.Work, result: Callable[[], Tensor], arrival: float
-) -> Callable[[], Tensor]:
-    def note_end(_: object) -> None:
-        transfer.ended = max(time.perf_counter(), arrival)
+        def note_end(_: object) -> None:
+            transfer.ended = max(time.perf_counter(), arrival)
 
-    with suppress(RuntimeError):  # gloo's own reduce-scatter has no future: its end is the wait's
-        work.get_future().add_done_callback(note_end)
+        with suppress(RuntimeError):  # gloo's own reduce-scatter has no future: the wait ends it
+            work.get_future().add_done_callback(note_end)
 
-    def wait() -> Tensor:
-        begin = transfer.wait_began = time.perf_counter()
-        work.wait()
-        if (left := arrival - time.perf_counter()) > 0:
-            time.sleep(left)
-        transfer.exposed = time.perf_counter() - begin
-        transfer.ended = transfer.ended or begin + transfer.exposed
-        transfer.waited = True
-        return result()
+        def wait() -> Tensor:
+            begin = transfer.wait_began = time.perf_counter()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                place = self.place_of(transfer.kind, transfer.label, number)
+                raise CollectiveError(place, str(error)) from error
+            if (left := arrival - time.perf_counter()) > 0:
+                time.sleep(left)
+            transfer.exposed = time.perf_counter() - begin
+            transfer.ended = transfer.ended or begin + transfer.exposed
+            transfer.waited = True
+            return result()
 
-    return wait
+        return wait
 
 
 def _num_bytes(x: Tensor) -> int:

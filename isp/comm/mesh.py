@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from isp.comm.channel import Channel
 from isp.comm.link import Link
@@ -74,6 +75,8 @@ class Mesh:
         self.link = link
         self.members: dict[str, tuple[int, ...]] = {}
         """The ranks of each channel of more than one, by its name."""
+        self.opened: list[Channel] = []
+        """Every channel of this mesh."""
         self._channels = {axis: self.open(axis) for axis in Axis}
         self.host = self._open_host()
         """All ranks, for values in CPU memory whatever the device."""
@@ -87,7 +90,9 @@ class Mesh:
         if world.group is None or dist.get_backend(world.group) == "gloo":
             return world
         ranks = list(range(self.topology.world_size))
-        return Channel(dist.new_group(ranks, backend="gloo"), name="host", log=self.log)
+        host = Channel(dist.new_group(ranks, backend="gloo"), name="host", log=self.log)
+        self.opened.append(host)
+        return host
 
     def open(self, axis: Axis, name: str = "", *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""
@@ -102,6 +107,15 @@ class Mesh:
             if len(own) > 1:
                 group = made
                 self.members[name or axis.value] = tuple(own)
-        return Channel(
+        channel = Channel(
             group, name=name or axis.value, log=self.log, link=self.link, sum_locally=sum_locally
         )
+        self.opened.append(channel)
+        return channel
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long collectives that are launched from now on may take."""
+        for channel in self.opened:
+            if channel.group is not None:
+                # As torchtitan does: torch has no other way to change it.
+                _set_pg_timeout(timedelta(seconds=seconds), channel.group)

@@ -12,7 +12,7 @@ import torch
 
 from isp.checkpoint.agreement import exchange
 from isp.checkpoint.folder import CheckpointFolder
-from isp.comm import Mesh, World
+from isp.comm import Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
 from isp.environment import Environment, RankPlace
 from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
@@ -26,6 +26,9 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
+GRACE_SECONDS = 15.0
+"""Time that ranks have to say where they wait, after a collective has timed out on one."""
+
 
 def main(config: JobConfig) -> None:
     """Train as `config` says, on this rank of the world that torchrun has set (or alone).
@@ -35,7 +38,7 @@ def main(config: JobConfig) -> None:
     """
     begin = time.monotonic()
     device = choose_device(config)
-    world = World(device)
+    world = World(device, timeout_seconds=config.comm.init_timeout_seconds)
     topology = config.topology(world.size)
     config.require_packages()
     datasets = open_for_rank(config, topology, world.rank)
@@ -70,7 +73,12 @@ def main(config: JobConfig) -> None:
         )
         guard.watch(trainer.where, trainer.memory_owners)
         stack.enter_context(trainer.checkpointer)
-        with stop:  # until here nothing is lost, and a signal may end a rank that waits for others
+        grace_seconds = min(GRACE_SECONDS, config.comm.train_timeout_seconds)
+        roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
+        with (
+            stop,
+            roll_call,
+        ):  # until here nothing is lost, and a signal may end a rank that waits for others
             trainer.run(resumes=resumes)
 
 

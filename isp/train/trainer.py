@@ -129,8 +129,11 @@ class Trainer:
         rank = self.mesh.rank
         with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
             self._meter.restart()
+            first = self.step + 1
             while self.step < self.config.training.steps and stopped is None:
                 stopped = self._train_step(outputs)
+                if self.step == first:
+                    self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
 
     def _resume(self) -> None:

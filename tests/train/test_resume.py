@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from isp.checkpoint.folder import CheckpointFolder
 from isp.config import (
     CheckpointConfig,
+    CommConfig,
     DataConfig,
     JobConfig,
     JobSection,
@@ -105,6 +107,10 @@ def _latest(config: JobConfig) -> Path:
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def _hang() -> None:
+    time.sleep(1000)
 
 
 def _draw() -> None:
@@ -220,6 +226,23 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(config):
     log = (resumed / "logs" / "rank_0.log").read_text()
     assert "resumed from" in log
     assert "step_3" in log
+
+
+def test_a_run_that_hangs_ends_and_goes_on(config):
+    """Catches a hang that lasts, that names nobody, or that takes the last checkpoint with it."""
+    config = replace(
+        config,
+        parallel=MTP_2,
+        checkpoint=replace(config.checkpoint, interval=2),
+        comm=CommConfig(train_timeout_seconds=4),  # the ranks of a busy machine are apart, too
+    )
+    whole = _numbers(_run(2, _elsewhere(config, "whole")))
+    hung = r"rank 1: broadcast of data in the tensor group \[0, 1\] .*: rank 0 did not arrive"
+    with pytest.raises(RuntimeError, match=hung):
+        _run(2, config, 5, _hang)
+    resumed = _numbers(_run(2, config))
+    assert [(r.step, r.loss) for r in resumed] == [(r.step, r.loss) for r in whole]
+    assert "step_4, the newest good one" in (_latest(config) / "logs/rank_0.log").read_text()
 
 
 def test_a_finished_run_started_again_is_a_new_run(config):

@@ -1,0 +1,131 @@
+"""Ranks that do not come to a collective, and what the others say of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isp.comm import Channel, CollectiveError, CollectiveTimeout, Mesh, RollCall
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
+from tests.ranks import run_ranks
+
+SECONDS = 1
+"""Time for a collective."""
+PARALLEL = ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MTP))
+"""Of 4 ranks: tensor groups [0, 1] and [2, 3], data groups [0, 2] and [1, 3]."""
+
+Work = Callable[[Mesh], object]
+
+
+def _gather(axis: Axis, label: str) -> Work:
+    return lambda mesh: mesh[axis].all_gather(torch.ones(2), label=label).wait()
+
+
+def _sleep(mesh: Mesh) -> None:
+    time.sleep(4.5 * SECONDS)  # longer than the others wait: a rank that ends is another matter
+
+
+def _said(rank: int, works: list[list[Work]]) -> str:
+    """What a rank says after its own of `works`."""
+    mesh = Mesh(Topology.create(len(works), PARALLEL), rank)
+    for axis in (Axis.TENSOR, Axis.DATA):
+        _gather(axis, "first")(mesh)
+    roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=SECONDS)
+    mesh.set_timeout(SECONDS)
+    begin = time.monotonic()
+    try:
+        with roll_call:
+            for work in works[rank]:
+                work(mesh)
+    except (CollectiveTimeout, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    assert time.monotonic() - begin > 2 * SECONDS, "nothing has been waited for"
+    return ""
+
+
+def test_who_does_not_come_is_named() -> None:
+    """Catches a hang without the collective, what should have travelled, or who is to blame."""
+    wait = [_gather(Axis.TENSOR, "layers.0.wo.weight")]
+    both = [_gather(Axis.TENSOR, "layers.0.wo.weight"), _gather(Axis.TENSOR, "never")]
+    first, second = run_ranks(2, _said, [wait, [_sleep, *both]])
+    assert second == first, "it finds what has been said, and a connection that is closed"
+    assert first == (
+        "CollectiveTimeout: rank 0: all_gather of layers.0.wo.weight in the tensor group [0, 1]"
+        " (number 2 there) did not end in time: rank 1 did not arrive\n"
+        "  rank 1 gave no sign in 1 s more: stuck outside of communication, or gone"
+    )
+
+
+def test_the_one_behind_is_found_across_groups() -> None:
+    """Catches ranks that are blamed for waiting themselves, and ranks that say different things."""
+    chain = [
+        [_gather(Axis.TENSOR, "x")],  # waits for 1, who waits for 3
+        [_gather(Axis.DATA, "y"), _gather(Axis.TENSOR, "x")],
+        [_gather(Axis.TENSOR, "x")],
+        [_sleep],
+    ]
+    said = run_ranks(4, _said, chain)
+    assert said[0] == said[1] == said[2]
+    assert said[3] == ""
+    assert "rank 3 gave no sign in 1 s more" in said[0]
+    if "rank 0: all_gather of x in the tensor group [0, 1]" in said[0]:
+        assert "(number 2 there) did not end in time: rank 1 did not arrive\n" in said[0]
+        assert "rank 1 waited for all_gather of y in the data group [1, 3]" in said[0]
+
+
+def _receive(rank: int) -> str:
+    """Rank 0 receives as a stage does, through no channel, what rank 1 does not send."""
+    mesh = Mesh(Topology.create(2, PARALLEL), rank)
+    seconds = timedelta(seconds=SECONDS)  # of such transfers it can only be set here
+    group = dist.new_group([0, 1], timeout=seconds)
+    channels = [*mesh.opened, Channel(group, name="pipeline")]
+    dist.barrier(group)
+    roll_call = RollCall(mesh.host, channels, grace_seconds=SECONDS)
+    if rank == 1:
+        _sleep(mesh)
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught, roll_call:
+        dist.recv(torch.ones(1), src=1, group=group)
+    return str(caught.value)
+
+
+def test_a_pipeline_is_waited_for_too() -> None:
+    """Catches a time-out in a transfer between stages that stays what gloo says of it."""
+    said, _ = run_ranks(2, _receive)
+    assert said.startswith("rank 0: send or recv between pipeline stages in the pipeline group")
+    assert "rank 1 gave no sign" in said
+
+
+def _fail(rank: int) -> str:
+    """Rank 1 closes its connections."""
+    mesh = Mesh(Topology.create(2, PARALLEL), rank)
+    roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=60)
+    if rank == 1:
+        dist.destroy_process_group(mesh[Axis.TENSOR].group)
+        time.sleep(SECONDS)
+        return ""
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught, roll_call:
+        _gather(Axis.TENSOR, "x")(mesh)
+    assert time.monotonic() - begin < 10, "nobody has timed out: there is nothing to wait for"
+    return str(caught.value)
+
+
+def test_a_lost_connection_is_told_at_once() -> None:
+    """Catches the start of new ranks held up by those who wait for a dead one to answer."""
+    said, _ = run_ranks(2, _fail)
+    assert said.startswith("all_gather of x in the tensor group [0, 1] (number 1 there): ")
+
+
+def test_one_rank_has_nobody_to_call() -> None:
+    """Catches a run of one process whose own errors are taken for others'."""
+    with (
+        pytest.raises(RuntimeError, match="its own"),
+        RollCall(Channel.solo(), [], grace_seconds=9),
+    ):
+        raise RuntimeError("its own")
