@@ -6,6 +6,7 @@ They import next to nothing of the project, so that every layer may take them as
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
@@ -20,6 +21,7 @@ __all__ = [
     "LRSchedulerConfig",
     "MetricsConfig",
     "OptimizerConfig",
+    "ParamGroupConfig",
     "ProfilerConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -48,6 +50,14 @@ def _folder_fault(key: str, folder: str) -> str | None:
     path = PurePath(folder)
     inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
     return _unless(inside, key, repr(folder), "must name a folder in that of the run, such as tb")
+
+
+def _pattern_fault(key: str, pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"{key}={pattern!r} is not a regular expression: {error}"
+    return _unless(pattern != "", key, "''", "must not be empty: use e.g. embedding")
 
 
 def _refuse(*faults: str | None) -> None:
@@ -156,6 +166,39 @@ class GradScalerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamGroupConfig:
+    """An entry of `optimizer.param_groups`: parameters with values of their own."""
+
+    pattern: str
+    """A regular expression, searched for in the names of parameters in the whole model."""
+    lr_scale: float = 1.0
+    """Their learning rate, as a part of that of the step."""
+    weight_decay: float | None = None
+    """Their weight decay; null: `optimizer.weight_decay`, and none where there is one dimension."""
+
+    def __post_init__(self) -> None:
+        key, decay = (
+            "optimizer.param_groups",
+            0.0 if self.weight_decay is None else self.weight_decay,
+        )
+        _refuse(
+            _pattern_fault(f"{key}.pattern", self.pattern),
+            _unless(
+                0 <= self.lr_scale < math.inf,
+                f"{key}.lr_scale",
+                self.lr_scale,
+                "must be finite and at least 0 (0: not trained)",
+            ),
+            _unless(
+                0 <= decay < math.inf,
+                f"{key}.weight_decay",
+                decay,
+                "must be finite and at least 0 (0: no decay), or null",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """`optimizer`: AdamW and its numbers."""
 
@@ -171,6 +214,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of the weights, a fraction of lr."""
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Parameters with another learning rate or weight decay; the first that matches counts."""
     grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
     """The scale of the loss in float16."""
     max_skipped_steps: int = 10

@@ -162,6 +162,7 @@ def _train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     config.topology(ranks or args.nproc or 1)  # every error before any process starts
     config.require_packages()
+    _check_param_groups(config)
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         _note_unused(config)
     if args.nproc is not None:
@@ -172,6 +173,13 @@ def _train(args: argparse.Namespace) -> int:
 
     train(config)
     return 0
+
+
+def _check_param_groups(config: JobConfig) -> None:
+    if config.optimizer.param_groups:
+        from isp.train.param_names import check_param_groups
+
+        check_param_groups(config)
 
 
 def _note_unused(config: JobConfig) -> None:

@@ -16,6 +16,7 @@ from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels, master_dtype
 from isp.optim.grad_norm import global_grad_norm
 from isp.optim.grad_scaler import GradScaler
+from isp.optim.groups import GroupValues, group_values
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher, owned_rows
 from isp.parallel import Axis
@@ -89,11 +90,6 @@ class _Shard:
             "exp_avg_sq": self.exp_avg_sq,
         }
 
-    @property
-    def decays(self) -> bool:
-        """Norm weights and biases, which have one dimension, are not decayed."""
-        return len(self.item.layout.global_shape) > 1
-
 
 class Zero1Optimizer:
     """AdamW on float32 master weights (float64 for float64), split by rows over the zero1 group.
@@ -143,6 +139,7 @@ class Zero1Optimizer:
     def step(self, lr: float, *, wait: bool = True) -> StepResult:
         """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
 
+        A parameter of one of `config.param_groups` learns at that group's part of `lr`.
         Needs reduced gradients and uses them up. With `wait=False` the new weights are still on
         their way: `published` has to be called for each parameter before it is used. A gradient
         norm that is not finite, the same on all ranks, skips the step, counts it and may lower
@@ -270,7 +267,7 @@ class Zero1Optimizer:
 
     def _update(self, lr: float) -> None:
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self._adamw.step()
         self._num_updates += 1
         self.skipped_in_a_row = 0
@@ -288,10 +285,12 @@ def _adamw(shards: list[_Shard], config: OptimizerConfig) -> torch.optim.AdamW:
 
     Its state is filled in here and not at its first step: a checkpoint needs it from the start.
     """
-    groups = [
-        {"params": [s.master for s in shards if s.decays], "weight_decay": config.weight_decay},
-        {"params": [s.master for s in shards if not s.decays], "weight_decay": 0.0},
-    ]
+    members: dict[GroupValues, list[Tensor]] = {GroupValues(1.0, config.weight_decay): []}
+    for shard in shards:
+        num_dims = len(shard.item.layout.global_shape)
+        values = group_values(shard.item.name, num_dims, config)
+        members.setdefault(values, []).append(shard.master)
+    groups = [{"params": params, **values._asdict()} for values, params in members.items()]
     betas = (config.beta1, config.beta2)
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     for shard in shards:

@@ -20,6 +20,7 @@ from isp.run_logging import run_logging
 from isp.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
 from isp.train.out_of_memory import memory_guard
+from isp.train.param_names import check_param_groups
 from isp.train.trainer import Trainer
 
 __all__ = ["main"]
@@ -41,6 +42,7 @@ def main(config: JobConfig) -> None:
     world = World(device, timeout_seconds=config.comm.init_timeout_seconds)
     topology = config.topology(world.size)
     config.require_packages()
+    check_param_groups(config)
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:

@@ -18,7 +18,7 @@ from isp.weights.wp import LocalWeights
 from model.decoder import Decoder, LayerSpan
 from model.stages import stage_spans
 
-__all__ = ["schedule_text"]
+__all__ = ["schedule_text", "shape_only"]
 
 
 def schedule_text(config: JobConfig) -> str:
@@ -45,7 +45,7 @@ def _rank_grid(config: JobConfig, order: PipelineOrder, rank: int) -> str:
     spans = stage_spans(config.model, order.num_stages)
     models: list[Decoder] = []
     for stage in order.stages_of(rank):
-        models.append(_shape_only(config, spans[stage], models[0] if models else None))
+        models.append(shape_only(config, spans[stage], models[0] if models else None))
     chunks = as_chunks(tuple(model.weight_blocks() for model in models))
     actions = order.actions(rank, config.data.micro_num)
     weight = config.parallel.weight
@@ -59,7 +59,7 @@ def _rank_grid(config: JobConfig, order: PipelineOrder, rank: int) -> str:
     return grid(steps, chunks, actions)
 
 
-def _shape_only(config: JobConfig, span: LayerSpan, first: Decoder | None) -> Decoder:
+def shape_only(config: JobConfig, span: LayerSpan, first: Decoder | None) -> Decoder:
     """A stage of the model without any memory for its weights."""
     solo = Channel.solo()
     layers = LayerFactory(
