@@ -12,9 +12,10 @@ __all__ = ["check_skips", "describe_skip"]
 
 def describe_skip(optimizer: Zero1Optimizer, *, step: int, grad_norm: float) -> str:
     """A line about step number `step`, which the optimizer has just skipped."""
+    count = optimizer.num_skipped
     text = (
         f"step {step}: the gradient norm is {grad_norm}, so the weights were left as they are"
-        f" ({optimizer.num_skipped} steps were skipped so far)"
+        f" ({count} {'step was' if count == 1 else 'steps were'} skipped so far)"
     )
     scaler = optimizer.scaler
     return text if scaler is None else f"{text}; the next loss scale is {scaler.scale:.8g}"

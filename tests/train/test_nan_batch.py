@@ -1,0 +1,91 @@
+"""A batch whose loss or gradients are not finite: left out, counted, told, and gone."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from isp.metrics import read_metrics
+from isp.parallel import Mode
+from model.config import ModelConfig
+from model.decoder import Decoder
+from tests.ranks import run_ranks
+from tests.train.jobs import run_folders, run_forked, write_job
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+MODEL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=24
+)
+LAYOUTS = {
+    "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2, micro=2),
+    "mtp": Layout(mode=Mode.MTP, tensor=2, data=2, micro=2),
+}
+
+
+def _of_loss(losses: Tensor) -> Tensor:
+    return losses * math.nan
+
+
+def _of_gradient(losses: Tensor) -> Tensor:
+    """The loss as it is; its gradient overflows."""
+    losses.register_hook(lambda gradient: gradient * math.inf)
+    return losses
+
+
+def _steps(rank: int, layout: Layout, poison: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    """Loss and norm of a bad step among good ones."""
+    mesh, token_losses = Meshes(rank).of(layout), Decoder.token_losses
+    whole = make_run(mesh, layout, Task(model=MODEL))
+    expected = [*whole.numbers(range(2)), *whole.numbers(range(3, 6))]
+    wanted = whole.weights()
+    whole.close()
+    run = make_run(mesh, layout, Task(model=MODEL))
+    found, before = run.numbers(range(2)), run.weights()
+    if rank >= 2:  # one of two data ranks
+        Decoder.token_losses = lambda *args: poison(token_losses(*args))  # type: ignore[method-assign]
+    ((loss, norm),) = run.numbers(range(2, 3))
+    Decoder.token_losses = token_losses  # type: ignore[method-assign]
+    assert all((weight == before[name]).all() for name, weight in run.weights().items())
+    assert run.optimizer.num_skipped == 1
+    found += run.numbers(range(3, 6))
+    assert found == expected, "as if the bad batch had never been there"
+    assert all((weight == wanted[name]).all() for name, weight in run.weights().items())
+    run.close()
+    return loss, norm
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("poison", [_of_loss, _of_gradient])
+def test_a_bad_batch_leaves_no_trace(name: str, poison: Callable[[Tensor], Tensor]) -> None:
+    """Catches a rank that updates alone, and NaN that stays in a buffer or a moment."""
+    for loss, norm in run_ranks(LAYOUTS[name].world, _steps, LAYOUTS[name], poison):
+        assert not math.isfinite(norm)
+        assert math.isfinite(loss) == (poison is _of_gradient)
+
+
+def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a skipped step that is not shown, not counted, or taken for the end."""
+    token_losses, calls = Decoder.token_losses, []
+
+    def bad_once(self: Decoder, *args: Tensor) -> Tensor:
+        calls.append(0)
+        bad = os.environ["RANK"] == "1" and len(calls) == 3
+        return token_losses(self, *args) * (math.nan if bad else 1.0)
+
+    monkeypatch.setattr(Decoder, "token_losses", bad_once)
+    run_forked(write_job(tmp_path), "--optimizer.max_skipped_steps", "2")
+    (run,) = run_folders(tmp_path / "job.yaml")
+    records = read_metrics(run / "metrics.jsonl")
+    assert [record.skipped for record in records] == [step == 3 for step in range(1, 9)]
+    assert [math.isfinite(record.loss) for record in records] == [s != 3 for s in range(1, 9)]
+    log = (run / "logs/rank_0.log").read_text()
+    assert (
+        "step 3: the gradient norm is nan, so the weights were left as they are (1 step was" in log
+    )
+    (line,) = [line for line in log.splitlines() if "step: 3/8  loss: nan" in line]
+    assert line.endswith("  skipped")
