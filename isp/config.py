@@ -91,7 +91,7 @@ class JobConfig:
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
-        decay = 0 if ratio is None else round(ratio * steps)
+        decay = self.lr_scheduler.num_decay_steps(steps)
         if ratio is not None and warmup + decay > steps:
             raise ValueError(
                 f"lr_scheduler.warmup_steps={warmup} and the {decay} steps of "

@@ -266,6 +266,12 @@ class LRSchedulerConfig:
             _unless(0 <= factor <= 1, "lr_scheduler.min_lr_factor", factor, factor_rule),
         )
 
+    def num_decay_steps(self, total_steps: int) -> int:
+        """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
+        if self.decay_ratio is None:
+            return total_steps - self.warmup_steps
+        return round(total_steps * self.decay_ratio)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:

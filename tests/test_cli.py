@@ -14,6 +14,8 @@ import pytest
 
 from isp.cli import main
 from isp.config import load_config
+from isp.data.indexed import IndexedDataset
+from tests.data.test_tokenizer import write_tokenizer
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 ROOT = Path(__file__).parent.parent
@@ -203,6 +205,21 @@ def test_data_prepare_writes_what_it_says(tmp_path, capsys):
     assert "7 tokens in 2 documents" in capsys.readouterr().out
     assert (tmp_path / "out.bin").stat().st_size > 0
     assert (tmp_path / "out.idx").exists()
+
+
+def test_data_prepare_ends_documents_as_it_is_told(tmp_path, capsys):
+    """Catches `--eos-token` that does not reach the work, or is ignored for bytes."""
+    tokenizer = write_tokenizer(tmp_path / "t", ["</s>", "<mine>"])
+    (tmp_path / "a.txt").write_text("the cat")
+    words = ["data", "prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out")]
+    ends = []
+    for more in ([], ["--eos-token", "<mine>"]):
+        assert main([*words, "--tokenizer", str(tokenizer), *more]) == 0
+        (document,) = IndexedDataset(tmp_path / "out")
+        ends.append(document.tolist()[-1])
+    assert ends == [4, 5]
+    assert main([*words, "--eos-token", "<mine>"]) == 2
+    assert "--eos-token=<mine> has no meaning with --tokenizer=bytes" in capsys.readouterr().err
 
 
 def test_data_prepare_of_a_missing_file_is_one_message(tmp_path, capsys):

@@ -298,13 +298,24 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
     )
+    parser.add_argument(
+        "--eos-token",
+        metavar="TOKEN",
+        help="the token that ends a document; without it, the one the tokenizer declares",
+    )
     parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
 
 
 def _prepare(args: argparse.Namespace) -> int:
     from isp.data.prepare import prepare
 
-    done = prepare(args.inputs, args.output, tokenizer=args.tokenizer, text_key=args.text_key)
+    done = prepare(
+        args.inputs,
+        args.output,
+        tokenizer=args.tokenizer,
+        text_key=args.text_key,
+        eos_token=args.eos_token,
+    )
     print(
         f"{done.prefix}.bin and .idx: {done.num_tokens:,} tokens in {done.num_documents:,}"
         f" documents, from {done.num_bytes:,} bytes; train with --data.source {done.prefix}"

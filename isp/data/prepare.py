@@ -45,6 +45,11 @@ def prepare(
     for item in [inputs] if isinstance(inputs, str) else inputs:
         if indexed_prefix(item) is not None:
             raise ValueError(f"input={item} is tokenised already: use it as data.source as it is")
+    if eos_token is not None and tokenizer == BYTE_TOKENIZER:
+        raise ValueError(
+            f"--eos-token={eos_token} has no meaning with --tokenizer={BYTE_TOKENIZER}, which has"
+            f" an end of document of its own: leave it out, or name a tokenizer.json"
+        )
     encoder = load_tokenizer(tokenizer, eos_token=eos_token)
     files = find_files(inputs, key="input")
     total_bytes = sum(file.stat().st_size for file in files)

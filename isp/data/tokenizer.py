@@ -104,6 +104,7 @@ class HFTokenizer:
         raise ValueError(
             f"data.tokenizer={file} has none of the usual end-of-document tokens "
             f"({' '.join(COMMON_EOS_TOKENS)}): name its own with data.eos_token"
+            f" (isp data prepare: --eos-token)"
         )
 
 

@@ -3,7 +3,7 @@
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Channels
 from isp.optim.grad_scaler import GradScaler, GradScalerState
 from isp.optim.groups import GroupValues, check_groups, group_values
-from isp.optim.lr_scheduler import check_schedule, learning_rate
+from isp.optim.lr_scheduler import learning_rate
 from isp.optim.main_grads import MainGradients
 from isp.optim.zero1 import (
     OptimizerState,
@@ -25,7 +25,6 @@ __all__ = [
     "StepResult",
     "Zero1Optimizer",
     "check_groups",
-    "check_schedule",
     "group_values",
     "learning_rate",
 ]
