@@ -27,7 +27,7 @@ MARKS = (
 BEGINS = (0.0, 100.0)
 
 
-def _transfers():
+def first_step():
     """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
     return [
         transfer("all_gather", "embedding.weight", phase="optimizer", launch=-5, end=15, wait=13),
@@ -67,7 +67,7 @@ def _transfers():
 
 def test_one_rank():
     """Catches any interval that is cut, joined or attributed in another way than it was."""
-    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    (times,) = aligned(record(BEGINS, first_step(), MARKS))
     table, wqkv, qkv, grad, last, metrics = step_collectives(times, 0)
     assert (table.launch_ms, table.end_ms, table.wait_ms) == pytest.approx((-5, 15, 13))
     assert (table.exposed_ms, wqkv.exposed_ms) == pytest.approx((2, 4))
@@ -99,10 +99,10 @@ def test_a_transfer_belongs_to_the_step_that_waits_for_it():
         dataclasses.replace(
             t, launched=t.launched + 0.1, ended=t.ended + 0.1, wait_began=t.wait_began + 0.1
         )
-        for t in _transfers()
+        for t in first_step()
     ]
     marks = [*MARKS, *(dataclasses.replace(m, at=m.at + 0.1) for m in MARKS)]
-    (times,) = aligned(record((0.0, 100.0, 200.0), [*_transfers(), *again], marks))
+    (times,) = aligned(record((0.0, 100.0, 200.0), [*first_step(), *again], marks))
     assert times.collectives[6].launch_ms < times.begins[1]
     first, second = totals(times, 0), totals(times, 1)
     assert second.exposed_ms == pytest.approx(first.exposed_ms)
@@ -157,7 +157,7 @@ def test_what_does_not_fit_beside_compute_is_in_the_bound():
 
 def test_timeline():
     """Catches spans that overlap or leave gaps, and times that do not count from the given zero."""
-    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    (times,) = aligned(record(BEGINS, first_step(), MARKS))
     found = timeline(times, 0, number=3, zero=times.begins[0] - 1)
     assert (found.step, found.begin_ms, found.end_ms) == (3, pytest.approx(1), pytest.approx(101))
     spans = [(s.block, s.phase, round(s.begin_ms), round(s.end_ms)) for s in found.spans]
@@ -176,7 +176,7 @@ def test_timeline():
 
 def test_covered_counts_overlap_once():
     """Catches time in which two transfers were under way being counted twice."""
-    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    (times,) = aligned(record(BEGINS, first_step(), MARKS))
     first, second, *_ = times.collectives
     assert covered([second, first]) == pytest.approx(31)
     assert covered([first, first]) == pytest.approx(20)

@@ -12,7 +12,7 @@ from isp.profile.totals import timeline
 from isp.profile.trace import chrome_trace, torch_events, write_trace
 from tests.profile.example import example_profile
 from tests.profile.records import aligned, record, transfer
-from tests.profile.test_exact import BEGINS, MARKS, _transfers
+from tests.profile.test_exact import BEGINS, MARKS, first_step
 
 
 def assert_nested(events) -> None:
@@ -48,7 +48,7 @@ def test_file_is_json_with_lanes_of_every_rank(tmp_path):
 
 def test_slices_say_when_things_happened():
     """Catches a wrong unit, and waits or transfers that are missing."""
-    (times,) = aligned(record(BEGINS, _transfers(), MARKS))
+    (times,) = aligned(record(BEGINS, first_step(), MARKS))
     events = chrome_trace([timeline(times, 0, number=0, zero=0.0)])
     slices = {e["name"]: (e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
     assert slices["all_gather embedding.weight"] == pytest.approx((-5000, 20000))

@@ -1,0 +1,58 @@
+"""The benchmark of the recorder runs, and HTA reads the trace that is made for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isp.profile.totals import timeline, totals
+from tests.profile.records import aligned, record
+from tests.profile.test_exact import BEGINS, MARKS, first_step
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from check_with_hta import as_gpu_trace, overlap_by_hta  # noqa: E402
+
+
+def test_benchmark_has_a_line_for_each_mode():
+    """Catches a benchmark that no longer runs, or a step of it that records nothing."""
+    command = [sys.executable, str(ROOT / "tools" / "bench_profile.py"), "--quick", "--ranks", "2"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=110, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    records = {line[1]: int(line[3]) for line in lines if line[:1] == ["2"]}
+    assert set(records) == {"mtp", "msp", "fsp", "isp"}
+    assert min(records.values()) > 20
+
+
+def _timeline() -> tuple[dict, float]:
+    """A step as `profile.json` has it, and the share of its communication that is hidden."""
+    (times,) = aligned(record(BEGINS, first_step(), MARKS))
+    step = timeline(times, 0, number=0, zero=0.0)
+    return json.loads(json.dumps(dataclasses.asdict(step))), totals(times, 0).hidden_share
+
+
+def test_compute_is_what_no_wait_blocks():
+    """Catches an adapted trace in which a wait is compute, or compute is missing."""
+    step, _ = _timeline()
+    compute = [e for e in as_gpu_trace(step) if e["name"] == "compute"]
+    assert sum(e["dur"] for e in compute) == pytest.approx((105 - 18) * 1e3)
+    moved = [e for e in as_gpu_trace(step) if e["name"].startswith("nccl")]
+    assert len(moved) == len(step["collectives"])
+
+
+def test_hta_finds_the_same_overlap():
+    """Catches a share of hidden communication that is ours alone."""
+    pytest.importorskip("hta")
+    step, hidden = _timeline()
+    assert overlap_by_hta([step])[0] == pytest.approx(100 * hidden, abs=2)

@@ -1,0 +1,153 @@
+"""What recording a step costs: the same steps with a recorder and without, in turn, in one run.
+
+    PYTHONPATH=. python tools/bench_profile.py --ranks 2 4 --rounds 30
+
+A round is two steps of one model, one of them recorded as `isp profile` records the steps that it
+measures, in an order that alternates. The slowest rank's time counts. Shown is the median over the
+rounds of recorded over not recorded, in time and in the processor time of the slowest rank, which
+other programs on the machine do not blur.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from isp.comm import Mesh
+from isp.config import JobConfig
+from isp.data.batch import MicroBatch
+from isp.data.config import DataConfig
+from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.profile.recorder import Recorder
+from isp.train.make_step import make_train_step
+from isp.train.profile_recording import recorder_for
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+
+
+class Cost(NamedTuple):
+    """Seconds of a step on the slowest rank."""
+
+    wall: float
+    processor: float
+
+
+def job(world: int, mode: Mode, options: argparse.Namespace) -> JobConfig:
+    """The quickstart's model, one sequence over all ranks."""
+    return JobConfig(
+        model=ModelConfig(
+            vocab_size=272,
+            hidden_size=options.hidden,
+            num_layers=options.layers,
+            num_heads=4,
+            intermediate_size=options.hidden * 8 // 3 // 16 * 16,
+        ),
+        data=DataConfig(source="none", seq_len=options.tokens),
+        parallel=ParallelConfig(
+            tensor=TensorConfig(size=world, mode=mode),
+            weight=WeightConfig(size=world if mode is Mode.ISP else 1),
+        ),
+    )
+
+
+def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+    """All modes on this rank; rank 0 prints a line for each."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    cpu = torch.device("cpu")
+    for mode in Mode:
+        config = job(world, mode, options)
+        mesh = Mesh(config.topology(world), rank)
+        step = make_train_step(config, mesh, cpu)
+        tokens = torch.randint(272, (1, options.tokens), generator=torch.Generator().manual_seed(0))
+        positions = torch.arange(options.tokens)[None]
+        batch = MicroBatch(tokens, tokens.roll(-1, 1), positions, None)
+        plain, recorded, marks = [], [], 0
+        for i in range(options.warmup + options.rounds):
+            for with_recorder in (i % 2 == 0, i % 2 == 1):
+                recorder = recorder_for(step, cpu)
+                cost = timed(step, batch, recorder if with_recorder else None)
+                if i >= options.warmup:
+                    (recorded if with_recorder else plain).append(cost)
+                if with_recorder:
+                    record = recorder.record()
+                    marks = len(record.marks) + len(record.transfers)
+        step.drain()
+        if rank == 0:
+            report(world, mode, plain, recorded, marks)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(step: TrainStep, batch: MicroBatch, recorder: Recorder | None) -> Cost:
+    """One step; entering and leaving the recorder lies outside of what is measured."""
+    if recorder is not None:
+        recorder.__enter__()
+        recorder.begin_step()
+    dist.barrier()
+    begin = time.perf_counter(), time.process_time()
+    step([batch], 1e-4)
+    own = [time.perf_counter() - begin[0], time.process_time() - begin[1]]
+    if recorder is not None:
+        recorder.begin_step()
+        recorder.__exit__(None, None, None)
+    step.mesh.log.take()
+    slowest = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return Cost(*slowest.tolist())
+
+
+def report(world: int, mode: Mode, plain: list[Cost], recorded: list[Cost], marks: int) -> None:
+    """A line of the table."""
+    ratios = Cost(
+        *(
+            statistics.median(with_it[i] / without[i] for with_it, without in pairs)
+            for i in range(2)
+            for pairs in [list(zip(recorded, plain, strict=True))]
+        )
+    )
+    step_ms = statistics.median(cost.wall for cost in plain) * 1e3
+    print(
+        f"{world:>5}  {mode:<4}  {step_ms:>8.1f}  {marks:>7}"
+        f"  {ratios.wall:>6.3f}  {ratios.processor:>14.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the sequence")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.warmup = 2, 1
+        options.hidden, options.layers, options.tokens = 32, 2, 64
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch", end=" ")
+    print(f"{torch.__version__}, gloo, one thread a rank\n")
+    print("ranks  mode   step ms  records    time  processor time   (recorded / not recorded)")
+    for world in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(
+                measure, args=(world, folder, options), nprocs=world, start_method="fork"
+            )
+
+
+if __name__ == "__main__":
+    main()
