@@ -2,6 +2,7 @@
 
     config.yaml      the whole configuration       (config.1.yaml: that before the run was resumed)
     env.json         software and machines         (env.1.json)
+    launch.json      the launch that started the run last
     metrics.jsonl    a line a step: see `isp.metrics`
     logs/            rank_0.log ...
     checkpoint/      see `isp.checkpoint`
@@ -116,6 +117,11 @@ class RunFolder:
         return self.path / "env.json"
 
     @property
+    def launch_file(self) -> Path:
+        """What started the run last."""
+        return self.path / "launch.json"
+
+    @property
     def metrics_file(self) -> Path:
         """The numbers of each step."""
         return self.path / "metrics.jsonl"
@@ -141,6 +147,13 @@ class RunFolder:
     def write_environment(self, environment: Environment) -> None:
         """Write the environment; a different one, from before resuming, is kept next to it."""
         _replace(self.environment_file, environment.to_json())
+
+    def write_launch(self, text: str) -> None:
+        """Write what starts the run now, in place of what did before."""
+        with _explain(str(self.path.parent.parent)):
+            new = self.launch_file.with_name(".launch.json")
+            _write_synced(new, text.encode())
+            os.replace(new, self.launch_file)
 
     def open_metrics(self, *, last_step: int) -> MetricsFile:
         """The metrics file to write on after `last_step`, 0 in a new run."""

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from isp.checkpoint.plain import Plain, from_tensor, to_tensor
 from isp.comm import Channel
 
-__all__ = ["CheckpointError", "attempt", "exchange"]
+__all__ = ["CheckpointError", "attempt", "attempt_first", "exchange"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in faults.items())
         raise CheckpointError(f"{what} failed on {reasons}")
     return [result for _, result in answers]
+
+
+def attempt_first(channel: Channel, what: str, act: Callable[[], Plain]) -> Any:
+    """What `act` gives on rank 0, on all ranks; see `attempt`."""
+    return attempt(channel, what, lambda: act() if channel.rank == 0 else None)[0]
 
 
 def _describe(error: BaseException) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from isp.checkpoint.agreement import CheckpointError, attempt
+from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.background import Flight, Staging
+from isp.checkpoint.choice import CheckpointInfo, choose
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
@@ -46,28 +47,6 @@ TOLD_SECONDS = 0.1
 """A save that has to wait longer for the one before says so."""
 LAST_SECONDS = 60.0
 """Time that a save in flight has to end after the run has failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """A checkpoint whose every byte has been verified."""
-
-    path: Path
-    manifest: Manifest
-    reason: str
-    """Why it was chosen."""
-    passed_over: tuple[str, ...]
-    """Newer ones that are not good, and what became of saves that did not end: a line each."""
-
-    @property
-    def step(self) -> int:
-        """Steps done when it was saved."""
-        return self.manifest.step
-
-    def describe(self) -> str:
-        """Which it is and why, for people."""
-        skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
-        return f"{self.path}, {self.reason}{skipped}"
 
 
 class Checkpointer:
@@ -194,13 +173,13 @@ class Checkpointer:
         step, begin = manifest.step, time.perf_counter()
         what = f"saving {self.folder.published(step)}"
         try:
-            self._attempt_first(what, lambda: self.folder.begin(step))
+            attempt_first(self._channel, what, lambda: self.folder.begin(step))
             answers = attempt(self._channel, what, lambda: self._write_shards(step, shards))
             files = {
                 name: FileRecord(*record) for answer in answers for name, record in answer.items()
             }
             complete = dataclasses.replace(manifest, files=files)
-            self._attempt_first(what, lambda: self._publish(complete))
+            attempt_first(self._channel, what, lambda: self._publish(complete))
         except CheckpointError as error:
             if self._first:
                 self.folder.abandon(step)
@@ -244,40 +223,13 @@ class Checkpointer:
 
     # -- loading -----------------------------------------------------------------------------
 
-    def choose(self, load_step: int | None = None) -> CheckpointInfo | None:
-        """The checkpoint of `load_step`, or the newest good one; None if there is none at all.
-
-        Reads and verifies every byte, each rank a share. Raises ValueError if there is no
-        checkpoint of `load_step`, and CheckpointError if it is damaged or all are.
-        """
+    def choose(
+        self, load_step: int | None = None, *, launched_at: float = math.inf
+    ) -> CheckpointInfo | None:
+        """The checkpoint to go on from; see `isp.checkpoint.choice.choose`."""
         if self._flight is not None:
             self._flight.join()
-        steps, leftovers = self._attempt_first(f"reading {self.folder.path}", self._listing)
-        if load_step is not None and load_step not in steps:
-            there = ", ".join(str(s) for s in steps) or "none at all"
-            raise ValueError(
-                f"checkpoint.load_step={load_step}: {self.folder.path} has no such checkpoint;"
-                f" there are: {there}"
-            )
-        passed_over = [f"{name}: left over from a save that did not end" for name in leftovers]
-        reason = "the newest good one" if load_step is None else f"as load_step={load_step} says"
-        for step in steps if load_step is None else [load_step]:
-            path = self.folder.published(step)
-            try:
-                manifest = self._verified(step)
-            except CheckpointError as fault:
-                passed_over.append(f"{path.name}: {fault}")
-                continue
-            return CheckpointInfo(
-                path=path, manifest=manifest, reason=reason, passed_over=tuple(passed_over)
-            )
-        if steps:
-            reasons = "".join(f"\n  {line}" for line in passed_over)
-            raise CheckpointError(
-                f"no good checkpoint in {self.folder.path}, where there should be one:{reasons}\n"
-                f"choose another by checkpoint.load_step, or start anew in another folder"
-            )
-        return None
+        return choose(self.folder, self._channel, load_step, launched_at=launched_at)
 
     def load(self, info: CheckpointInfo, state: TrainState) -> Resumed:
         """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
@@ -325,32 +277,6 @@ class Checkpointer:
                 process_group=self._channel.group,
                 no_dist=self._channel.group is None,
             )
-
-    def _verified(self, step: int) -> Manifest:
-        """What `step` consists of, verified; raises CheckpointError on all ranks if damaged."""
-        path = self.folder.published(step)
-        manifests: list[Manifest] = []
-
-        def check_share() -> None:
-            try:
-                manifest = Manifest.read(path)
-                by_size = sorted(manifest.files, key=lambda name: manifest.files[name].num_bytes)
-                manifest.check(path, by_size[self._channel.rank :: self._channel.size])
-            except Damaged as fault:
-                raise CheckpointError(str(fault)) from None
-            manifests.append(manifest)
-
-        attempt(self._channel, "verifying", check_share)
-        return manifests[0]
-
-    def _listing(self) -> tuple[list[int], list[str]]:
-        """The published steps, newest first, and the names of what else is there."""
-        self.folder.restore()
-        return self.folder.steps(), [path.name for path in self.folder.leftovers()]
-
-    def _attempt_first(self, what: str, act: Callable[[], Plain]) -> Any:
-        """What `act` gives on rank 0, on all ranks; see `attempt`."""
-        return attempt(self._channel, what, lambda: act() if self._first else None)[0]
 
 
 def _own_channel(world: Channel, timeout_seconds: float) -> Channel:

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from isp.checkpoint.agreement import exchange
-from isp.checkpoint.folder import CheckpointFolder
-from isp.comm import Mesh, RollCall, World
+from isp.comm import Channel, Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
 from isp.environment import Environment, RankPlace
-from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
+from isp.run_folder import RunFolder
 from isp.run_logging import run_logging
 from isp.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
 from isp.train.out_of_memory import memory_guard
 from isp.train.param_names import check_param_groups
+from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
 __all__ = ["main"]
@@ -50,7 +50,8 @@ def main(config: JobConfig) -> None:
     with ExitStack() as stack:
         stack.enter_context(world)
         mesh = Mesh(topology, world.rank)
-        folder, resumes = _open_folder(config, mesh)
+        start = _open_run(config, mesh.host)
+        folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]
@@ -77,11 +78,9 @@ def main(config: JobConfig) -> None:
         stack.enter_context(trainer.checkpointer)
         grace_seconds = min(GRACE_SECONDS, config.comm.train_timeout_seconds)
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
-        with (
-            stop,
-            roll_call,
-        ):  # until here nothing is lost, and a signal may end a rank that waits for others
-            trainer.run(resumes=resumes)
+        # Until here nothing is lost, and a signal may end a rank that waits for others.
+        with stop, roll_call:
+            trainer.run(start)
 
 
 def choose_device(config: JobConfig) -> torch.device:
@@ -111,48 +110,16 @@ def _snapshots(config: JobConfig, folder: RunFolder) -> Path | None:
     return folder.path / profiler.save_memory_snapshot_folder
 
 
-def _open_folder(config: JobConfig, mesh: Mesh) -> tuple[RunFolder, bool]:
-    """The folder to write to, made by rank 0, and whether it is that of a run to go on with."""
-    path, resumes, fault = None, False, None
-    if mesh.rank == 0:
+def _open_run(config: JobConfig, host: Channel) -> Start:
+    """What `open_run` gives on rank 0, on all ranks."""
+    path, resumes, launched_at, fault = None, False, 0.0, None
+    if host.rank == 0:
         try:
-            earlier = _run_to_resume(config)
-            resumes = earlier is not None
-            folder = (
-                RunFolder.create(config.job, run_name())
-                if earlier is None
-                else RunFolder.reopen(earlier.path)
-            )
+            folder, resumes, launched_at = open_run(config)
             path = str(folder.path)
         except ValueError as error:
             fault = str(error)
-    path, resumes, fault = exchange(mesh.host, (path, resumes, fault))[0]
+    path, resumes, launched_at, fault = exchange(host, (path, resumes, launched_at, fault))[0]
     if fault is not None:
         raise ValueError(fault)
-    return RunFolder.join(path), resumes
-
-
-def _run_to_resume(config: JobConfig) -> RunFolder | None:
-    """The newest run of the job that has a checkpoint, unless it is finished.
-
-    [Note: Restarts] Ranks that torchrun starts again are in the same run still, whether it has a
-    checkpoint yet or has saved its last one: else a rank that dies while the run ends would have
-    all of it trained once more.
-    """
-    wanted, elsewhere = config.checkpoint.load_step, config.checkpoint.folder is not None
-    goes_on = config.checkpoint.auto_resume or wanted is not None or elsewhere
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if goes_on and restarted and (interrupted := latest_run(config.job)) is not None:
-        return interrupted
-    if elsewhere or not goes_on:
-        return None
-    for run in earlier_runs(config.job):
-        if steps := CheckpointFolder(run.checkpoint_folder).steps():
-            finished = wanted is None and steps[0] >= config.training.steps
-            return None if finished else run
-    if wanted is not None:
-        raise ValueError(
-            f"checkpoint.load_step={wanted}: no run of job.name={config.job.name} under"
-            f" job.dump_folder={config.job.dump_folder} has a checkpoint"
-        )
-    return None
+    return Start(RunFolder.join(path), resumes=resumes, launched_at=launched_at)

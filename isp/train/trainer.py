@@ -29,6 +29,7 @@ from isp.train.outputs import StepOutputs
 from isp.train.pace import Pace
 from isp.train.phases import PhaseClock, RunPhase
 from isp.train.profile_steps import StepProfiler
+from isp.train.resume import Start
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
@@ -117,14 +118,14 @@ class Trainer:
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator)
 
-    def run(self, *, resumes: bool) -> None:
+    def run(self, start: Start) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.
 
-        `resumes` from the checkpoints in the run's folder; those in `checkpoint.folder` are looked
-        at in any case.
+        Goes on from the run's own checkpoints if `start` says so; those in `checkpoint.folder` are
+        looked at in any case.
         """
-        if resumes or self.config.checkpoint.folder is not None:
-            self._resume()
+        if start.resumes or self.config.checkpoint.folder is not None:
+            self._resume(start.launched_at)
         stopped: str | None = None
         rank = self.mesh.rank
         with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
@@ -136,8 +137,9 @@ class Trainer:
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
 
-    def _resume(self) -> None:
-        info = self.checkpointer.choose(self.config.checkpoint.load_step)
+    def _resume(self, launched_at: float) -> None:
+        load_step = self.config.checkpoint.load_step
+        info = self.checkpointer.choose(load_step, launched_at=launched_at)
         if info is None:
             return
         resumed = self.checkpointer.load(info, self.state)

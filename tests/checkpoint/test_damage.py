@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
-from isp.checkpoint.manifest import MANIFEST
+from isp.checkpoint.manifest import MANIFEST, Manifest
 from isp.checkpoint.storage import METADATA, read_metadata
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
@@ -116,6 +116,30 @@ def test_a_step_can_be_asked_for(folder: Path) -> None:
     (folder / "step_10" / DATA).unlink()
     with pytest.raises(CheckpointError, match=r"step_10: .*is missing"):
         _choose(folder, load_step=10)
+
+
+def test_a_run_that_went_back_goes_on(folder: Path) -> None:
+    """Catches a restarted run that goes back to load_step once more, or on from what it left."""
+    checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
+
+    def chosen(launched_at: float) -> tuple[int, str]:
+        info = checkpointer.choose(10, launched_at=launched_at)
+        assert info is not None
+        return info.step, info.reason
+
+    before = Manifest.read(folder / "step_20").saved_at
+    assert chosen(before + 1e9) == (10, "as load_step=10 says")
+    assert chosen(before)[0] == 30, "saved after step 20 was"
+    assert chosen(before - 1e-6) == (
+        30,
+        "the newest good one since the run went back to load_step=10",
+    )
+    (folder / "step_30" / DATA).unlink()
+    assert chosen(before - 1e-6)[0] == 20
+    assert chosen(before)[0] == 10
+    info = checkpointer.choose(launched_at=before)
+    assert info is not None
+    assert info.step == 20
 
 
 def _choose_on(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:

@@ -220,3 +220,19 @@ def test_a_restart_stays_in_its_run(
     assert run_folders(job) == [run]
     assert numbers(run) == wanted
     assert (run / "logs/rank_0.log").read_text().count("resumed from") == (saved > 0)
+
+
+def test_a_restart_does_not_go_back_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that goes back to load_step each time that one of its ranks dies."""
+    options = ["--checkpoint.interval", "1", "--training.steps"]
+    run_forked(job, *options, "6", "--job.name", "whole")
+    run_forked(job, *options, "3")
+    back = ["--checkpoint.load_step", "1"]
+    run_forked(job, *options, "4", *back)  # as far as it came before a rank died
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_forked(job, *options, "6", *back)
+    _expect_the_same(job, 6)
+    (run,) = run_folders(job)
+    log = (run / "logs/rank_0.log").read_text()
+    assert "step_1, as load_step=1 says" in log
+    assert "step_4, the newest good one since the run went back to load_step=1" in log
