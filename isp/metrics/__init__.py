@@ -1,9 +1,9 @@
 """The numbers of a step: what they are, the line that is printed, the file that is kept."""
 
 from isp.metrics.device import (
+    MemoryMeter,
     describe_mfu,
     device_name,
-    memory_gib,
     peak_memory_gib,
     peak_tflops,
 )
@@ -13,6 +13,7 @@ from isp.metrics.record import Speed, StepRecord, speed
 from isp.metrics.tensorboard import TensorBoardFile
 
 __all__ = [
+    "MemoryMeter",
     "MetricsFile",
     "ProgressBar",
     "Speed",
@@ -20,7 +21,6 @@ __all__ = [
     "TensorBoardFile",
     "describe_mfu",
     "device_name",
-    "memory_gib",
     "peak_memory_gib",
     "peak_tflops",
     "read_metrics",

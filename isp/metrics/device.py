@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import resource
@@ -12,9 +13,9 @@ from pathlib import Path
 import torch
 
 __all__ = [
+    "MemoryMeter",
     "describe_mfu",
     "device_name",
-    "memory_gib",
     "peak_memory_gib",
     "peak_tflops",
     "reset_peak_memory",
@@ -101,16 +102,32 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
-def memory_gib(device: torch.device) -> float:
-    """Memory that this process has in use now, in GiB: what `peak_memory_gib` is the most of."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**30
-    try:
-        with open("/proc/self/statm", "rb") as pages:
-            resident = int(pages.read().split()[1])
-    except FileNotFoundError:  # not Linux: there is only the peak
-        return peak_memory_gib(device)
-    return resident * resource.getpagesize() / 2**30
+class MemoryMeter:
+    """How much memory this process has in use now: what `peak_memory_gib` is the most of.
+
+    Made to be read often: a file of Linux that tells it on CPU stays open until `close`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: int | None = None
+        if device.type != "cuda" and sys.platform == "linux":
+            self._pages = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def gib(self) -> float:
+        """In GiB."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device) / 2**30
+        if self._pages is None:
+            return peak_memory_gib(self._device)
+        resident = int(os.pread(self._pages, 128, 0).split()[1])
+        return resident * resource.getpagesize() / 2**30
+
+    def close(self) -> None:
+        """It is not read any more."""
+        if self._pages is not None:
+            os.close(self._pages)
+            self._pages = None
 
 
 def reset_peak_memory(device: torch.device) -> None:

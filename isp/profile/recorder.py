@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isp.comm import CommLog, DeviceClock, Transfer
-from isp.metrics import memory_gib, peak_memory_gib
+from isp.metrics import MemoryMeter, peak_memory_gib
 
 __all__ = ["Mark", "RankRecord", "Recorder"]
 
@@ -75,12 +75,13 @@ class Recorder:
     _moments: list[_Moment] = field(default_factory=list, init=False)
     _begins: list[_Moment] = field(default_factory=list, init=False)
     _handles: list[RemovableHandle] = field(default_factory=list, init=False)
+    _memory: MemoryMeter = field(init=False)
 
     def __enter__(self) -> Self:
         assert self.log.observer is None, "this log is observed already"
         if self.device.type == "cuda":
             self.clock = DeviceClock()
-        self.log.observer = self
+        self.log.observer, self._memory = self, MemoryMeter(self.device)
         for name, part in self.parts.items():
             self._handles.append(part.register_forward_pre_hook(self._begins_forward(name)))
             self._handles.append(part.register_forward_hook(self._begins_backward(name)))
@@ -100,6 +101,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._memory.close()
 
     def begin_step(self) -> None:
         """A step begins here, and the one before it ends; to be called after the last one, too."""
@@ -122,7 +124,7 @@ class Recorder:
         self._transfers.append(transfer)
 
     def entered(self, phase: str, block: str) -> None:
-        self._moments.append(self._moment(phase, block, memory=memory_gib(self.device)))
+        self._moments.append(self._moment(phase, block, memory=self._memory.gib()))
 
     # -- inside ------------------------------------------------------------------------------
 

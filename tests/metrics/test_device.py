@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isp.metrics import describe_mfu, device_name, peak_memory_gib, peak_tflops
+from isp.metrics import MemoryMeter, describe_mfu, device_name, peak_memory_gib, peak_tflops
 from isp.settings import MetricsConfig
 
 
@@ -81,3 +81,17 @@ def test_gpu_memory_is_that_of_tensors() -> None:
     torch.zeros(2**28, device=device, dtype=torch.uint8)
     assert peak_memory_gib(device) == pytest.approx(before + 0.25, abs=0.01)
     assert device_name(device)
+
+
+def test_memory_in_use_follows_what_is_taken_and_given_back():
+    """Catches a meter that reads a peak, another process, or pages as bytes."""
+    meter = MemoryMeter(torch.device("cpu"))
+    before = meter.gib()
+    taken = torch.ones(2**25)  # 128 MiB
+    during = meter.gib()
+    del taken
+    after = meter.gib()
+    meter.close()
+    assert before + 0.1 < during < before + 0.15
+    assert after < before + 0.05
+    assert during <= peak_memory_gib(torch.device("cpu")) + 0.01
