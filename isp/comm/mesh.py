@@ -9,7 +9,9 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from isp.comm.channel import Channel
 from isp.comm.link import Link
@@ -36,9 +38,13 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.size > 1:
+            timeout = timedelta(seconds=self.timeout_seconds)
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=self.timeout_seconds),
+                store=_meeting_place(timeout),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
                 device_id=self.device if self.device.type == "cuda" else None,
             )
         return self
@@ -52,6 +58,20 @@ class World:
         # After an error the others may be gone: leaving politely could hang, exiting does not.
         if kind is None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meeting_place(timeout: timedelta) -> Store:
+    """The store through which the ranks find each other: torchrun's.
+
+    torch 2.13 keeps it when it starts ranks again, which then may read the addresses of dead ones.
+    So on one machine each start has keys of its own. On several, torchrun counts them differently
+    on each: see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in the README.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "any"
+    return PrefixStore(f"start_{start}", store)
 
 
 class Mesh:

@@ -50,11 +50,6 @@ if death is not None and os.environ.get("RANK") == str(death["rank"]):
 """A `sitecustomize.py`: Python runs it as it starts, before the program, in every process."""
 
 
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""torchrun's own switch: without it, ranks that are started again meet in the store of the dead,
-and may read an address there before its new owner has written his: "connection refused"."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Death:
     """When a rank is killed, in an attempt of its own: Python tells its hooks what it will do."""
@@ -103,7 +98,7 @@ def _train(torchruns: Launchers, job: Path, deaths: Sequence[Death], *words: str
     process = torchruns.start(
         ["--standalone", "--nproc-per-node", "2", "--max-restarts", "30"],
         [str(job), *words],
-        env={"DEATHS": json.dumps([asdict(death) for death in deaths]), **FRESH_STORE},
+        env={"DEATHS": json.dumps([asdict(death) for death in deaths])},
         path=[job.parent / "hooks"],
     )
     code = process.wait()
