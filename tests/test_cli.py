@@ -388,3 +388,20 @@ def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
     assert shard.name in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(tmp_path / "absent")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--modes", "isp,tp"], "--modes isp,tp: write one or more of mtp,msp,fsp,isp, each once"),
+        (["--modes", "isp,isp"], "each once"),
+        (["--nproc", "3", "--parallel.tensor.size", "2"], "in mtp mode: parallel.tensor.size=2"),
+        (["--job.dump_folder", "/dev/null/x", "--nproc", "2"], "job.dump_folder=/dev/null/x"),
+    ],
+)
+def test_profile_refuses_before_it_starts_ranks(job, capsys, words, fault):
+    """Catches a mode that cannot be, or a folder, found out only when ranks have been started."""
+    assert main(["profile", job, *words]) == 2
+    said = capsys.readouterr()
+    assert fault in said.err
+    assert "profiling" not in said.out

@@ -25,7 +25,7 @@ __all__ = ["WaitSettings", "worst_waits"]
 
 _SHORTEST = 0.005
 """Milliseconds a step; what blocks for less is no wait."""
-_ENOUGH = 0.8
+_ENOUGH = 0.95
 """Share of a wait, over all its occurrences, that a change must hide to be recommended."""
 
 
@@ -128,6 +128,11 @@ class _Judge:
     def verdict(self) -> _Verdict:
         """The reason with the largest share, and one sentence."""
         longest = max(self.own, key=lambda c: c.exposed_ms)
+        if longest.edge is None and (change := self._change()) is not None:
+            late = longest.exposed_ms
+            return _Verdict(
+                Reason.LATE, f"launched {late:.1f} ms too late: {change} would hide it", late
+            )
         if sum(c.others_ms for c in self.own) >= self.exposed / 2:
             return _Verdict(Reason.OTHER_RANKS, self._of_other_ranks())
         if longest.edge is Edge.FIRST:
@@ -138,10 +143,6 @@ class _Judge:
             return _Verdict(Reason.LAST_EDGE, text)
         if longest.cost is not Cost.AHEAD:
             return _Verdict(Reason.CHAIN, self._of_chain(longest))
-        if (change := self._change()) is not None:
-            late = max(c.exposed_ms - c.others_ms for c in self.own)
-            text = f"launched {late:.1f} ms too late: {change} would hide it"
-            return _Verdict(Reason.LATE, text, late)
         if sum(c.queue_ms for c in self.own) >= self.exposed / 2:
             return _Verdict(Reason.QUEUE, self._of_queue())
         return _Verdict(Reason.TOO_LONG, self._of_length())
@@ -290,8 +291,13 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
 
 
 def _end_from(one: _Occurrence, place: float) -> float:
-    """When the collective would have been over if its block had been launched at `place`."""
+    """When the collective would have been over if its block had been launched at `place`.
+
+    The other ranks would have come to it as much earlier as this one.
+    """
     c = one.collective
+    others_begin = max(c.wait_ms, c.start_ms) + c.others_ms - (c.launch_ms - place)
+    with_others = others_begin + c.moving_ms if c.others_ms else place
     together = [
         o
         for o in one.at.collectives
@@ -306,5 +312,5 @@ def _end_from(one: _Occurrence, place: float) -> float:
     while True:
         crossing = sum(o.moving_ms for o in foreign if place < o.launch_ms < end)
         if crossing <= meanwhile:
-            return end
+            return max(end, with_others)
         meanwhile, end = crossing, alone + crossing

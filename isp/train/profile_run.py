@@ -77,7 +77,7 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
 
 
 def make_profile_folder(config: JobConfig) -> Path:
-    """A new folder `outputs/<job>/profile/<time>`.  Raises OSError if it cannot be made."""
+    """A new folder `outputs/<job>/profile/<time>`.  Raises ValueError if it cannot be made."""
     folder = Path(config.job.dump_folder) / config.job.name / "profile"
     name = run_name()
     for number in range(1, 1000):
@@ -86,6 +86,11 @@ def make_profile_folder(config: JobConfig) -> Path:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ValueError(
+                f"job.dump_folder={config.job.dump_folder}: cannot make {path}"
+                f" ({error.strerror}): name a folder that can be written to"
+            ) from error
         return path
     raise AssertionError("unreachable")
 

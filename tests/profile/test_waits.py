@@ -76,11 +76,21 @@ def test_settings_that_launch_late_are_named_first():
 def test_other_ranks():
     """Catches a rank that comes late being reported as a transfer that is slow."""
     late = transfer("all_gather", WEIGHT, phase="forward", launch=60, end=64, wait=62)
-    wait = _wait(_gather(31, 64), others=(late,))
+    first = WeightConfig(launch_allgather_before=LaunchPoint.WQKV)
+    wait = _wait(_gather(31, 64), others=(late,), weight=first)
     assert wait.reason is Reason.OTHER_RANKS
+    assert (wait.others_ms, wait.moving_ms) == pytest.approx((8 / 2, 4))
     assert "rank 1 came last" in wait.advice
-    crowd = _wait(_gather(31, 64), others=(late,), ranks_on_machine=4, cores=2)
+    crowd = _wait(_gather(31, 64), others=(late,), weight=first, ranks_on_machine=4, cores=2)
     assert "4 ranks share 2 cores" in crowd.advice
+
+
+def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
+    """Catches ranks being blamed for coming late to what all of them launch too late."""
+    late = transfer("all_gather", WEIGHT, phase="forward", launch=60, end=64, wait=61)
+    wait = _wait(_gather(31, 64), others=(late,))
+    assert "launch_allgather_before=wqkv" in wait.advice  # from attn, there at 60 - 11 + 4
+    assert wait.late_ms == pytest.approx(12)
 
 
 def test_queue():
