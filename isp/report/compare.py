@@ -18,6 +18,7 @@ from isp.report.style import (
     BLUE,
     GREEN,
     ORANGE,
+    PHONE,
     PURPLE,
     SKY,
     VERMILLION,
@@ -230,8 +231,8 @@ def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     handles = [
-        Patch(facecolor=VERMILLION, edgecolor="#333333", hatch="///", label="exposed"),
-        Patch(facecolor=ORANGE, edgecolor="#333333", hatch="xxx", label="other ranks"),
+        Patch(facecolor=VERMILLION, edgecolor="#333333", hatch="///", label="exposed, moving"),
+        Patch(facecolor=ORANGE, edgecolor="#333333", hatch="xxx", label="exposed, other ranks"),
         Patch(facecolor=SKY, edgecolor="#333333", label="hidden"),
         Patch(facecolor=BLACK, label="at least"),
     ]
@@ -239,7 +240,7 @@ def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
         handles=handles,
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=4 if size.width > size.height else 2,
+        ncols=4 if size.width > 2 * PHONE.width else 2,
     )
     return figure
 

@@ -56,6 +56,8 @@ class Section:
     """What it is, and its value."""
     table: Table | None = None
     pictures: tuple[Picture, ...] = ()
+    listing: str | None = None
+    """Text in columns, to be scrolled in a box of its own."""
     choose_by: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
     """Wide pictures to be scrolled sideways; the first is seen first."""

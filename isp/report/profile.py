@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from isp.profile import Profile
 from isp.report.compare import exposed_section, kinds_section, modes_section
 from isp.report.memory import memory_section
 from isp.report.page import Page, Section
+from isp.report.plan import plan_section
 from isp.report.timeline import timeline_section
 from isp.report.waits import lead_mode, lead_sentence, waits_section
 
@@ -29,10 +32,17 @@ def profile_page(profile: Profile) -> Page:
             timeline_section(modes, command),
             memory_section(profile, command),
             *(waits_section(mode, command, at_most=5) for mode in modes[1:]),
+            *_plans(profile),
             kinds_section(profile, command),
             _about(profile),
         ),
     )
+
+
+def _plans(profile: Profile) -> Iterator[Section]:
+    for mode in profile.modes:
+        if (section := plan_section(profile, mode)) is not None:
+            yield section
 
 
 def _about(profile: Profile) -> Section:

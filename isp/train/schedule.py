@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from isp.attention.distributed import DistributedAttention
@@ -13,16 +15,39 @@ from isp.parallel import Mode
 from isp.pipeline import PipelineOrder
 from isp.weights.declare import as_chunks
 from isp.weights.grid import grid
-from isp.weights.plan import plan
+from isp.weights.plan import Plan, plan
+from isp.weights.trace import Action, Chunks
 from isp.weights.wp import LocalWeights
 from model.decoder import Decoder, LayerSpan
 from model.stages import stage_spans
 
-__all__ = ["schedule_text", "shape_only"]
+__all__ = ["RankPlan", "rank_plans", "schedule_text", "shape_only"]
+
+
+class RankPlan(NamedTuple):
+    """The plan of one pipeline rank, and what it was made for."""
+
+    title: str
+    """Its stages, such as `stage 0 and 4`."""
+    plan: Plan
+    chunks: Chunks
+    actions: tuple[Action, ...]
 
 
 def schedule_text(config: JobConfig) -> str:
     """The grid of one training step on each stage.
+
+    Raises ValueError outside isp mode, where nothing travels.
+    """
+    plans = rank_plans(config)
+    grids = [grid(own.plan, own.chunks, own.actions) for own in plans]
+    if len(grids) == 1:
+        return grids[0]
+    return "\n\n".join(f"{own.title}\n\n{text}" for own, text in zip(plans, grids, strict=True))
+
+
+def rank_plans(config: JobConfig) -> list[RankPlan]:
+    """The plan of one training step on each pipeline rank.
 
     Raises ValueError outside isp mode, where nothing travels.
     """
@@ -33,15 +58,10 @@ def schedule_text(config: JobConfig) -> str:
             f" schedule to show: use isp"
         )
     order = PipelineOrder(parallel.pipeline)
-    ranks = range(parallel.pipeline.size)
-    grids = [_rank_grid(config, order, rank) for rank in ranks]
-    if len(grids) == 1:
-        return grids[0]
-    titles = [f"stage {' and '.join(map(str, order.stages_of(rank)))}" for rank in ranks]
-    return "\n\n".join(f"{title}\n\n{text}" for title, text in zip(titles, grids, strict=True))
+    return [_rank_plan(config, order, rank) for rank in range(parallel.pipeline.size)]
 
 
-def _rank_grid(config: JobConfig, order: PipelineOrder, rank: int) -> str:
+def _rank_plan(config: JobConfig, order: PipelineOrder, rank: int) -> RankPlan:
     spans = stage_spans(config.model, order.num_stages)
     models: list[Decoder] = []
     for stage in order.stages_of(rank):
@@ -56,7 +76,8 @@ def _rank_grid(config: JobConfig, order: PipelineOrder, rank: int) -> str:
         launch=weight.launch_allgather_before,
         overlap=weight.overlap,
     )
-    return grid(steps, chunks, actions)
+    title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
+    return RankPlan(title, steps, chunks, actions)
 
 
 def shape_only(config: JobConfig, span: LayerSpan, first: Decoder | None) -> Decoder:

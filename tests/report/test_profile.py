@@ -21,7 +21,9 @@ from isp.report.waits import lead_sentence
 from tests.profile.example import example_profile
 from tests.report.html_page import HtmlPage
 
+pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
 COMMAND = "isp profile job.yaml --nproc 2 --modes mtp,isp"
+CONFIG = "model: {preset: tiny, num_layers: 2}\ndata: {source: python-stdlib}\n"
 MARKUP = "</title><img src=x>&\"'"
 
 
@@ -33,7 +35,7 @@ class Written(NamedTuple):
 
 def example() -> Profile:
     """The example with its command, and a label that would change the page if it were not text."""
-    profile = replace(example_profile(), command=COMMAND)
+    profile = replace(example_profile(), command=COMMAND, config=CONFIG)
     mtp, isp = profile.modes
     wait = replace(mtp.waits[0], label=MARKUP)
     ranks = tuple(_with_label(rank) for rank in mtp.ranks)
@@ -94,6 +96,7 @@ def test_tables_have_the_numbers(written: Written) -> None:
     assert "isp 9.00 0.00 6.00 2.00 4.00 0.00 0.00" in text  # what is exposed, and the bound
     assert "isp all-gather 2 2.00 20.0 5.00" in text
     assert "3.00 33% all-gather of layers.1.attention.wo.weight, forward launched too late:" in text
+    assert "action phase start" in text
     assert text.count(COMMAND) >= 6
 
 
@@ -107,7 +110,7 @@ def test_pictures_are_there(written: Written) -> None:
     """Catches a picture of the page without its file."""
     names = {path.name for path in written.folder.glob("*.png")}
     timelines = {"timeline-isp-rank0.png", "timeline-mtp-rank0.png"}
-    assert names == {"modes.png", "exposed.png", "memory.png"} | timelines
+    assert names == {"modes.png", "exposed.png", "memory.png", "plan.png"} | timelines
 
 
 def test_each_rank_can_be_chosen(written: Written) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from isp.run_folder import RunFolder
 from tests.metrics.test_record import RECORD
 from tests.report.html_page import HtmlPage
 
+pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
 NAME = "<b>&\"quick'<i>"
 CONFIG = f"""
 job: {{name: {json.dumps(NAME)}}}
@@ -178,11 +178,9 @@ def test_value_between_gaps_is_seen() -> None:
 )
 def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     """Catches pictures, or a sentence, that need two steps, a finite loss or a transfer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        page = run_page(make_run(tmp_path / "run", records))
-        for picture in page.pictures:
-            to_svg(picture, PHONE)
+    page = run_page(make_run(tmp_path / "run", records))
+    for picture in page.pictures:
+        to_svg(picture, PHONE)
     assert page.lead.startswith("Nothing is exposed") == (records[-1].comm_ms == 0)
 
 

@@ -1,0 +1,207 @@
+"""The prefetch plan of a step: when each block's weights are on their way, and when they are there.
+
+Time is counted in visits, the places of a step where a weight is read or a launch point lies: the
+plan knows no milliseconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from isp.config import JobConfig, load_config
+from isp.parallel import Mode
+from isp.profile import ModeProfile, Profile
+from isp.report.page import Section
+from isp.report.style import BLUE, GREY, SKY, VERMILLION, Picture, Size, new_axes
+from isp.train.schedule import RankPlan, rank_plans
+from isp.weights.plan import ActKind
+from isp.weights.simulate import simulate
+from isp.weights.trace import trace
+
+__all__ = ["Stay", "plan_section", "stays"]
+
+_MOST_VISITS = 400
+"""More cannot be told apart in a picture."""
+_LAUNCH = 0.4
+"""Where in a visit gathers are launched: behind the wait for the visit's own weight."""
+
+
+class Stay(NamedTuple):
+    """A weight from its gather to its free, in visits from the beginning of the step."""
+
+    row: int
+    """Of the block that declares it first, counted over all chunks."""
+    lane: int
+    """Its place among the weights of the block."""
+    weight: str
+    gathered: float
+    """Below 0: as soon as the weights of the step are there."""
+    waited: float
+    freed: float
+    ahead: int
+    """Visits between the gather and the wait; 0 if nothing can hide it."""
+
+
+def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
+    """The plan of the first pipeline rank; None where no weights are gathered."""
+    if mode.plan_grid is None:
+        return None
+    config = _config(profile)
+    first, *others = rank_plans(config)
+    where = f" on {first.title}, one of {len(others) + 1} pipeline ranks" if others else ""
+    is_cut = len(first.plan.steps) > _MOST_VISITS
+    cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""
+    rows = len(_row_names(first))
+    weight = config.parallel.weight
+    picture = Picture(
+        name="plan",
+        caption=f"When the weights of each block are on their way and when they are there{where}."
+        f" F and B are the forward and backward of a micro-batch; the frame is the block that"
+        f" runs.{cut}",
+        alt="Grid of blocks over the visits of a step, with bars from gather to free",
+        draw=partial(_draw, first),
+        wide=Size(1080, 130 + 30 * rows, 12),
+        phone=Size(360, 170 + 24 * rows, 11),
+    )
+    text = (
+        f"What is asked for ahead, so that compute hides it: per {weight.forward_overlap_per},"
+        f" launched before {weight.launch_allgather_before}. The table names each place of the"
+        f" step (“ahead” is the number of visits from the gather to the wait)."
+    )
+    return Section(
+        title="The plan of the weights in isp",
+        texts=(text,),
+        pictures=(picture,),
+        listing=mode.plan_grid,
+        command="isp schedule CONFIG",
+    )
+
+
+def _config(profile: Profile) -> JobConfig:
+    """The configuration of the profile in isp mode; the plan does not depend on group sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(profile.config, encoding="utf-8")
+        config = load_config(path)
+    tensor = replace(config.parallel.tensor, mode=Mode.ISP)
+    return replace(config, parallel=replace(config.parallel, tensor=tensor))
+
+
+def stays(own: RankPlan) -> Iterator[Stay]:
+    """Every gather of the plan with its wait and its free, in the order of the frees."""
+    places = _places(own)
+    lookaheads = iter(simulate(own.plan, own.chunks, own.actions).lookaheads)
+    gathered = {act.weight: -1.0 for act in own.plan.start}
+    waited: dict[str, tuple[float, int]] = {}
+    for number, step in enumerate(own.plan.steps):
+        for act in (*step.before, *step.after):
+            if act.kind is ActKind.GATHER:
+                gathered[act.weight] = number + _LAUNCH
+            elif act.kind is ActKind.WAIT:
+                begin = max(float(number), gathered[act.weight])
+                waited[act.weight] = begin, next(lookaheads).visits
+            else:
+                wait, ahead = waited.pop(act.weight)
+                begin = gathered.pop(act.weight)
+                yield Stay(*places[act.weight], act.weight, begin, wait, number + 1.0, ahead)
+
+
+def _places(own: RankPlan) -> dict[str, tuple[int, int]]:
+    """The row and the lane of each weight, by the block that declares it first."""
+    places: dict[str, tuple[int, int]] = {}
+    blocks = [block for chunk in own.chunks for block in chunk]
+    for row, block in enumerate(blocks):
+        names = dict.fromkeys(v.weight for v in block.visits if v.weight is not None)
+        new = [name for name in names if name not in places]
+        places |= {name: (row, lane) for lane, name in enumerate(new)}
+    return places
+
+
+def _row_names(own: RankPlan) -> list[str]:
+    return [block.name for chunk in own.chunks for block in chunk]
+
+
+def _draw(own: RankPlan, size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="visits since the step began", ylabel="")
+    names, shown = _row_names(own), min(_MOST_VISITS, len(own.plan.steps))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(-1.2, shown)
+    axes.set_ylim(len(names) - 0.5, -1.2)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    num_lanes = Counter(row for row, _ in _places(own).values())
+    drawn = [stay for stay in stays(own) if stay.gathered < shown]
+    for stay in drawn:
+        _draw_stay(axes, stay, num_lanes[stay.row])
+    _draw_spans(axes, own, size, shown)
+    handles = [
+        Patch(facecolor=SKY, edgecolor="#333333", hatch="////", label="on its way"),
+        Patch(facecolor=BLUE, edgecolor="#333333", label="there"),
+    ]
+    if not all(stay.ahead for stay in drawn):
+        exposed = Patch(facecolor=VERMILLION, edgecolor="#333333", label="nothing hides it")
+        handles.append(exposed)
+    columns = 3 if size.width > size.height * 2 else 2
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
+    return figure
+
+
+def _draw_stay(axes: Axes, stay: Stay, num_lanes: int) -> None:
+    height = 0.8 / num_lanes
+    top = stay.row - 0.4 + stay.lane * height
+    hover = (
+        f"hover:{stay.weight}: asked for {stay.ahead} visits ahead, there until visit"
+        f" {stay.freed:.0f}"
+    )
+    color, hatch = (SKY, "////") if stay.ahead else (VERMILLION, "")
+    for begin, end, look in (
+        (stay.gathered, max(stay.waited, stay.gathered + _LAUNCH), (color, hatch)),
+        (stay.waited, stay.freed, (BLUE, "")),
+    ):
+        bar = Rectangle(
+            (begin, top),
+            end - begin,
+            height,
+            facecolor=look[0],
+            hatch=look[1],
+            edgecolor="white",
+            linewidth=0.3,
+            gid=hover,
+        )
+        axes.add_patch(bar)
+
+
+def _draw_spans(axes: Axes, own: RankPlan, size: Size, shown: int) -> None:
+    """A frame around the block that runs, and the name of each action above its visits."""
+    rows = {
+        (c, b): row
+        for row, (c, b) in enumerate(
+            (c, b) for c, chunk in enumerate(own.chunks) for b in range(len(chunk))
+        )
+    }
+    begin = 0
+    for action, group in groupby(trace(own.chunks, own.actions), key=lambda span: span.action):
+        first = begin
+        for span in group:
+            row, visits = rows[span.unit], len(span.sites)
+            if begin >= shown:
+                return
+            frame = Rectangle(
+                (begin, row - 0.46), visits, 0.92, fill=False, edgecolor="black", linewidth=1.4
+            )
+            axes.add_patch(frame)
+            begin += visits
+        axes.axvline(begin, color=GREY, linewidth=0.8)
+        if first < shown and (begin - first) * size.width / shown > 40:
+            axes.text((first + min(begin, shown)) / 2, -0.85, str(action), ha="center", va="center")
