@@ -33,7 +33,7 @@ def test_a_run_stops_in_time_and_goes_on(tmp_path: Path, slow: None) -> None:
     words = ["--training.steps", "60", "--training.max_time", f"00:00:0{limit}"]
     begin = time.monotonic()
     run_forked(job, *words)
-    assert time.monotonic() - begin < limit + 2, "only starting and ending ranks is not counted"
+    assert time.monotonic() - begin < limit + 10, "60 steps take 30 s; ranks have to start and end"
     (run,) = run_folders(job)
     done = len(read_metrics(run / "metrics.jsonl"))
     assert 2 <= done < limit / STEP_SECONDS
