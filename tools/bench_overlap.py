@@ -339,7 +339,12 @@ def compute_of(options: argparse.Namespace) -> Compute:
 
 
 def rank_main(
-    rank: int, world: int, folder: str, options: argparse.Namespace, wires: Wires | None
+    rank: int,
+    world: int,
+    folder: str,
+    options: argparse.Namespace,
+    wires: Wires | None,
+    bench: type[Bench],
 ) -> None:
     if wires:
         wires.enter(rank)
@@ -347,19 +352,21 @@ def rank_main(
     store = dist.FileStore(f"{folder}/store", world)
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    Bench(rank, world, options, wires).run()
+    bench(rank, world, options, wires).run()
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
 
 
-def run_ranks(world: int, options: argparse.Namespace) -> None:
-    """Fork the ranks and wait for them; one that fails ends all."""
+def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = Bench) -> None:
+    """Fork the ranks, have each run `bench`, and wait for them; one that fails ends all."""
     wires = Wires(world) if options.link == "real" else None
     context = mp.get_context("fork")
     with wires or nullcontext(), tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=rank_main, args=(r, world, folder, options, wires), daemon=True)
+            context.Process(
+                target=rank_main, args=(r, world, folder, options, wires, bench), daemon=True
+            )
             for r in range(world)
         ]
         for process in ranks:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
-from isp.cli import profile_command
+from isp.cli import plan_command, profile_command
 from isp.cli.failures import report
+from isp.cli.numbers import positive
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -93,6 +94,15 @@ def _build_parser() -> argparse.ArgumentParser:
             overrides=True,
         )
     )
+    plan_command.add_plan_options(
+        _command(
+            commands,
+            "plan",
+            plan_command.run_plan,
+            "say what every layout would take on so many ranks",
+            overrides=True,
+        )
+    )
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
     _add_report(
         _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")
@@ -136,17 +146,10 @@ def _command(
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
     )
@@ -227,7 +230,7 @@ def _shape(text: str) -> tuple[int, int]:
     outputs, _, inputs = text.partition("x")
     if not (outputs.isdecimal() and inputs.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write e.g. 16x8")
-    return _positive(outputs), _positive(inputs)
+    return positive(outputs), positive(inputs)
 
 
 def _add_topology(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +245,7 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     for name, meaning in sizes.items():
         required = name == "--world"
         parser.add_argument(
-            name, type=_positive, default=1, required=required, metavar="N", help=meaning
+            name, type=positive, default=1, required=required, metavar="N", help=meaning
         )
     parser.add_argument(
         "--zero1",

@@ -25,11 +25,20 @@ from isp.planner.declared import (
 from isp.planner.trips import Trip, Trips
 from isp.weights.phase import Phase
 from isp.weights.plan import ActKind
-from isp.weights.trace import Action, Block, Chunks
+from isp.weights.trace import Action, Block, Chunks, Visit
 
 K = TypeVar("K")
 
-__all__ = ["Count", "Traffic", "block_trips", "ends_of_step", "gathers", "traffic"]
+__all__ = [
+    "Count",
+    "Traffic",
+    "block_trips",
+    "ends_of_step",
+    "gathers",
+    "gradient_names",
+    "neighbours_of",
+    "traffic",
+]
 
 
 class Count(NamedTuple):
@@ -94,8 +103,8 @@ def block_trips(trips: Trips, block: Block) -> Iterator[Trip]:
         yield from _layer_trips(trips, block)
     if trips.case.gathers_weights:
         for visit in block.visits:
-            if visit.weight is not None:
-                yield from reductions(trips, visit.weight, is_head=block.name == "head")
+            for name in gradient_names(trips.case, block, visit):
+                yield trips.reduce(weight_layout(trips.case, name, trips.place))
 
 
 def _layer_trips(trips: Trips, block: Block) -> Iterator[Trip]:
@@ -110,11 +119,13 @@ def _layer_trips(trips: Trips, block: Block) -> Iterator[Trip]:
             yield from there
 
 
-def reductions(trips: Trips, weight: str, *, is_head: bool = False) -> Iterator[Trip]:
+def gradient_names(case: Case, block: Block, visit: Visit) -> list[str]:
     """The gradients that a visit sets off in backward; a tied head has no bias of its own."""
-    yield trips.reduce(weight_layout(trips.case, weight, trips.place))
-    if has_bias(trips.case, weight) and not is_head:
-        yield trips.reduce(weight_layout(trips.case, bias_of(weight), trips.place))
+    if visit.weight is None:
+        return []
+    if block.name == "head" or not has_bias(case, visit.weight):
+        return [visit.weight]
+    return [visit.weight, bias_of(visit.weight)]
 
 
 def _between_stages(trips: Trips) -> dict[Trip, int]:

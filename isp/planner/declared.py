@@ -20,13 +20,13 @@ from isp.layers.module import NamedParameter, named_parameters
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES, group_gradients
 from isp.optim.rows import group_published
 from isp.parallel import Axis, Mode
-from isp.parallel.config import WeightConfig
+from isp.parallel.config import LaunchPoint, WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
 from isp.weights.plan import Plan, plan
-from isp.weights.trace import Action, Block, Chunks
+from isp.weights.trace import Action, Block, Chunks, recomputed_blocks
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 from model.decoder import Decoder, LayerSpan
@@ -38,9 +38,9 @@ __all__ = [
     "actions_of",
     "bias_of",
     "buckets",
-    "cut",
     "declaration",
     "has_bias",
+    "layouts_of",
     "local_parameters",
     "order_of",
     "stage_chunks",
@@ -77,8 +77,61 @@ def declaration(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Dec
     return Declaration({p.name: p.layout for p in named_parameters(decoder)}, blocks)
 
 
+@lru_cache(maxsize=64)
+def _bare(model: ModelConfig) -> ModelConfig:
+    """The model without what decides nothing about its parameters, so that layouts share them."""
+    return replace(
+        model,
+        checkpoint=0.0,
+        checkpoint_keeps_attention=False,
+        checkpoint_distribute_activations=False,
+    )
+
+
+@lru_cache(maxsize=64)
+def _declared(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Declaration:
+    """The parameters of the bare model, and the blocks of this one."""
+    bare = declaration(_bare(model), mode, embed_split_hidden)
+    blocks = list(bare.blocks)
+    recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
+    for number, again in enumerate(recomputed, start=1):
+        visits = tuple(
+            visit._replace(in_recompute=not model.checkpoint_keeps_attention)
+            if visit.launch_point is LaunchPoint.ATTN
+            else visit
+            for visit in blocks[number].visits
+        )
+        blocks[number] = blocks[number]._replace(recomputed=again, visits=visits)
+    return Declaration(bare.layouts, tuple(blocks))
+
+
 def _declaration(case: Case) -> Declaration:
-    return declaration(case.model, case.mode, case.parallel.weight.embed_split_hidden)
+    return _declared(case.model, case.mode, case.parallel.weight.embed_split_hidden)
+
+
+@lru_cache(maxsize=512)
+def _layouts(
+    model: ModelConfig, mode: Mode, embed_split_hidden: bool, parts: int, index: int
+) -> dict[str, ParameterLayout]:
+    """The layouts of the shards number `index` of `parts`; what is replicated stays whole."""
+    found = declaration(model, mode, embed_split_hidden).layouts.items()
+    return {
+        name: replace(layout, parts=parts, index=index)
+        if layout.reduce_over is Axis.WEIGHT_DATA
+        else layout
+        for name, layout in found
+    }
+
+
+def layouts_of(case: Case, place: Place) -> dict[str, ParameterLayout]:
+    """The layouts of all parameters of the model on the rank at `place`."""
+    return _layouts(
+        _bare(case.model),
+        case.mode,
+        case.parallel.weight.embed_split_hidden,
+        case.topology.weight,
+        place.weight,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -148,16 +201,9 @@ def _is_on(name: str, span: LayerSpan, model: ModelConfig) -> bool:
     return is_last
 
 
-def cut(case: Case, layout: ParameterLayout, weight_index: int) -> ParameterLayout:
-    """The layout of a rank's shard; what is replicated stays whole."""
-    if layout.reduce_over is not Axis.WEIGHT_DATA:
-        return layout
-    return replace(layout, parts=case.topology.weight, index=weight_index)
-
-
 def weight_layout(case: Case, name: str, place: Place) -> ParameterLayout:
     """The layout of a parameter on the rank at `place`."""
-    return cut(case, _declaration(case).layouts[name], place.weight)
+    return layouts_of(case, place)[name]
 
 
 def has_bias(case: Case, weight: str) -> bool:
@@ -173,7 +219,7 @@ def bias_of(weight: str) -> str:
 def local_parameters(case: Case, place: Place) -> tuple[NamedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
-        case.model,
+        _bare(case.model),
         case.mode,
         case.parallel.weight.embed_split_hidden,
         case.topology.weight,
@@ -183,7 +229,7 @@ def local_parameters(case: Case, place: Place) -> tuple[NamedParameter, ...]:
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _local_parameters(
     model: ModelConfig,
     mode: Mode,
@@ -194,12 +240,10 @@ def _local_parameters(
     dtype: str,
 ) -> tuple[NamedParameter, ...]:
     found: dict[str, NamedParameter] = {}
-    declared = declaration(model, mode, embed_split_hidden).layouts.items()
+    declared = _layouts(model, mode, embed_split_hidden, parts, index).items()
     for name, layout in ((n, x) for span in spans for n, x in declared if _is_on(n, span, model)):
         if name in found:
             continue
-        if layout.reduce_over is Axis.WEIGHT_DATA:
-            layout = replace(layout, parts=parts, index=index)
         data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
         found[name] = NamedParameter(name, nn.Parameter(data), layout)
     return tuple(found.values())

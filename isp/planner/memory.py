@@ -26,13 +26,14 @@ from isp.parallel import Mode
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
-from isp.planner.counts import neighbours_of
+from isp.planner.counts import gradient_names, neighbours_of
 from isp.planner.declared import (
     actions_of,
     bias_of,
     buckets,
     few_micro_batches,
     has_bias,
+    layouts_of,
     local_parameters,
     stage_chunks,
     weight_layout,
@@ -137,31 +138,31 @@ def _backward(
     """The moments of the last backward through a chunk."""
     flight = _flight(case, place, case.micro_num - 1)
 
-    def moment(name: str, layers: list[Saved], work: int, logits: int = 0) -> Memory:
+    def moment(name: str, kept: Saved, work: int, logits: int = 0) -> Memory:
         return replace(
             base,
-            activations=base.activations + sum(s.activations for s in layers),
-            attention=base.attention + sum(s.attention for s in layers),
+            activations=base.activations + kept.activations,
+            attention=base.attention + kept.attention,
             logits=logits,
             work=work + flight.full_bytes,
             moment=name,
         )
 
-    whole = saved_by_block(case, place)
+    whole, kept = saved_by_block(case, place), _sum(own.layers)
     if chunk[-1].name == "head":
-        yield moment("the loss", own.layers, 0, _loss_bytes(case))
+        yield moment("the loss", kept, 0, _loss_bytes(case))
         flight.add(_gradients(case, place, chunk[-1]))
         head = 0 if case.gathers_weights else _full_gradient(case, place, chunk[-1])
-        yield moment("the head's backward", own.layers, head, logits(case) * case.item_bytes)
+        yield moment("the head's backward", kept, head, logits(case) * case.item_bytes)
     layers = [block for block in chunk if block.name not in ("embedding", "head")]
-    for index in reversed(range(len(layers))):
-        block = layers[index]
-        yield moment(f"the backward of {block.name}", [*own.layers[:index], whole], _work(case))
+    for block, held in zip(reversed(layers), reversed(own.layers), strict=True):
+        kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
+        yield moment(f"the backward of {block.name}", _sum([kept, whole]), _work(case))
         flight.add(_gradients(case, place, block))
     if chunk[0].name == "embedding":
         flight.add(_gradients(case, place, chunk[0]))
         full = 0 if case.gathers_weights else _full_gradient(case, place, chunk[0])
-        yield moment("the backward of the embedding", [], full)
+        yield moment("the backward of the embedding", Saved(), full)
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,15 @@ class _Kept:
     @property
     def total(self) -> Saved:
         """Of all layers and ends."""
-        return Saved(
-            sum(s.activations for s in self.layers) + self.ends,
-            sum(s.attention for s in self.layers),
-        )
+        return _sum([*self.layers, Saved(self.ends)])
+
+
+def _sum(parts: Iterable[Saved]) -> Saved:
+    activations = attention = 0
+    for part in parts:
+        activations += part.activations
+        attention += part.attention
+    return Saved(activations, attention)
 
 
 def _most_waiting(case: Case, place: Place, kept: list[_Kept]) -> list[Saved]:
@@ -312,6 +318,8 @@ class _Flight:
 def _flight(case: Case, place: Place, micro_num: int) -> _Flight:
     """Gradients on their way after so many backward passes; a few are as good as many."""
     flight = _Flight(case)
+    if not case.gathers_weights:
+        return flight
     for _ in range(min(micro_num, 3)):
         for block in reversed(_blocks(case, place)):
             flight.add(_gradients(case, place, block))
@@ -325,17 +333,20 @@ def _reduce_pool(case: Case, place: Place) -> int:
 
 def _gradients(case: Case, place: Place, block: Block) -> list[_Gradient]:
     """What a block's backward sets on its way, in order; nothing where weights do not travel."""
-    if not case.gathers_weights:
-        return []
-    found = []
-    for visit in reversed(block.visits):
-        if visit.weight is None:
-            continue
-        names = [visit.weight]
-        if has_bias(case, visit.weight) and block.name != "head":
-            names.append(bias_of(visit.weight))
-        found += [_gradient(case, weight_layout(case, name, place)) for name in names]
-    return found
+    return _all_gradients(case, place)[block.name] if case.gathers_weights else []
+
+
+@lru_cache(maxsize=4)
+def _all_gradients(case: Case, place: Place) -> dict[str, list[_Gradient]]:
+    layouts = layouts_of(case, place)
+    return {
+        block.name: [
+            _gradient(case, layouts[name])
+            for visit in reversed(block.visits)
+            for name in gradient_names(case, block, visit)
+        ]
+        for block in _blocks(case, place)
+    }
 
 
 def _gradient(case: Case, layout: ParameterLayout) -> _Gradient:
@@ -360,19 +371,25 @@ def _gather_pool(case: Case, place: Place) -> int:
     """Bytes of the buffers that weights are gathered into: at most two units at once."""
     if not case.gathers_weights:
         return 0
-    chunks = stage_chunks(case, place.stage)
-    sizes = {}
-    visits = (visit for block in _blocks(case, place) for visit in block.visits)
-    for weight in {visit.weight for visit in visits if visit.weight is not None}:
-        names = [weight, bias_of(weight)] if has_bias(case, weight) else [weight]
-        layouts = [weight_layout(case, name, place) for name in names]
-        sizes[weight] = tuple(prod(piece_shape(x)) * x.parts * case.item_bytes for x in layouts)
-    return _reserved(
-        chunks,
-        actions_of(case, place.stage, few_micro_batches(case)),
-        case.parallel.weight,
-        tuple(sorted(sizes.items())),
+    layouts = layouts_of(case, place)
+    names = _weights_and_biases(case, place)
+    kinds = tuple((name, prod(layouts[name].global_shape)) for name in names)
+    config = replace(case.parallel.weight, size=1)
+    actions = actions_of(case, place.stage, few_micro_batches(case))
+    reserved = _reserved(stage_chunks(case, place.stage), actions, config, kinds)
+    a_name = {kind: name for name, kind in kinds}
+    pieces = {kind: layouts[a_name[kind]] for kind in reserved}
+    return case.item_bytes * sum(
+        reserved[kind] * prod(piece_shape(layout)) * layout.parts for kind, layout in pieces.items()
     )
+
+
+def _weights_and_biases(case: Case, place: Place) -> list[str]:
+    """What the blocks of a rank read, by name, once."""
+    visits = (visit for block in _blocks(case, place) for visit in block.visits)
+    weights = dict.fromkeys(visit.weight for visit in visits if visit.weight is not None)
+    biases = [bias_of(weight) for weight in weights if has_bias(case, weight)]
+    return [*weights, *biases]
 
 
 @lru_cache(maxsize=512)
@@ -380,17 +397,19 @@ def _reserved(
     chunks: Chunks,
     actions: tuple[Action, ...],
     config: WeightConfig,
-    sizes: tuple[tuple[str, tuple[int, ...]], ...],
-) -> int:
-    """The buffers that a pool has made by the end of a step, from those of each weight."""
-    plan, size_of = weights_plan(chunks, actions, config), dict(sizes)
+    kinds: tuple[tuple[str, int], ...],
+) -> Counter[int]:
+    """How many buffers of each kind a pool has made by the end of a step."""
+    plan, kind_of = weights_plan(chunks, actions, config), dict(kinds)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
     acts = [*plan.start, *(act for step in plan.steps for act in (*step.before, *step.after))]
     for act in acts:
-        if act.kind is ActKind.GATHER:
-            leased.update(size_of[act.weight])
-            reserved |= leased
-        elif act.kind is ActKind.FREE:
-            leased.subtract(size_of[act.weight])
-    return sum(size * count for size, count in reserved.items())
+        names = [n for n in (act.weight, bias_of(act.weight)) if n in kind_of]
+        for kind in (kind_of[name] for name in names):
+            if act.kind is ActKind.GATHER:
+                leased[kind] += 1
+                reserved[kind] = max(reserved[kind], leased[kind])
+            elif act.kind is ActKind.FREE:
+                leased[kind] -= 1
+    return reserved

@@ -1,0 +1,64 @@
+"""`isp plan` and `isp calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from isp.cli.numbers import positive
+
+if TYPE_CHECKING:
+    from isp.planner import Candidate
+
+__all__ = ["add_plan_options", "run_plan"]
+
+DEFAULT_FABRIC = "h100x8_ib400"
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """What `isp plan` takes besides the configuration."""
+    parser.add_argument(
+        "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
+    )
+    parser.add_argument(
+        "--fabric",
+        default=DEFAULT_FABRIC,
+        metavar="FILE",
+        help="the machine: a YAML file, or one of those in configs/fabrics by name"
+        f" (default: {DEFAULT_FABRIC})",
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        metavar="ROWS",
+        help="sequences of a step over all ranks (default: those of the configuration)",
+    )
+    parser.add_argument(
+        "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
+    )
+    parser.usage = (
+        "isp plan CONFIG --world N [--fabric FILE] [--batch ROWS] [--top N] [--json]"
+        " [--section.key value ...]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the layouts of a configuration, the fastest first."""
+    from isp.config import ConfigError, load_config
+    from isp.planner import as_json, as_text, evaluate, load_fabric, rows_of, search
+
+    config = load_config(args.config, args.overrides)
+    fabric = load_fabric(args.fabric)
+    fabric.check(args.world)
+    on_cpu = fabric.device.kind == "cpu"
+    rows = args.batch or rows_of(config, args.world)
+    own: Candidate | str
+    try:
+        own = evaluate(config, args.world, fabric, on_cpu=on_cpu)
+    except ConfigError as error:
+        own = str(error)
+    found = search(config, args.world, fabric, rows=rows, on_cpu=on_cpu)
+    show = as_json if args.json else as_text
+    print(show(found, own, fabric, world_size=args.world, rows=rows, top=args.top))
+    return 0 if found.fitting else 1

@@ -1,0 +1,224 @@
+"""A machine in numbers: what devices compute, how fast bytes travel inside and between nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from isp.config import ConfigError
+from isp.config_faults import KeyTable, describe_faults
+from isp.parallel import Axis
+from isp.planner.case import Case
+from isp.planner.trips import Trip
+from isp.yaml_file import KeyPath, read_yaml
+
+__all__ = ["DeviceSpec", "Fabric", "LinkSpec", "known_fabrics", "load_fabric"]
+
+FOLDER = Path(__file__).parents[2] / "configs" / "fabrics"
+
+
+def _in_range(key: str, value: float, *, above: float, most: float = math.inf) -> None:
+    if not above < value <= most:
+        rule = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
+        raise ValueError(f"{key}={value} must be {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """`device`: one rank's device."""
+
+    name: str
+    """As its maker calls it."""
+    kind: Literal["cuda", "cpu"] = "cuda"
+    """What kernels run on it, which decides what they keep."""
+    memory_gib: float
+    """Memory, in GiB."""
+    usable: float = 0.92
+    """Share of the memory that tensors may take; the rest is for libraries and fragmentation."""
+    tflops: float
+    """Peak TFLOP/s in bfloat16 (float16), dense."""
+    wide_tflops: float
+    """Peak TFLOP/s in float32 and float64."""
+    efficiency: float
+    """Share of the peak that matrix products reach."""
+    attention_efficiency: float
+    """Share of the peak that attention reaches."""
+    gb_per_second: float
+    """Bandwidth of the memory, in 1e9 bytes a second."""
+    memory_efficiency: float = 0.8
+    """Share of it that passes over memory reach."""
+
+    def __post_init__(self) -> None:
+        for key in ("memory_gib", "tflops", "wide_tflops", "gb_per_second"):
+            _in_range(f"device.{key}", getattr(self, key), above=0)
+        for key in ("usable", "efficiency", "attention_efficiency", "memory_efficiency"):
+            _in_range(f"device.{key}", getattr(self, key), above=0, most=1)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take."""
+        return int(self.memory_gib * 2**30 * self.usable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpec:
+    """`inside` or `between`: what a device sends with, inside a node or to another one."""
+
+    gb_per_second: float
+    """One way, of one device, in 1e9 bytes a second."""
+    latency_us: float
+    """Of a transfer between two; one between n takes it log2(n) times."""
+    efficiency: float = 1.0
+    """Share of the bandwidth that collectives reach."""
+
+    def __post_init__(self) -> None:
+        _in_range("gb_per_second of a link", self.gb_per_second, above=0)
+        _in_range("efficiency of a link", self.efficiency, above=0, most=1)
+        if self.latency_us < 0:
+            raise ValueError(f"latency_us={self.latency_us} of a link must be at least 0")
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What is reached."""
+        return self.gb_per_second * 1e9 * self.efficiency
+
+
+class Span(NamedTuple):
+    """How the ranks of a group lie over nodes."""
+
+    size: int
+    per_node: int
+    """Ranks of the group in one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Nodes of equal devices; ranks fill one node after the other."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    """For people."""
+    source: str = ""
+    """Where the numbers are from."""
+    devices_per_node: int
+    """Ranks in a node."""
+    device: DeviceSpec
+    """A rank's device."""
+    inside: LinkSpec
+    """Between the devices of a node."""
+    between: LinkSpec | None = None
+    """Between nodes, of one device; null: there is one node."""
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1:
+            raise ValueError(f"devices_per_node={self.devices_per_node} must be at least 1")
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if this machine cannot have so many ranks."""
+        if world_size > self.devices_per_node and self.between is None:
+            raise ConfigError(
+                f"--world {world_size} is more than the {self.devices_per_node} devices of"
+                f" {self.name}, which has one node: give a fabric with a `between` section"
+            )
+
+    def wire(self, case: Case, axis: Axis) -> str:
+        """Which wire the group along `axis` uses: `inside` or `between`."""
+        span = self.span(case, axis)
+        return "between" if span.size > span.per_node else "inside"
+
+    def span(self, case: Case, axis: Axis) -> Span:
+        """How a group along `axis` lies over the nodes."""
+        size, stride = case.size(axis), _stride(case, axis)
+        node = self.devices_per_node
+        if axis is Axis.MODEL:  # a weight group in each stage
+            inside = min(case.topology.weight, node)
+            stages = max(1, node // case.topology.stage)
+            return Span(size, min(size, inside * stages))
+        if (size - 1) * stride < node:
+            return Span(size, size)
+        return Span(size, max(1, node // stride))
+
+    def seconds(self, case: Case, trip: Trip) -> float:
+        """What a transfer takes if nothing else is under way.
+
+        Ring collectives between nodes are as fast as the links of all the group's ranks in a node
+        together, but no faster than inside; an all-to-all sends by each rank's own link.
+        """
+        axis = Axis.WEIGHT if trip.channel == "weight_reduce" else Axis(trip.channel)
+        span = Span(2, 2) if trip.kind == "send" else self.span(case, axis)
+        if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
+            span = Span(2, 1)
+        hops, inside = math.ceil(math.log2(span.size)), self.inside
+        if span.size == span.per_node:
+            return hops * inside.latency_us * 1e-6 + trip.sent_bytes / inside.bytes_per_second
+        assert self.between is not None, "checked before"
+        latency = hops * self.between.latency_us * 1e-6
+        if trip.kind == "all_to_all":
+            away = (span.size - span.per_node) / (span.size - 1)
+            there = trip.sent_bytes * away / self.between.bytes_per_second
+            here = trip.sent_bytes * (1 - away) / inside.bytes_per_second
+            return latency + max(there, here)
+        rate = min(inside.bytes_per_second, span.per_node * self.between.bytes_per_second)
+        return latency + trip.sent_bytes / rate
+
+    def to_yaml(self) -> str:
+        """The file that gives this fabric."""
+        plain = TypeAdapter(Fabric).dump_python(self, mode="json")
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _stride(case: Case, axis: Axis) -> int:
+    """Ranks from one member of a group to the next."""
+    topology = case.topology
+    match axis:
+        case Axis.DATA:
+            return topology.tensor
+        case Axis.WEIGHT_DATA | Axis.ZERO1:
+            return topology.weight
+        case Axis.PIPELINE:
+            return topology.stage
+        case Axis.EMBEDDING:
+            return topology.stage * (topology.pipeline - 1)
+    return 1
+
+
+def known_fabrics() -> list[str]:
+    """Names of the fabrics that come with the project."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_fabric(name: str | Path) -> Fabric:
+    """The fabric in a YAML file, or one of `known_fabrics`.
+
+    Raises ConfigError with every fault of the file.
+    """
+    path = Path(name)
+    if path.suffix != ".yaml" and not path.exists():
+        path = FOLDER / f"{name}.yaml"
+        if not path.exists():
+            raise ConfigError(
+                f"--fabric {name}: no such file, and none of those that come with isp:"
+                f" {', '.join(known_fabrics())}; `isp calibrate` measures this machine"
+            )
+    try:
+        file = read_yaml(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return _validate(path, file.values, {k: f"line {n}" for k, n in file.lines.items()})
+
+
+def _validate(path: Path, values: dict[str, Any], origins: dict[KeyPath, str]) -> Fabric:
+    try:
+        return TypeAdapter(Fabric).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        faults = describe_faults(error.errors(), origins, KeyTable.of(Fabric))
+    raise ConfigError(
+        "\n  ".join([f"{path}:", *faults] if len(faults) > 1 else [f"{path}: {faults[0]}"])
+    )

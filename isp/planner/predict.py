@@ -1,0 +1,146 @@
+"""How long a step takes, by walking through a short one and repeating what repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from isp.pipeline.timeline import timeline
+from isp.planner.case import Case
+from isp.planner.costs import Costs
+from isp.planner.declared import few_micro_batches, order_of, stage_chunks
+from isp.planner.fabric import Fabric
+from isp.planner.trips import Trips
+from isp.planner.walk import Walked, walk
+from isp.weights.trace import ActionKind, Block
+from model.flops import flops_per_step
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of a step of the rank that takes longest."""
+
+    step: float
+    """From the start of a step to that of the next."""
+    exposed: float
+    """For which transfers are waited for."""
+    bubble: float
+    """For which a stage waits for others."""
+    communication: float
+    """Of all transfers, one after the other."""
+    model_flops: float
+    """Of a rank, by the rule of `model.flops`: recomputation is not counted."""
+    tokens: int
+    """Of the global batch."""
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of a rank."""
+        return self.model_flops / self.step / 1e12
+
+    def tgs(self, world_size: int) -> float:
+        """Tokens a rank a second."""
+        return self.tokens / self.step / world_size
+
+
+def predict(case: Case, fabric: Fabric) -> Prediction:
+    """The step of `case` on `fabric`."""
+    if case.topology.pipeline == 1:
+        step, exposed, bubble, busy = _one_stage(case, fabric)
+    else:
+        step, exposed, bubble, busy = _pipeline(case, fabric)
+    documents = case.rows * case.documents * case.micro_num
+    lengths = [case.tokens // case.documents] * documents
+    flops = flops_per_step(case.model, lengths) * case.topology.data / case.topology.world_size
+    return Prediction(
+        step=step,
+        exposed=exposed,
+        bubble=bubble,
+        communication=busy,
+        model_flops=flops,
+        tokens=case.tokens_per_step,
+    )
+
+
+def _one_stage(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
+    """Step, exposed, bubble and communication; the third micro-batch of four stands for more."""
+    few = min(case.micro_num, 4)
+    walked = walk(case, fabric, 0, few)
+    step = sum(took for _, took, _ in walked.actions) + walked.tail
+    exposed = sum(waited for _, _, waited in walked.actions) + walked.tail_exposed
+    third = [(took, waited) for a, took, waited in walked.actions if a.micro_batch == 2]
+    more = case.micro_num - few
+    step += more * sum(took for took, _ in third)
+    exposed += more * sum(waited for _, waited in third)
+    return step, exposed, 0.0, walked.busy * case.micro_num / few
+
+
+def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
+    few, period = few_micro_batches(case), case.topology.pipeline
+    order, walks = order_of(case), _walks(case, fabric, few)
+    costs = {
+        (order.stages_of(rank)[chunk], kind): _typical(walked, chunk, kind)
+        for rank, walked in enumerate(walks)
+        for chunk in range(case.parallel.pipeline.num_chunks)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    }
+    halves = _weight_gradients(case, fabric)
+
+    def cost(stage: int, kind: ActionKind) -> float:
+        if kind is ActionKind.WEIGHT_GRADIENT:
+            return halves[stage]
+        return costs[stage, kind] - (halves[stage] if kind is ActionKind.BACKWARD else 0.0)
+
+    send = fabric.seconds(case, Trips(case, case.place(0)).between_stages())
+    short = timeline(order, few, cost, send=send).end
+    longer = timeline(order, few + period, cost, send=send).end if case.micro_num > few else short
+    end = short + (case.micro_num - few) / period * (longer - short)
+    share = case.micro_num / few
+    work = max(_working(walked, share) for walked in walks)
+    tail = max(walked.tail for walked in walks)
+    exposed = max(_waiting(walked, share) for walked in walks)
+    return end + tail, exposed, max(0.0, end - work), max(w.busy for w in walks) * share
+
+
+def _walks(case: Case, fabric: Fabric, micro_num: int) -> list[Walked]:
+    """The walk of each rank of a pipeline; ranks that have the like do the like."""
+    known: dict[object, Walked] = {}
+    found = []
+    for rank in range(case.topology.pipeline):
+        chunks = stage_chunks(case, rank)
+        warm_up = rank if case.gathers_weights else 0  # decides what is gathered once
+        key = (warm_up, *(_kind_of(chunk) for chunk in chunks))
+        if key not in known:
+            known[key] = walk(case, fabric, rank * case.topology.stage, micro_num)
+        found.append(known[key])
+    return found
+
+
+def _kind_of(chunk: tuple[Block, ...]) -> tuple[int, int, bool, bool]:
+    recomputed = sum(block.recomputed for block in chunk)
+    return len(chunk), recomputed, chunk[0].name == "embedding", chunk[-1].name == "head"
+
+
+def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
+    return median(took for a, took, _ in walked.actions if a.chunk == chunk and a.kind is kind)
+
+
+def _working(walked: Walked, share: float) -> float:
+    return share * sum(took for _, took, _ in walked.actions)
+
+
+def _waiting(walked: Walked, share: float) -> float:
+    return share * sum(waited for _, _, waited in walked.actions) + walked.tail_exposed
+
+
+def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
+    """Seconds of the weight gradients of each stage, which a split backward puts off."""
+    order = order_of(case)
+    costs = Costs(case, case.place(0), fabric.device)
+    return {
+        stage: sum(costs.product(visit.name) for block in blocks for visit in block.visits)
+        for rank in range(case.topology.pipeline)
+        for stage, blocks in zip(order.stages_of(rank), stage_chunks(case, rank), strict=True)
+    }

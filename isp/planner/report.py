@@ -1,0 +1,280 @@
+"""What a search found, as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from isp.parallel import Mode
+from isp.planner.counts import traffic
+from isp.planner.fabric import Fabric
+from isp.planner.memory import Memory
+from isp.planner.search import Candidate, Found
+
+__all__ = ["as_json", "as_text"]
+
+GIB = 2**30
+
+
+def _size(num_bytes: int) -> str:
+    """For people."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:,.1f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def as_text(
+    found: Found, own: Candidate | str, fabric: Fabric, *, world_size: int, rows: int, top: int
+) -> str:
+    """The ranking, what does not fit, and the fastest layout in detail.
+
+    `own` is the configuration as it is, or why that is no layout.
+    """
+    parts = [_head(found, own, fabric, world_size, rows)]
+    if found.fitting:
+        shown = _shown(found, own, fabric, top)
+        parts.append(_table(shown, own, world_size))
+        parts.append(_legend(found, len(shown)))
+    parts.append(_as_it_is(own, fabric))
+    parts += [part for part in (_too_large(found, fabric), _refused(found)) if part]
+    if found.fitting:
+        parts.append(_details(found.fitting[0]))
+    else:
+        parts.append("nothing fits: use more ranks, shorter rows, or devices with more memory")
+    return "\n\n".join(parts)
+
+
+def as_json(
+    found: Found, own: Candidate | str, fabric: Fabric, *, world_size: int, rows: int, top: int
+) -> str:
+    """The same as one JSON object; bytes and seconds."""
+    return json.dumps(
+        {
+            "world": world_size,
+            "rows": rows,
+            "fabric": fabric.name,
+            "usable_bytes": fabric.device.usable_bytes,
+            "configured": {"refused": own} if isinstance(own, str) else _plain(own),
+            "num_fitting": found.num_fitting,
+            "layouts": [_plain(candidate) for candidate in found.fitting[:top]],
+            "too_large": [_plain(candidate) for candidate in found.too_large],
+            "refused": list(found.refused),
+        },
+        indent=1,
+    )
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    topology, prediction = candidate.case.topology, candidate.prediction
+    transfers = traffic(candidate.case, 0)
+    return {
+        "mode": topology.mode.value,
+        "tensor": topology.tensor,
+        "weight": topology.weight,
+        "pipeline": topology.pipeline,
+        "zero1": topology.zero1,
+        "data": topology.data,
+        "micro_bsz": candidate.config.data.micro_bsz,
+        "micro_num": candidate.config.data.micro_num,
+        "checkpoint": candidate.config.model.checkpoint,
+        "checkpoint_keeps_attention": candidate.config.model.checkpoint_keeps_attention,
+        "memory_bytes": candidate.memory.by_owner(),
+        "memory_moment": candidate.memory.moment,
+        "seconds": None if prediction is None else asdict(prediction),
+        "transfers": [
+            {"kind": kind, "channel": channel, "calls": count.calls, "sent_bytes": count.sent_bytes}
+            for (kind, channel), count in sorted(transfers.by_channel.items())
+        ],
+        "overrides": candidate.overrides,
+    }
+
+
+# -- pieces of the text ----------------------------------------------------------------------
+
+
+def _head(found: Found, own: Candidate | str, fabric: Fabric, world_size: int, rows: int) -> str:
+    some = (
+        own if isinstance(own, Candidate) else next(iter((*found.fitting, *found.too_large)), None)
+    )
+    lines = [f"{world_size} ranks  {fabric.name}"]
+    if some is not None:
+        config = some.config
+        model = config.model
+        name = f"{model.preset}, " if model.preset else ""
+        tokens = rows * config.data.seq_len
+        lines += [
+            f"model     {name}{model.num_parameters:,} parameters, {config.training.dtype}",
+            f"step      {rows:,} sequences of {config.data.seq_len:,} tokens, {tokens:,} tokens",
+        ]
+    lines.append(f"memory    {fabric.device.usable_bytes / GIB:.1f} GiB of a rank for tensors")
+    return "\n".join(lines)
+
+
+def _shown(found: Found, own: Candidate | str, fabric: Fabric, top: int) -> list[Candidate]:
+    """The fastest, the fastest of each mode, and the configuration's own if it fits."""
+    shown: list[Candidate] = []
+    of_kind: Counter[tuple[object, ...]] = Counter()
+    for candidate in found.fitting:  # no more than two that differ in weight and zero1 alone
+        of_kind[candidate.kind] += 1
+        if of_kind[candidate.kind] <= 2 and len(shown) < top:
+            shown.append(candidate)
+    for mode in Mode:
+        of_mode = [c for c in found.fitting if c.case.mode is mode]
+        shown += [c for c in of_mode[:1] if c not in shown]
+    if isinstance(own, Candidate) and _fits(own, fabric) and own.key not in {c.key for c in shown}:
+        shown.append(own)
+    return sorted(shown, key=_step)
+
+
+def _fits(candidate: Candidate, fabric: Fabric) -> bool:
+    return candidate.memory.total <= fabric.device.usable_bytes
+
+
+def _as_it_is(own: Candidate | str, fabric: Fabric) -> str:
+    """What becomes of the configuration that was given."""
+    if isinstance(own, str):
+        return f"the configuration as it is: {own}"
+    if not _fits(own, fabric):
+        return f"the configuration as it is (*) does not fit: {_largest(own)}"
+    return "the configuration as it is is marked *"
+
+
+def _largest(candidate: Candidate) -> str:
+    """Its memory, and the owners that have most."""
+    owners = sorted(candidate.memory.by_owner().items(), key=lambda item: -item[1])[:3]
+    most = ", ".join(f"{name} {_size(size)}" for name, size in owners)
+    return f"{_size(candidate.memory.total)} at {candidate.memory.moment}: {most}"
+
+
+def _step(candidate: Candidate) -> float:
+    return candidate.prediction.step if candidate.prediction is not None else 0.0
+
+
+COLUMNS = (
+    "",
+    "mode",
+    "tensor",
+    "weight",
+    "pipeline",
+    "zero1",
+    "data",
+    "micro",
+    "recompute",
+    "memory",
+    "step",
+    "exposed",
+    "bubble",
+    "tgs",
+    "tflops",
+)
+
+
+def _table(shown: Sequence[Candidate], own: Candidate | str, world_size: int) -> str:
+    mine = own.key if isinstance(own, Candidate) else None
+    rows = [_row(c, "*" if c.key == mine else "", world_size) for c in shown]
+    return _aligned([COLUMNS, *rows], left=2)
+
+
+def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
+    topology, prediction, config = candidate.case.topology, candidate.prediction, candidate.config
+    assert prediction is not None
+    return (
+        mark,
+        topology.mode.value,
+        str(topology.tensor),
+        str(topology.weight) if topology.mode is Mode.ISP else "-",
+        str(topology.pipeline),
+        str(topology.zero1),
+        str(topology.data),
+        f"{config.data.micro_bsz} x {config.data.micro_num}",
+        _recompute(candidate),
+        _size(candidate.memory.total),
+        _time(prediction.step),
+        f"{prediction.exposed / prediction.step:.0%}",
+        f"{prediction.bubble / prediction.step:.0%}" if topology.pipeline > 1 else "-",
+        f"{prediction.tgs(world_size):,.0f}",
+        f"{prediction.tflops:.0f}" if prediction.tflops >= 10 else f"{prediction.tflops:.3f}",
+    )
+
+
+def _recompute(candidate: Candidate) -> str:
+    model = candidate.config.model
+    if not model.checkpoint:
+        return "none"
+    part = "all" if model.checkpoint == 1 else f"{model.checkpoint:.0%}"
+    return f"{part} but attn" if model.checkpoint_keeps_attention else part
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+LEGEND = """\
+micro: sequences of a micro-batch x micro-batches of a step; recompute: of the blocks;
+exposed, bubble: shares of the step in which transfers, or other stages, are waited for;
+tgs, tflops: tokens and model TFLOP/s of a rank a second"""
+
+
+def _legend(found: Found, num_shown: int) -> str:
+    shown = f"{num_shown} of {found.num_fitting:,} layouts that fit"
+    return f"{shown}\n{LEGEND}"
+
+
+def _too_large(found: Found, fabric: Fabric) -> str:
+    if not found.too_large:
+        return ""
+    room = fabric.device.usable_bytes / GIB
+    lines = [f"does not fit in {room:.1f} GiB, with all recomputed and the best sizes otherwise:"]
+    for candidate in found.too_large:
+        sizes = f"{candidate.case.mode} tensor {candidate.case.topology.tensor}"
+        lines.append(f"  {sizes:<14} {_largest(candidate)}")
+    return "\n".join(lines)
+
+
+def _refused(found: Found) -> str:
+    """Reasons about the model, each once; those about the batch are as many as there are sizes."""
+    about_model = [r for r in found.refused if " sequences a step cannot " not in r]
+    if not about_model:
+        return ""
+    firsts: dict[str, str] = {}
+    for reason in about_model:
+        firsts.setdefault(_without_numbers(reason), reason)
+    return "\n".join(["no layouts:", *(f"  {reason}" for reason in firsts.values())])
+
+
+def _without_numbers(text: str) -> str:
+    """What reasons have in common that differ in sizes and modes."""
+    before_mode = text.split(":")[0].split(" in ")[0]
+    return "".join(c for c in before_mode if not c.isdigit())
+
+
+def _details(best: Candidate) -> str:
+    lines = ["the first one", *(f"  {words}" for words in best.overrides), ""]
+    lines += ["its memory, of the rank that takes most", _memory(best.memory), ""]
+    lines.append("its transfers of a step, rank 0")
+    rows = [("  of", "calls", "sent")]
+    for what, count in traffic(best.case, 0).by_subject.items():
+        rows.append((f"  {what}", f"{count.calls:,}", _size(count.sent_bytes)))
+    lines.append(_aligned(rows, left=1))
+    return "\n".join(lines)
+
+
+def _memory(memory: Memory) -> str:
+    rows = [(f"  {name}", _size(size)) for name, size in memory.by_owner().items() if size]
+    rows.append(("  in all", _size(memory.total)))
+    return f"{_aligned(rows, left=1)}  at {memory.moment}"

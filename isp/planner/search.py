@@ -1,0 +1,281 @@
+"""Every layout of a model on so many ranks: which fit, how long they take, why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from isp.config import JobConfig
+from isp.parallel import Mode, Topology
+from isp.parallel.config import PipelineSchedule
+from isp.planner.case import Case
+from isp.planner.costs import Costs
+from isp.planner.fabric import Fabric
+from isp.planner.memory import Memory, memory
+from isp.planner.predict import Prediction, predict
+from isp.planner.trips import Trip, Trips
+from isp.weights.trace import recomputed_blocks
+
+__all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
+
+RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
+"""`model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
+WALKED = 24
+"""Layouts whose time is predicted, besides the best of each mode by the estimate."""
+WALKED_OF_MODE = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and what it would take."""
+
+    config: JobConfig
+    case: Case
+    memory: Memory
+    """Of the rank that takes most."""
+    prediction: Prediction | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others."""
+        p, m, d = self.config.parallel, self.config.model, self.config.data
+        t = self.case.topology
+        return (
+            *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
+            *(d.micro_bsz, d.micro_num, m.checkpoint, m.checkpoint_keeps_attention),
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What it has in common with others that differ in weight and zero1 alone."""
+        topology = self.case.topology
+        return topology.mode, topology.tensor, topology.pipeline, self.config.data.micro_bsz
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words of a command line that ask for it."""
+        parallel, model, data = self.config.parallel, self.config.model, self.config.data
+        words = {
+            "parallel.tensor.mode": parallel.tensor.mode.value,
+            "parallel.tensor.size": parallel.tensor.size,
+            "parallel.weight.size": parallel.weight.size,
+            "parallel.pipeline.size": parallel.pipeline.size,
+            "parallel.zero1.size": parallel.zero1.size,
+            "data.micro_bsz": data.micro_bsz,
+            "data.micro_num": data.micro_num,
+            "model.checkpoint": model.checkpoint,
+            "model.checkpoint_keeps_attention": str(model.checkpoint_keeps_attention).lower(),
+        }
+        if parallel.tensor.mode is not Mode.ISP:
+            del words["parallel.weight.size"]
+        if not model.checkpoint:
+            del words["model.checkpoint_keeps_attention"]
+        return [f"--{key} {value}" for key, value in words.items()]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    fitting: tuple[Candidate, ...]
+    """Those whose time was predicted, the fastest first."""
+    num_fitting: int
+    """How many fit in all."""
+    too_large: tuple[Candidate, ...]
+    """Of each mode and tensor size without a layout that fits, the smallest."""
+    refused: tuple[str, ...]
+    """Why sizes are no layout at all."""
+
+
+def rows_of(config: JobConfig, world_size: int) -> int:
+    """Sequences in the global batch that `config` asks for."""
+    parallel, data = config.parallel, config.data
+    replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
+    return data.micro_bsz * data.micro_num * replicas
+
+
+def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool) -> Candidate:
+    """What `config` as it is would take.  Raises ConfigError if its sizes do not fit."""
+    candidate = _candidate(config, world_size, on_cpu=on_cpu)
+    return replace(candidate, prediction=predict(candidate.case, fabric))
+
+
+def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_cpu: bool) -> Found:
+    """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
+
+    Mode, tensor, weight, pipeline, zero1, micro-batch and recomputation vary; the rest is that of
+    `config`. Of layouts that differ in recomputation alone the one that recomputes least is kept.
+    """
+    fitting: list[Candidate] = []
+    smallest: dict[tuple[Mode, int], Candidate] = {}
+    refused: dict[str, None] = {}
+    fits: set[tuple[Mode, int]] = set()
+    for layout in _layouts(config, world_size, fabric, rows, refused):
+        found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
+        group = found.case.mode, found.case.topology.tensor
+        if found.memory.total <= fabric.device.usable_bytes:
+            fitting.append(found)
+            fits.add(group)
+        elif group not in smallest or found.memory.total < smallest[group].memory.total:
+            smallest[group] = found
+    predicted = [
+        replace(c, prediction=predict(c.case, fabric)) for c in _promising(fitting, fabric)
+    ]
+    predicted.sort(key=lambda c: c.prediction.step if c.prediction else 0.0)
+    too_large = [candidate for group, candidate in smallest.items() if group not in fits]
+    return Found(tuple(predicted), len(fitting), tuple(too_large), tuple(refused))
+
+
+def _layouts(
+    config: JobConfig, world_size: int, fabric: Fabric, rows: int, refused: dict[str, None]
+) -> Iterator[JobConfig]:
+    """Every layout that is one; why others are not goes into `refused`."""
+    heads = config.model.num_heads
+    pipelines = [n for n in _divisors(world_size) if n <= min(config.model.num_layers, 32)]
+    for mode, tensor, pipeline in product(Mode, _divisors(world_size), pipelines):
+        if tensor > heads or world_size % (tensor * pipeline):
+            continue
+        stage = world_size // pipeline
+        weights = _divisors(stage) if mode is Mode.ISP else [1]
+        for weight, micro_bsz in product(weights, sorted({1, config.data.micro_bsz})):
+            replicas = stage // (weight if mode is Mode.ISP else tensor)
+            for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
+                try:
+                    layout = _with_sizes(config, mode, tensor, weight, pipeline, zero1)
+                    yield _with_batch(layout, rows, stage // tensor, micro_bsz)
+                except ValueError as error:
+                    refused.setdefault(str(error))
+
+
+def _divisors(whole: int) -> list[int]:
+    return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
+    """All replicas, and those of one node."""
+    inside = max(
+        (n for n in _divisors(replicas) if n * stride <= fabric.devices_per_node), default=1
+    )
+    return [-1] if inside in (1, replicas) else [-1, inside]
+
+
+def _with_sizes(
+    config: JobConfig, mode: Mode, tensor: int, weight: int, pipeline: int, zero1: int
+) -> JobConfig:
+    parallel = config.parallel
+    stages = replace(
+        parallel.pipeline, size=pipeline, schedule=PipelineSchedule.ONE_F_ONE_B, num_chunks=1
+    )
+    if pipeline == parallel.pipeline.size:
+        stages = parallel.pipeline
+    micro_num = max(config.data.micro_num, 2 * pipeline * stages.num_chunks)
+    return replace(
+        config,
+        data=replace(config.data, micro_num=-(-micro_num // pipeline) * pipeline),
+        parallel=replace(
+            parallel,
+            tensor=replace(parallel.tensor, size=tensor, mode=mode),
+            weight=replace(parallel.weight, size=weight),
+            pipeline=stages,
+            zero1=replace(parallel.zero1, size=zero1),
+        ),
+    )
+
+
+def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobConfig:
+    """The layout with a global batch of `rows`.  Raises ValueError if it cannot be cut so."""
+    if rows % (data * micro_bsz):
+        raise ValueError(
+            f"{rows} sequences a step cannot be shared by {data} data ranks in micro-batches of"
+            f" {micro_bsz}"
+        )
+    sizes = replace(config.data, micro_bsz=micro_bsz, micro_num=rows // (data * micro_bsz))
+    return replace(config, data=sizes)
+
+
+def _least_recomputed(
+    config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool
+) -> Candidate:
+    """The layout with as little recomputation as fits; with all of it if none does."""
+
+    def with_recompute(fraction: float, keeps: bool) -> Candidate:
+        model = replace(
+            config.model,
+            checkpoint=fraction,
+            checkpoint_keeps_attention=keeps,
+            checkpoint_distribute_activations=config.model.checkpoint_distribute_activations
+            and fraction > 0
+            and config.parallel.tensor.mode is Mode.MTP,
+        )
+        return _candidate(replace(config, model=model), world_size, on_cpu=on_cpu)
+
+    room = fabric.device.usable_bytes
+    least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
+    if least.memory.total <= room or most.memory.total > room:
+        return least if least.memory.total <= room else most
+    between = (with_recompute(*choice) for choice in RECOMPUTE[1:-1])
+    return next((c for c in between if c.memory.total <= room), most)
+
+
+def _candidate(config: JobConfig, world_size: int, *, on_cpu: bool) -> Candidate:
+    case = Case.of(config, world_size, on_cpu=on_cpu)
+    stage, last = case.topology.stage, case.topology.pipeline - 1
+    # the first stages keep most micro-batches, the last has the logits
+    ranks = sorted({rank * stage for rank in (0, min(1, last), last)})
+    return Candidate(config, case, max((memory(case, r) for r in ranks), key=lambda m: m.total))
+
+
+# -- which are worth a closer look -----------------------------------------------------------
+
+
+def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
+    """The best by an estimate that knows no order of things, some of each mode among them."""
+    ordered = sorted(candidates, key=lambda c: _estimate(c.case, fabric))
+    chosen = ordered[:WALKED]
+    for mode in Mode:
+        of_mode = [c for c in ordered if c.case.mode is mode]
+        chosen += [c for c in of_mode[:WALKED_OF_MODE] if c not in chosen]
+    return chosen
+
+
+def _estimate(case: Case, fabric: Fabric) -> float:
+    """Seconds of a step if weights and gradients hide as well as they can."""
+    place = case.place(0)
+    costs, trips = Costs(case, place, fabric.device), Trips(case, place)
+
+    def seconds(found: list[Trip | None]) -> float:
+        return sum(fabric.seconds(case, trip) for trip in found if trip is not None)
+
+    model, stages = case.model, case.topology.pipeline
+    recomputed = sum(recomputed_blocks(model.num_layers, model.checkpoint)) / model.num_layers
+    once = sum(costs.product(name) + 3 * costs.passes(name) for name in ("wqkv", "wo", "w1", "w2"))
+    there, back = trips.attention()
+    column, row = trips.column(), trips.row()
+    forward = once + seconds([*there, *column.forward * 2, *row.forward * 2])
+    again = recomputed * (forward + (0 if model.checkpoint_keeps_attention else costs.attention[0]))
+    block = forward + 2 * once + sum(costs.attention) + again
+    block += seconds([*back, *column.backward * 2, *row.backward * 2])
+    if case.gathers_weights:
+        block = max(block, _weight_seconds(case, fabric))
+    layers = -(-model.num_layers // stages)
+    head = 3 * costs.product("head") + 2 * costs.loss
+    micro = block * layers + head / (1 if stages == 1 else 2)
+    return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
+
+
+def _weight_seconds(case: Case, fabric: Fabric) -> float:
+    """Seconds of the transfers of a block's weights and gradients."""
+    share = case.model.block_parameters * case.item_bytes / case.topology.weight
+    sent = int(share * (case.topology.weight - 1))
+    return 3 * fabric.seconds(case, Trip("all_gather", "weight", sent, ""))
+
+
+def _gradient_seconds(case: Case, fabric: Fabric) -> float:
+    """Seconds of the sum over replicas, and of the weights' way back."""
+    topology: Topology = case.topology
+    if topology.weight_data == 1:
+        return 0.0
+    own = case.model.num_parameters / topology.weight / topology.pipeline
+    sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
+    return fabric.seconds(case, Trip("all_reduce", "weight_data", sent, ""))

@@ -1,0 +1,192 @@
+"""Predicted times: what must hold whatever the machine, and what was measured on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isp.config import ConfigError
+from isp.parallel import Axis, Mode, Topology, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
+from isp.planner.case import Case
+from isp.planner.clock import Clock
+from isp.planner.costs import Costs
+from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec, known_fabrics, load_fabric
+from isp.planner.predict import predict
+from isp.planner.trips import Trip
+from model.config import ModelConfig
+from tests.train.runs import Layout
+
+MODEL = ModelConfig(
+    vocab_size=512,
+    hidden_size=256,
+    num_layers=8,
+    num_heads=8,
+    intermediate_size=704,
+    sliding_window=1,
+)
+"""That of tools/bench_overlap.py, without attention, whose matmuls sleep."""
+TOKENS = 2048
+GFLOPS, LATENCY = 40e9, 50e-6
+
+
+def _device(tflops: float = GFLOPS / 1e12) -> DeviceSpec:
+    return DeviceSpec(
+        name="sleeps",
+        kind="cpu",
+        memory_gib=64,
+        tflops=tflops,
+        wide_tflops=tflops,
+        efficiency=1,
+        attention_efficiency=1,
+        gb_per_second=1e9,
+    )
+
+
+def _fabric(bytes_per_second: float, latency_us: float = 0.0, **more: Any) -> Fabric:
+    link = LinkSpec(gb_per_second=bytes_per_second / 1e9, latency_us=latency_us)
+    fields: dict[str, Any] = {"devices_per_node": 64, "device": _device(), "inside": link}
+    return Fabric(name="test", **{**fields, **more})
+
+
+def _case(layout: Layout, model: ModelConfig = MODEL, tokens: int = TOKENS) -> Case:
+    return Case(
+        model=model,
+        parallel=layout.parallel,
+        topology=layout.topology(),
+        rows=1,
+        tokens=tokens,
+        micro_num=layout.micro,
+        on_cpu=True,
+    )
+
+
+MEASURED = {
+    "none": (WeightConfig(overlap=False), (1.285, 1.539, 1.777, 2.039)),
+    "wqkv": (WeightConfig(launch_allgather_before=LaunchPoint.WQKV), (1.035, 1.030, 1.042, 1.060)),
+    "wo": (WeightConfig(), (1.029, 1.034, 1.042, 1.061)),
+    "w1": (WeightConfig(launch_allgather_before=LaunchPoint.W1), (1.034, 1.038, 1.051, 1.060)),
+    "module": (WeightConfig(forward_overlap_per=OverlapUnit.MODULE), (1.041, 1.090, 1.131, 1.190)),
+}
+"""The steps of two ranks over compute alone, of a quiet machine, from the README's table."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_step_times_are_those_of_the_limited_link(name: str) -> None:
+    """Catches a prediction that waits where a run does not, or hides what a run cannot."""
+    weight, measured = MEASURED[name]
+    case = _case(Layout(weight=2, data=2, options=weight))
+    unlimited = predict(case, _fabric(1e18))
+    sent = 3 * (MODEL.num_parameters - MODEL.hidden_size * 17) * 4 / 2
+    for ratio, found in zip((0.25, 0.5, 0.75, 1.0), measured, strict=True):
+        fabric = _fabric(sent / (ratio * unlimited.step), LATENCY * 1e6)
+        predicted = predict(case, fabric).step / unlimited.step
+        assert abs(predicted / found - 1) < 0.1, (ratio, predicted, found)
+
+
+def test_without_a_wire_a_step_is_its_compute() -> None:
+    """Catches compute that is left out, done twice, or waiting that no transfer causes."""
+    case = _case(Layout(weight=2, data=2, micro=3))
+    found = predict(case, _fabric(1e18))
+    params = 8 * (4 * 256 * 256 + 3 * 256 * 704) + 512 * 256
+    assert found.step == pytest.approx(3 * 6 * params * TOKENS / GFLOPS, rel=1e-3)
+    assert found.exposed == pytest.approx(0, abs=1e-6)
+    again = predict(_case(Layout(weight=2, data=2), replace(MODEL, checkpoint=1.0)), _fabric(1e18))
+    blocks = params - 512 * 256
+    assert again.step == pytest.approx((6 * params + 2 * blocks) * TOKENS / GFLOPS, rel=1e-3)
+
+
+def test_many_micro_batches_are_as_few_and_more_of_the_same() -> None:
+    """Catches steps of many micro-batches whose rest is taken from the wrong one."""
+    fabric = _fabric(2e8, 50)
+    steps = [predict(_case(Layout(weight=2, data=2, micro=n)), fabric).step for n in (4, 5, 9)]
+    assert steps[2] - steps[1] == pytest.approx(4 * (steps[1] - steps[0]), rel=1e-6)
+
+
+def test_a_pipeline_idles_as_long_as_its_formula_says() -> None:
+    """Catches a bubble that is lost: 1F1B of equal stages idles (P - 1) / m of its work."""
+    model = replace(MODEL, vocab_size=8)
+    layout = Layout(mode=Mode.MTP, pipeline=4, micro=12)
+    found = predict(_case(layout, model), _fabric(1e18))
+    assert found.bubble / (found.step - found.bubble) == pytest.approx(3 / 12, rel=0.05)
+
+
+def test_transfers_within_and_between_nodes() -> None:
+    """Catches a group that is taken to be in one node, or a node's links taken for one."""
+    outside = LinkSpec(gb_per_second=1, latency_us=10)
+    fabric = replace(_fabric(10e9, 1.0), devices_per_node=4, between=outside)
+    parallel = ParallelConfig(tensor=TensorConfig(size=4), weight=WeightConfig(size=16))
+    case = replace(
+        _case(Layout(tensor=4, weight=16, data=4)), topology=Topology.create(64, parallel)
+    )
+
+    def seconds(kind: str, axis: Axis) -> float:
+        return fabric.seconds(case, Trip(kind, axis.value, 10**9, ""))
+
+    assert seconds("all_to_all", Axis.TENSOR) == pytest.approx(0.1 + 2e-6)
+    assert seconds("all_gather", Axis.WEIGHT) == pytest.approx(1 / 4 + 4 * 10e-6)
+    assert seconds("all_reduce", Axis.WEIGHT_DATA) == pytest.approx(1 + 2 * 10e-6)
+    assert fabric.wire(case, Axis.TENSOR) == "inside"
+    assert fabric.wire(case, Axis.DATA) == "between"
+
+
+def test_attention_costs_what_its_pairs_cost() -> None:
+    """Catches the causal half, packed documents or the rank's heads left out."""
+    model = replace(MODEL, sliding_window=None)
+    whole = _case(Layout(), model)
+    pairs = 4 * 256 * TOKENS**2 / 2
+    assert Costs(whole, whole.place(0), _device()).attention_flops == pairs
+    packed = replace(whole, documents=4)
+    assert Costs(packed, packed.place(0), _device()).attention_flops == pairs / 4
+    split = _case(Layout(tensor=4, weight=4), model)
+    assert Costs(split, split.place(0), _device()).attention_flops == pairs / 4
+
+
+def test_known_fabrics_can_be_read_and_written() -> None:
+    """Catches a file that comes with the project and is not one."""
+    assert {"h100x8_ib400", "a100x8_hdr", "h200", "cpu"} <= set(known_fabrics())
+    for name in known_fabrics():
+        assert load_fabric(name).source
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("name: x\ndevices_per_node: 0", "device is missing"),
+        ("nam: x", "nam: no such key; did you mean 'name'"),
+        ("", "the file is empty"),
+    ],
+)
+def test_a_wrong_fabric_is_refused(tmp_path: Any, text: str, fault: str) -> None:
+    """Catches a fault of the file that is not told with its key."""
+    file = tmp_path / "fabric.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        load_fabric(file)
+
+
+def test_more_ranks_than_a_machine_has_are_refused() -> None:
+    """Catches a world over nodes of which nothing is known."""
+    with pytest.raises(ConfigError, match="no such file, and none of those"):
+        load_fabric("abacus")
+    load_fabric("h200").check(8)
+    with pytest.raises(ConfigError, match=r"--world 16 is more than the 8 devices"):
+        load_fabric("h200").check(16)
+
+
+def test_transfers_queue_on_their_wire_and_wait_for_what_they_need() -> None:
+    """Catches two transfers that share a wire and are both as fast as one alone."""
+    clock = Clock()
+    clock.launch("a", "inside", 2.0)
+    clock.launch("b", "inside", 3.0)
+    clock.launch("c", "between", 1.0)
+    clock.launch("d", "between", 1.0, behind="a")
+    clock.compute(1.0)
+    clock.wait("c")
+    assert (clock.now, clock.exposed) == (1.0, 0.0)
+    clock.wait("d")
+    assert (clock.now, clock.exposed) == (3.0, 2.0)
+    clock.wait("b")
+    assert (clock.now, clock.exposed, clock.busy) == (5.0, 4.0, 7.0)

@@ -1,0 +1,107 @@
+"""The search over layouts, and what `isp plan` says of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from isp.cli.program import main
+from isp.config import JobConfig, load_config
+from isp.planner import evaluate, load_fabric, rows_of, search
+from isp.planner.case import Case
+
+TEXT = """
+model:
+  {vocab_size: 32000, hidden_size: 2048, num_layers: 4, num_heads: 16, num_kv_heads: 4,
+   intermediate_size: 5504}
+data: {source: python-stdlib, seq_len: 16384, micro_num: 2}
+parallel: {tensor: {size: 2}, weight: {size: 2}}
+training: {dtype: bfloat16}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "model.yaml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def _config(file: str, *overrides: str) -> JobConfig:
+    return load_config(file, overrides)
+
+
+def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) -> None:
+    """Catches a ranking that is upside down, another batch, or one that forgets the memory."""
+    config, fabric = _config(file), load_fabric("h100x8_ib400")
+    rows = rows_of(config, 16)
+    assert rows == 2 * 8
+    found = search(config, 16, fabric, rows=rows, on_cpu=False)
+    own = evaluate(config, 16, fabric, on_cpu=False)
+    steps = [c.prediction.step for c in found.fitting if c.prediction is not None]
+    assert steps == sorted(steps)
+    assert own.prediction is not None
+    assert steps[0] <= own.prediction.step
+    assert {c.case.mode.value for c in found.fitting} == {"mtp", "msp", "fsp", "isp"}
+    for candidate in found.fitting:
+        assert candidate.memory.total <= fabric.device.usable_bytes
+        assert candidate.case.tokens_per_step == rows * 16384
+        words = [word for pair in candidate.overrides for word in pair.split(" ")]
+        again = Case.of(_config(file, *words), 16)
+        assert again.topology == candidate.case.topology
+        assert (again.model, again.micro_num) == (candidate.case.model, candidate.case.micro_num)
+
+
+def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a layout that is left out without a reason, and recomputation that is not tried."""
+    words = [
+        "--world",
+        "8",
+        "--fabric",
+        "h200",
+        "--data.seq_len",
+        "1048576",
+        "--data.micro_num",
+        "1",
+    ]
+    assert main(["plan", file, *words]) == 0
+    said = capsys.readouterr().out
+    assert "does not fit in 128.6 GiB, with all recomputed" in said
+    assert "  mtp tensor 2" in said
+    assert "all" in said.split("the first one")[0]
+    assert "--parallel.tensor.size 8" in said.split("the first one")[1]
+    assert "parallel.tensor.size=8 must divide model.num_kv_heads=4" in said
+
+
+def test_plans_can_be_read_by_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches JSON that is mixed with text, or differs from what is shown to people."""
+    assert main(["plan", file, "--world", "4", "--json", "--top", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["layouts"]) == 2
+    best = found["layouts"][0]
+    assert sum(best["memory_bytes"].values()) < found["usable_bytes"]
+    assert best["seconds"]["step"] > best["seconds"]["exposed"] >= 0
+    assert {t["kind"] for t in best["transfers"]} & {"all_gather", "all_reduce", "all_to_all"}
+    assert found["configured"]["tensor"] == 2
+
+
+def test_a_configuration_that_is_no_layout_is_told(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a search that fails because the configuration at hand does not fit the ranks."""
+    assert main(["plan", file, "--world", "9", "--batch", "18"]) == 0
+    said = capsys.readouterr().out
+    assert "the configuration as it is: parallel.tensor.size=2 must divide the world size 9" in said
+
+
+@pytest.mark.slow
+def test_1024_ranks_are_searched_in_seconds(file: str) -> None:
+    """Catches a search whose cost grows with the number of ranks or micro-batches."""
+    config = _config(file, "--model.num_layers", "16", "--data.seq_len", "131072")
+    began = time.process_time()
+    found = search(config, 1024, load_fabric("h100x8_ib400"), rows=1024, on_cpu=False)
+    assert time.process_time() - began < 40
+    assert found.num_fitting > 50
