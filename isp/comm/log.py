@@ -127,6 +127,7 @@ class CommLog:
         """Fill in the device times of all transfers waited for so far (synchronises on CUDA)."""
         clock = None if self.observer is None else self.observer.clock
         for transfer, (launch, end, begin, finish) in self._device_times:
+            end.synchronize()  # on a stream of its own: `finish` does not say that it is over
             finish.synchronize()
             if clock is not None:
                 transfer.launched = clock(launch)
@@ -144,11 +145,22 @@ class CommLog:
     def take_waited(self) -> list[Transfer]:
         """As `take`, of those that have been waited for; the others are left for a later call.
 
-        What travels between two steps so belongs to the step that waits for it.
+        What travels between two steps so belongs to the step that waits for it. On CUDA nothing
+        is synchronised: a wait that the device has not come to yet is left, too.
         """
-        taken = self.take()
-        self.transfers = [t for t in taken if not t.waited]
-        return [t for t in taken if t.waited]
+        waits = self._device_times
+        over = [_is_over(events) for _, events in waits]
+        self._device_times = [wait for wait, done in zip(waits, over, strict=True) if done]
+        under_way = [wait for wait, done in zip(waits, over, strict=True) if not done]
+        self.settle()
+        self._device_times = under_way
+        left = {id(transfer) for transfer, _ in under_way}
+        taken, self.transfers = self.transfers, []
+        complete: list[Transfer] = []
+        for transfer in taken:
+            done = transfer.waited and id(transfer) not in left
+            (complete if done else self.transfers).append(transfer)
+        return complete
 
     @staticmethod
     def totals(transfers: list[Transfer]) -> CommTotals:
@@ -159,6 +171,12 @@ class CommLog:
             comm_seconds=_covered(transfers),
             exposed_seconds=sum(t.exposed for t in transfers),
         )
+
+
+def _is_over(events: tuple[torch.cuda.Event, ...]) -> bool:
+    """Whether the device has come to the end of a transfer and of the wait for it."""
+    _, end, _, finish = events
+    return bool(end.query() and finish.query())
 
 
 def _covered(transfers: list[Transfer]) -> float:
