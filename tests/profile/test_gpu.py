@@ -1,0 +1,62 @@
+"""Times of the recorder on a GPU: those of the device, which the host runs ahead of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.profile.recorder import Recorder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
+]
+
+LONG_CYCLES = 200_000_000
+"""About a tenth of a second at 2 GHz."""
+
+
+class _Copy:
+    """What NCCL gives for a collective: a stream that waits for it waits on the device."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG_CYCLES)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+def test_times_are_the_devices():
+    """Catches a wait that is taken for short because the host did not block, or host marks."""
+    device = torch.device("cuda")
+    channel, stream = Channel.solo("weight"), torch.cuda.Stream()
+    x: Tensor = torch.zeros(1, device=device)
+    recorder = Recorder(channel.log, device, {})
+    torch.cuda._sleep(1)  # loads the kernel
+    torch.cuda.synchronize()
+    with recorder:
+        recorder.begin_step()
+        channel.log.enter("forward", "a")
+        torch.cuda._sleep(LONG_CYCLES)
+        channel.log.enter("forward", "b")
+        transfer = channel.log.start("all_gather", "weight", "b.weight", 1)
+        wait = channel._wait_on_device(transfer, lambda: _Copy(stream), lambda: x)
+        torch.cuda._sleep(LONG_CYCLES // 4)
+        wait()
+        recorder.begin_step()
+    record = recorder.record()
+    first, second = record.marks
+    begin, end = record.begins
+    length = second.at - first.at
+    assert length > 0.01
+    assert begin <= first.at < second.at <= transfer.launched <= transfer.wait_began < end
+    assert transfer.duration == pytest.approx(length, rel=0.2)
+    assert transfer.exposed == pytest.approx(0.75 * length, rel=0.25)
+    assert transfer.wait_began + transfer.exposed == pytest.approx(transfer.ended, abs=0.1 * length)
+    assert end >= transfer.ended
