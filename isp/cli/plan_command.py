@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.numbers import positive
@@ -10,7 +11,7 @@ from isp.cli.numbers import positive
 if TYPE_CHECKING:
     from isp.planner import Candidate
 
-__all__ = ["add_plan_options", "run_plan"]
+__all__ = ["add_calibrate_options", "add_plan_options", "run_calibrate", "run_plan"]
 
 DEFAULT_FABRIC = "h100x8_ib400"
 
@@ -62,3 +63,43 @@ def run_plan(args: argparse.Namespace) -> int:
     show = as_json if args.json else as_text
     print(show(found, own, fabric, world_size=args.world, rows=rows, top=args.top))
     return 0 if found.fitting else 1
+
+
+def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
+    """What `isp calibrate` takes."""
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="start N ranks on this machine (without it: one process, or what torchrun started)",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the fabric to FILE (without it: print it)"
+    )
+    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine, and write its fabric."""
+    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
+    from isp.config import ConfigError
+
+    ranks = launched_ranks()
+    if ranks is not None and args.nproc is not None:
+        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
+    if args.nproc is not None:
+        words = [*(["--out", args.out] if args.out else []), *(["--quick"] if args.quick else [])]
+        return launch(args.nproc, ["-m", "isp", "calibrate", *words])
+    if reports_for_ranks():
+        follow_launcher()
+    from isp.planner.calibrate import calibrate
+
+    fabric = calibrate(quick=args.quick)
+    if fabric is None:
+        return 0
+    if args.out is None:
+        print(fabric.to_yaml(), end="")
+    else:
+        Path(args.out).write_text(fabric.to_yaml(), encoding="utf-8")
+        print(f"{args.out}: {fabric.name}; plan with --fabric {args.out}")
+    return 0

@@ -103,6 +103,11 @@ def _build_parser() -> argparse.ArgumentParser:
             overrides=True,
         )
     )
+    plan_command.add_calibrate_options(
+        _command(
+            commands, "calibrate", plan_command.run_calibrate, "measure this machine for isp plan"
+        )
+    )
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
     _add_report(
         _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")

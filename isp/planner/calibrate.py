@@ -1,0 +1,191 @@
+"""Measures the machine at hand: what a rank computes, copies and sends, as a fabric.
+
+Every rank measures at the same time, as they work at the same time in a run, and the slowest one
+counts. A transfer of n bytes takes latency + n / bandwidth, fitted to sizes from 4 KiB to 16 MiB so
+that the relative errors are least. Between nodes one rank of each sends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from isp.attention import AttentionMask, make_local_attention
+from isp.comm import Channel, Mesh, World
+from isp.config import ConfigError
+from isp.metrics import device_name
+from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
+from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec
+
+__all__ = ["Line", "calibrate", "fit_line", "measure"]
+
+TRANSFERS = tuple(4096 * 4**i for i in range(7))
+"""Bytes that a rank sends: 4 KiB to 16 MiB."""
+
+
+class Line(NamedTuple):
+    """What a transfer takes."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+    """The line through (size, seconds) whose relative errors are least; never below zero."""
+    x, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    slope, start = np.polyfit(x, t, 1, w=1 / t)
+    if slope <= 0:  # nothing but latency
+        return Line(float(t.min()), float((x / t).max()))
+    return Line(max(0.0, float(start)), 1 / float(slope))
+
+
+def calibrate(*, quick: bool = False) -> Fabric | None:
+    """The fabric of the ranks that torchrun has started, or of this process; None but on rank 0.
+
+    `quick` measures little and badly, to see whether it runs. Raises ConfigError if nodes have
+    unequal numbers of ranks.
+    """
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    with World(device) as world:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+        if world.size % local_size:
+            raise ConfigError(
+                f"{world.size} ranks over nodes of {local_size}: start as many on every node"
+            )
+        parallel = ParallelConfig(weight=WeightConfig(size=local_size))
+        mesh = Mesh(Topology.create(world.size, parallel), world.rank)
+        fabric = measure(mesh, device, quick=quick)
+        return fabric if world.rank == 0 else None
+
+
+def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
+    """The fabric of the ranks of `mesh`, whose weight groups are nodes; a collective."""
+    inside = _link(mesh[Axis.WEIGHT], device, quick)
+    between = _link(mesh[Axis.WEIGHT_DATA], device, quick)
+    spec = _device(mesh[Axis.WORLD], device, quick)
+    ranks = mesh[Axis.WEIGHT].size
+    if inside is None:  # one rank sends to nobody
+        inside = LinkSpec(gb_per_second=spec.gb_per_second, latency_us=0.0)
+    return Fabric(
+        name=f"{spec.name}, {ranks} ranks a node",
+        source="isp calibrate",
+        devices_per_node=ranks,
+        device=spec,
+        inside=inside,
+        between=between,
+    )
+
+
+def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
+    size = 256 if quick else (8192 if device.type == "cuda" else 1024)
+    wide = _slowest(world, _product_tflops(size, torch.float32, device))
+    narrow = _slowest(world, _product_tflops(size, torch.bfloat16, device))
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    attention = _slowest(world, _attention_tflops(size, dtype, device))
+    return DeviceSpec(
+        name=device_name(device),
+        kind="cuda" if on_gpu else "cpu",
+        memory_gib=round(_memory_bytes(device) / 2**30, 2),
+        tflops=_digits(narrow),
+        wide_tflops=_digits(wide),
+        efficiency=1.0,
+        attention_efficiency=min(1.0, _digits(attention / (narrow if on_gpu else wide))),
+        gb_per_second=_digits(_slowest(world, _copied_bytes(device, quick)) / 1e9),
+        memory_efficiency=1.0,
+    )
+
+
+def _product_tflops(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device) / 1e12
+
+
+def _attention_tflops(length: int, dtype: torch.dtype, device: torch.device) -> float:
+    q, k, v = (torch.ones(1, length, 4, 64, dtype=dtype, device=device) for _ in range(3))
+    attend, mask = make_local_attention(device=device, dtype=dtype), AttentionMask(causal=True)
+    flops = 4 * length**2 / 2 * 4 * 64
+    return flops / _seconds(lambda: attend(q, k, v, mask=mask), device) / 1e12
+
+
+def _copied_bytes(device: torch.device, quick: bool) -> float:
+    """Bytes read and written a second."""
+    x = torch.ones((1 if quick else 64) * 2**20, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
+
+
+def _memory_bytes(device: torch.device) -> float:
+    """Memory for one rank."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    info = Path("/proc/meminfo")
+    if info.exists():
+        return int(info.read_text().split("MemTotal:")[1].split()[0]) * 1024 / ranks
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+
+
+def _link(channel: Channel, device: torch.device, quick: bool) -> LinkSpec | None:
+    """What an all-gather over the channel reaches; None if there is nobody to send to."""
+    if channel.size == 1:
+        return None
+    sizes = TRANSFERS[:3] if quick else TRANSFERS
+    line = fit_line(sizes, [_transfer_seconds(channel, size, device) for size in sizes])
+    hops = math.ceil(math.log2(channel.size))
+    return LinkSpec(
+        gb_per_second=_digits(line.bytes_per_second / 1e9),
+        latency_us=_digits(line.latency_seconds / hops * 1e6),
+    )
+
+
+def _transfer_seconds(channel: Channel, sent_bytes: int, device: torch.device) -> float:
+    piece = torch.zeros(max(1, sent_bytes // (channel.size - 1) // 4), device=device)
+    full = torch.empty(channel.size * piece.numel(), device=device)
+    return _slowest(
+        channel,
+        _seconds(lambda: channel.all_gather_into(full, piece).wait(), device, choose=median),
+        largest=True,
+    )
+
+
+def _seconds(
+    act: Callable[[], object],
+    device: torch.device,
+    *,
+    choose: Callable[[Sequence[float]], float] = min,
+) -> float:
+    """What `act` takes, the first time left out."""
+    found = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return choose(found[1:])
+
+
+def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
+    """The least of all ranks, or the largest; a collective."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    sign = 1 if largest else -1
+    own = torch.tensor(sign * value, dtype=torch.float64, device=device)
+    return sign * channel.all_reduce(own, op="max").wait().item()
+
+
+def _digits(value: float) -> float:
+    """Three digits: the rest is noise."""
+    return float(f"{value:.3g}")
