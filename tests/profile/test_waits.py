@@ -33,6 +33,13 @@ def _wait(*transfers, weight=None, mode=Mode.ISP, others=(), **machine):
     return worst_waits(aligned(*records), [0], settings)[0]
 
 
+def _advice(*transfers) -> str:
+    """What is said of the gather, be it the worst wait or not."""
+    settings = WaitSettings(mode=Mode.ISP, weight=WeightConfig())
+    waits = worst_waits(aligned(record((0, 100), transfers, MARKS)), [0], settings)
+    return next(wait.advice for wait in waits if wait.label == WEIGHT)
+
+
 def _gather(launch: float, end: float, *, wait: float = 52):
     return transfer("all_gather", WEIGHT, phase="forward", launch=launch, end=end, wait=wait)
 
@@ -59,8 +66,11 @@ def test_what_shares_the_wire_counts():
     alone, exchange = _gather(31, 55), {"phase": "forward", "channel": "tensor"}
     busy = transfer("all_to_all", "attention.qkv", launch=19, end=29, wait=19, **exchange)
     assert "launch_allgather_before=attn" in _wait(alone).advice
-    worst = _wait(_gather(31, 68), busy)
-    assert "launch_allgather_before=wqkv" in worst.advice  # at attn it would end at 29 + 37
+    # Behind it, from attn, the gather would be there at 29 + 31.
+    assert "launch_allgather_before=wqkv" in _advice(_gather(31, 62), busy)
+    longer = transfer("all_to_all", "attention.qkv", launch=19, end=35, wait=19, **exchange)
+    # Meeting it, from wqkv, at 2 + 37 + 16.
+    assert "launch_allgather_before" not in _advice(_gather(31, 68), longer)
 
 
 def test_settings_that_launch_late_are_named_first():
