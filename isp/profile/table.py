@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from isp.profile.schema import Cost, ModeProfile, Profile, Totals, Wait
+from isp.profile.causes import exposed_by_cause
+from isp.profile.schema import ModeProfile, Profile, Totals, Wait
 
 __all__ = ["describe", "sentence"]
 
@@ -43,23 +44,11 @@ def sentence(mode: ModeProfile) -> str:
         f"{mode.mode}: of {s.comm_ms:.1f} ms of communication in a step of {s.step_ms:.1f} ms"
         f" {s.exposed_ms:.1f} ms are exposed"
     )
-    causes: dict[str, float] = {}
-    for rank in mode.ranks:
-        for c in rank.timeline.collectives:
-            moved = c.exposed_ms - c.others_ms
-            what = "transfers that could be hidden"
-            if c.edge is not None:
-                what = f"the {c.edge}"
-            elif c.cost is not Cost.AHEAD:
-                what = "transfers that are needed at once"
-            causes[what] = causes.get(what, 0.0) + moved
-            who = "ranks waiting for each other"
-            causes[who] = causes.get(who, 0.0) + c.others_ms
-    whole = sum(causes.values())
-    if not whole:
+    causes = exposed_by_cause(mode)
+    if not causes:
         return f"{head}."
-    cause = max(causes, key=lambda name: causes[name])
-    return f"{head}, {causes[cause] / whole:.0%} of it in {cause}."
+    cause, exposed = next(iter(causes.items()))
+    return f"{head}, {exposed / sum(causes.values()):.0%} of it in {cause}."
 
 
 def _modes(profile: Profile) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from isp.profile import Cost, Edge, ModeProfile, Profile, Wait
+from isp.profile import ModeProfile, Profile, Wait
+from isp.profile.causes import Cause, exposed_by_cause
 from isp.report.page import Column, Section, Table
 from isp.report.words import kind_name, mib, ms, share
 
 __all__ = ["lead_mode", "lead_sentence", "waits_section"]
 
-_CAUSES = {
-    Edge.FIRST: "at the first gather of the step, which has nothing to hide behind",
-    Edge.LAST: "at the last reductions of the step, which have nothing left to hide behind",
-    Cost.CHAIN: "for transfers that the next computation needs at once",
-    Cost.OUTSIDE: "for transfers outside forward and backward",
-    Cost.AHEAD: "for transfers that an earlier launch, or more compute beside them, could hide",
+_WHY = {
+    Cause.FIRST: "which has nothing to hide behind",
+    Cause.LAST: "which has nothing left to hide behind",
+    Cause.AT_ONCE: "before the computation can go on",
+    Cause.COULD_HIDE: "by an earlier launch, or more compute beside them",
+    Cause.OTHER_RANKS: "because not all come to a transfer at the same time",
 }
-_OTHER_RANKS = "because ranks wait for each other"
 
 
 def lead_mode(profile: Profile) -> ModeProfile:
@@ -35,10 +33,10 @@ def lead_sentence(profile: Profile) -> str:
         f"In {lead.mode}, {share(s.exposed_ms, s.comm_ms)} of communication is exposed"
         f" ({ms(s.exposed_ms)} of {ms(s.comm_ms)} ms in a step of {ms(s.step_ms)} ms)"
     ]
-    causes = _causes(lead)
-    if whole := sum(causes.values()):
-        cause = max(causes, key=lambda name: causes[name])
-        parts.append(f"{share(causes[cause], whole)} of it {cause}")
+    causes = exposed_by_cause(lead)
+    if causes:
+        cause, exposed = next(iter(causes.items()))
+        parts.append(f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}")
     if lead.waits:
         worst = lead.waits[0]
         parts.append(
@@ -50,16 +48,6 @@ def lead_sentence(profile: Profile) -> str:
         listed = ", ".join(f"{mode.mode} {ms(mode.summary.exposed_ms)} ms" for mode in others)
         parts.append(f"exposed in the other modes: {listed}")
     return "; ".join(parts) + "."
-
-
-def _causes(mode: ModeProfile) -> dict[str, float]:
-    """Milliseconds exposed in the timelines of all ranks, by what explains them."""
-    causes: defaultdict[str, float] = defaultdict(float)
-    for rank in mode.ranks:
-        for c in rank.timeline.collectives:
-            causes[_CAUSES[c.edge or c.cost]] += c.exposed_ms - c.others_ms
-            causes[_OTHER_RANKS] += c.others_ms
-    return causes
 
 
 def waits_section(mode: ModeProfile, command: str | None, *, at_most: int) -> Section:

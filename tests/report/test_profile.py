@@ -80,7 +80,7 @@ def test_first_sentence(written: Written) -> None:
     # isp exposes 2 ms at its first gather, 3 ms elsewhere and 4 ms at its last reduction.
     assert (
         "In isp, 36% of communication is exposed (9.00 of 25.0 ms in a step of 100.0 ms); 44% of it"
-        " at the last reductions of the step, which have nothing left to hide behind; the worst"
+        " in the last reduce-scatter, which has nothing left to hide behind; the worst"
         " single wait (3.00 ms) is for the all-gather of layers.1.attention.wo.weight in forward"
         " (launched 3.0 ms too late: launch_allgather_before=attn would hide it);"
         " exposed in the other modes: mtp 16.0 ms."
