@@ -12,12 +12,17 @@ schedule splits only the tokens, and says which micro-batch it is at.
 ours computes both gradients in one custom function. So the whole graph runs in the first half, with
 each linear's two factors put off, and the second half is to multiply them (`dw_builder`, torch's
 seam for it). Gradients of norms, biases and the embedding are there after the first half.
+
+[Note: Buffers between stages] torch makes a buffer for each micro-batch of a step and each
+neighbour, and keeps them all, though only as many are in use as micro-batches are under way. The
+stage here lets it make them without memory, gives one memory when its receive is posted, and takes
+it away when it has been used. For this it overrides two of torch's private methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,16 +47,16 @@ class StageWork(Protocol):
         """Through the part of the model that is this rank's chunk number `chunk`."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """On the last stage: what is differentiated, of no dimension."""
+        """On the last stage: what is differentiated, of no dimension and float64."""
 
 
 class Pipeline:
     """This rank's stages of a pipeline over `channel`, for steps of `num_micro_batches`.
 
-    `chunks` are this rank's parts of the model. `like` is a tensor as it travels between stages, on
-    any device; the last stage keeps what it makes. With `gradients` a step is forward and backward,
-    without them it is forward alone. `put_off` has the weight gradients that a schedule with a
-    split backward computes on their own.
+    `chunks` are this rank's parts of the model. `tokens` and `like` are the tokens of a micro-batch
+    and what travels between stages, on any device; the last stage gives the loss. With `gradients`
+    a step is forward and backward, without them it is forward alone. `put_off` has the weight
+    gradients that a schedule with a split backward computes on their own.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Pipeline:
         order: PipelineOrder,
         *,
         num_micro_batches: int,
+        tokens: Tensor,
         like: Tensor,
         hook: SchedulerHook,
         gradients: MainGradients | None,
@@ -69,9 +75,11 @@ class Pipeline:
     ) -> None:
         self._num_micro_batches = num_micro_batches
         self._trains = gradients is not None
+        self._hook = hook
         self._work: StageWork | None = None
         between = torch.empty_like(like, device="meta", requires_grad=True)
-        tokens = torch.empty(like.shape[:2], dtype=torch.int64, device="meta")
+        first = torch.empty_like(tokens, device="meta", memory_format=torch.contiguous_format)
+        loss = torch.empty((), dtype=torch.float64, device="meta")
         numbers = order.stages_of(channel.rank)
         self._stages = [
             _Stage(
@@ -83,8 +91,8 @@ class Pipeline:
                 stage_index=number,
                 num_stages=order.num_stages,
                 device=device,
-                input_args=tokens if number == 0 else between,
-                output_args=between,
+                input_args=first if number == 0 else between,
+                output_args=loss if number == order.num_stages - 1 else between,
                 group=channel.group,
                 dw_builder=None if put_off is None else put_off.take,
             )
@@ -95,7 +103,7 @@ class Pipeline:
         self._schedule = schedule(
             self._stages[0] if single else self._stages,
             num_micro_batches,
-            loss_fn=self._loss,
+            loss_fn=lambda output, target: output,
             scale_grads=False,
         )
 
@@ -114,16 +122,19 @@ class Pipeline:
             last = {"target": torch.zeros(self._num_micro_batches), "losses": losses}
         run = self._schedule.step if self._trains else self._schedule.eval
         run(*inputs, **last, return_outputs=False)
+        for stage in self._stages:
+            stage.clear_runtime_states()
         self._work = None
         return [loss.detach() for loss in losses]
 
     def _forward(self, chunk: int, x: Tensor) -> Tensor:
         assert self._work is not None
-        return self._work.forward(chunk, self._stages[chunk].micro_batch, x)
-
-    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        assert self._work is not None
-        return self._work.loss(self._stages[-1].micro_batch, output)
+        stage = self._stages[chunk]
+        self._hook.before_forward(chunk)
+        y = self._work.forward(chunk, stage.micro_batch, x)
+        self._hook.after_forward(chunk)
+        # What a stage gives is kept until its backward: not the logits.
+        return self._work.loss(stage.micro_batch, y) if stage.is_last else y
 
 
 class _Part(nn.Module):
@@ -159,11 +170,40 @@ class _Stage(PipelineStage):
         self._hook = hook
         self._gradients = gradients
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        """Buffers made in this context have none [Note: Buffers between stages]."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if not self.is_first:
+            _remake(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.has_backward and not self.is_last:
+            _remake(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.micro_batch = fwd_chunk_id
-        self._hook.before_forward(self._chunk)
+        if self._gradients is None:
+            self.fwd_cache.clear()  # nothing else takes what was sent out of it
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._hook.after_forward(self._chunk)
+        if not self.is_first:  # a backward to come holds its input by itself
+            _remake(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
         return output
 
     def backward_one_chunk(
@@ -182,6 +222,8 @@ class _Stage(PipelineStage):
         self._hook.before_backward(self._chunk)
         with nullcontext() if is_last else self._gradients.no_sync():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_last:
+            _remake(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
         self._hook.after_backward(self._chunk)
 
     # torch hands gradients over between two stages of one rank in an evaluation, too, and fails.
@@ -194,3 +236,11 @@ class _Stage(PipelineStage):
     ) -> None:
         if self._gradients is not None:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _remake(buffers: Sequence[Any], device: torch.device) -> None:
+    """Replace each of torch's receive buffers by an empty one like it, on `device`."""
+    for info in buffers:
+        info.buffer = torch.empty_like(
+            info.buffer, device=device, requires_grad=info.buffer.requires_grad
+        )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 
-from isp.parallel import Mode
+from isp.parallel import Mode, PipelineSchedule
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
@@ -237,24 +237,25 @@ def _batch(case: Case) -> int:
 def _between_stages(case: Case, place: Place) -> int:
     """What is received from the neighbours, and sent to the next.
 
-    torch's stages keep a buffer for each micro-batch of the step and each neighbour.
+    From each neighbour one has arrived that is not used yet; a stage's output stays until its
+    gradient has come. On CPU, torch's schedules other than 1F1B hold all that was sent in a step.
     """
     one = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
-    waiting = most = received = 0
-    for before, behind in neighbours_of(case, place.stage):
-        received += case.micro_num * (before + behind)
-    if received and place.stage < case.topology.pipeline - 1:
+    ends = sum(before + behind for before, behind in neighbours_of(case, place.stage))
+    if case.on_cpu and case.parallel.pipeline.schedule is not PipelineSchedule.ONE_F_ONE_B:
+        return one * (ends + ends * case.micro_num)
+    waiting = most = 0
+    if ends and place.stage < case.topology.pipeline - 1:
         for action in actions_of(case, place.stage, few_micro_batches(case)):
             waiting += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
             most = max(most, waiting)
-    return one * (most + received)
+    return one * (ends + most)
 
 
 def _loss_bytes(case: Case) -> int:
     """The softmax and, in the loss's backward, the gradient that is made of it."""
     narrow = case.item_bytes if case.item_bytes < case.wide_bytes else 0
-    kept = case.item_bytes if case.topology.pipeline > 1 else 0  # a stage keeps what it gives
-    return saved_by_loss(case) + logits(case) * (case.wide_bytes + narrow + kept)
+    return saved_by_loss(case) + logits(case) * (case.wide_bytes + narrow)
 
 
 def _work(case: Case) -> int:

@@ -186,6 +186,7 @@ class TrainStep:
                 self._stages,
                 self._order,
                 num_micro_batches=key[0],
+                tokens=work.tokens[0],
                 like=torch.empty(
                     (rows, tokens, self.chunks[0].config.hidden_size),
                     dtype=next(self.chunks[0].parameters()).dtype,

@@ -33,14 +33,20 @@ class LiveBytes(TorchDispatchMode):
         new = [self._note(x) for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
         if True not in new:
             return out
-        sizes = [memory.nbytes() for memory in self._live.values()]
-        if sum(sizes) > self.peak:
-            self.peak, self.where = sum(sizes), str(func)
+        if self.now > self.peak:
+            self.peak, self.where = self.now, str(func)
         return out
+
+    @property
+    def now(self) -> int:
+        """Bytes of what is there."""
+        return sum(memory.nbytes() for memory in self._live.values())
 
     def _note(self, x: Tensor) -> bool:
         """Whether the memory of x is new."""
         memory = x.untyped_storage()
+        if x.is_meta:
+            return False
         new = memory._cdata not in self._live
         self._live[memory._cdata] = memory
         return new

@@ -43,8 +43,9 @@ CASES = [
     (Layout(mode=Mode.MTP, data=2), HALF, "float64"),
     (Layout(mode=Mode.MSP, tensor=2, micro=2), MODEL, "float32"),
     (Layout(mode=Mode.FSP, tensor=2), HALF, "bfloat16"),
-    (Layout(mode=Mode.MTP, pipeline=2, micro=4), MODEL, "float32"),
+    (Layout(mode=Mode.MTP, pipeline=2, micro=8), MODEL, "float32"),
     (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.INTERLEAVED, chunks=2), FOUR, "float32"),
+    (Layout(pipeline=2, micro=6, schedule=PipelineSchedule.ZBV, chunks=2), FOUR, "float32"),
 ]
 PARTS = [
     (Layout(mode=Mode.MSP, tensor=2, data=2), "bfloat16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
@@ -14,8 +15,9 @@ from isp.pipeline import PipelineOrder, split_layers
 from isp.pipeline.timeline import timeline
 from isp.weights.trace import ActionKind
 from model.config import ModelConfig
+from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks
-from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
+from tests.train.runs import SEQ_LEN, Layout, Meshes, Numbers, Task, largest_difference, make_run
 
 STEPS = range(4, 8)  # in step 7 no token of the batch has a label
 TOLERANCE = 1e-9
@@ -160,6 +162,49 @@ def test_recomputation_in_chunks(name: str) -> None:
     """Catches weights gathered for another chunk's recompute, and factors of a first forward."""
     model = replace(EIGHT.model, checkpoint=0.6)
     _equal(SCHEDULES[name], replace(EIGHT, model=model))
+
+
+FEW, MANY = 3, 9
+"""Micro-batches of a step."""
+
+
+class _Peaks(NamedTuple):
+    """Bytes in a step, in an evaluation, and left by it besides the weights."""
+
+    step: int
+    evaluation: int
+    left: int
+
+
+def _peaks(rank: int) -> list[_Peaks]:
+    """With few and with many micro-batches."""
+    found, meshes = [], Meshes(rank)
+    for micro in FEW, MANY:
+        layout = Layout(mode=Mode.MTP, pipeline=2, micro=micro)
+        run = make_run(meshes.of(layout), layout, TASK)
+        run.numbers(range(1))
+        with LiveBytes() as step:
+            run.numbers(range(1, 2))
+        with LiveBytes() as evaluation:
+            run.step.evaluate([TASK.batch(9, place) for place in range(micro)])
+        left = evaluation.now - sum(item.parameter.nbytes for item in run.parameters)
+        found.append(_Peaks(step.peak, evaluation.peak, left))
+        run.close()
+    return found
+
+
+def test_memory_is_that_of_the_micro_batches_under_way() -> None:
+    """Catches what is kept of every micro-batch: buffers, inputs, logits, graphs."""
+    between = SEQ_LEN * MODEL.hidden_size * 8
+    allowed = (
+        (MANY - FEW) * between / 2
+    )  # tokens, labels and positions of one are 3/16 of `between`
+    first, last = run_ranks(2, _peaks)
+    for few, many in (first, last):
+        assert 0 < many.step < few.step + allowed
+        assert many.left < between / 2
+    few, many = last  # on the first rank, gloo holds what it has sent until the evaluation ends
+    assert 0 < many.evaluation < few.evaluation + allowed
 
 
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
