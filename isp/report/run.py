@@ -99,6 +99,7 @@ def run_page(folder: RunFolder) -> Page:
         sections=(
             Section(title="The run", facts=_facts(config, environment, records, average)),
             Section(title="Over the steps", pictures=_pictures(records), command=command),
+            Section(title="Which transfers, and why", texts=(_profile_hint(folder, environment),)),
         ),
     )
 
@@ -120,6 +121,15 @@ def run_command(environment: Environment) -> str:
     if len(environment.hostnames) > 1:
         return f"{shlex.join(own)}    # by torchrun, on {len(environment.hostnames)} machines"
     return shlex.join([*own[:3], "--nproc", str(environment.world_size), *own[3:]])
+
+
+def _profile_hint(folder: RunFolder, environment: Environment) -> str:
+    words = ["isp", "profile", str(folder.config_file), "--nproc", str(environment.world_size)]
+    return (
+        f"A run keeps what was exposed, not in which transfers. {shlex.join([*words, '--html'])}"
+        f" measures a few steps of this configuration, in each mode, and makes a page that says"
+        f" which transfers are waited for, why, and what would help."
+    )
 
 
 def _lead(average: Means) -> str:

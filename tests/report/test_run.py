@@ -104,6 +104,7 @@ def test_page_has_the_numbers(written: Written) -> None:
     assert "steps with a skipped update 1 " in text
     assert "world 2 = pipeline 1 x data 1 x tensor 2" in text
     assert "isp train 'my job.yaml' --nproc 2 --training.steps 6" in text
+    assert "/run/config.yaml --nproc 2 --html measures a few steps" in text
 
 
 def test_names_are_escaped(written: Written) -> None:
