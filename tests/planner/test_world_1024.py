@@ -1,0 +1,100 @@
+"""Layouts of 1,024 ranks end to end in one process, over process groups that move nothing.
+
+Without pipelines, whose stages tell each other the shapes of what they send.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from isp.comm import Channel, Mesh
+from isp.parallel import Axis, Mode
+from isp.planner.case import Case
+from isp.planner.counts import traffic
+from isp.planner.memory import states
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.train.runs import SEQ_LEN, Layout, Task, make_run
+
+WORLD = 1024
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    intermediate_size=128,
+    checkpoint=0.5,
+)
+LAYOUTS = {
+    "isp": Layout(tensor=8, weight=64, data=128, micro=2),
+    "isp, zero1 4": Layout(tensor=4, weight=16, data=256, zero1=4),
+    "msp": Layout(mode=Mode.MSP, tensor=8, data=128, zero1=16),
+    "mtp": Layout(mode=Mode.MTP, tensor=4, data=256),
+}
+RANKS = (0, 777, 1023)
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+
+def _case(layout: Layout) -> Case:
+    return Case(
+        model=MODEL,
+        parallel=layout.parallel,
+        topology=layout.topology(),
+        rows=1,
+        tokens=SEQ_LEN,
+        micro_num=layout.micro,
+        dtype="float64",
+    )
+
+
+class _FakeMesh(Mesh):
+    """Its host group is of the fake backend too, which needs no one else."""
+
+    def _open_host(self) -> Channel:
+        return self[Axis.WORLD]
+
+
+def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
+    """What a step counts on `rank`, and the bytes of its weights, gradients and optimizer."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    mesh = _FakeMesh(layout.topology(), rank)
+    run = make_run(mesh, layout, Task(model=MODEL))
+    grad_norm = run.optimizer.grad_norm
+
+    def finite() -> float:  # what nobody sent is whatever was in memory
+        grad_norm()
+        return 1.0
+
+    run.optimizer.grad_norm = finite  # type: ignore[method-assign]
+    run.numbers(range(1))
+    mesh.log.take()
+    run.numbers(range(2, 3))
+    calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for transfer in mesh.log.take():
+        calls[transfer.kind, transfer.channel] += 1
+        sent[transfer.kind, transfer.channel] += transfer.sent_bytes
+    shards = run.optimizer.state_dict()["parameters"].values()
+    held = sum(item.parameter.nbytes for item in run.parameters) * 2
+    held += sum(shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes for shard in shards)
+    return {key: (calls[key], sent[key]) for key in calls}, held
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_step_of_1024_ranks_is_as_planned(name: str, rank: int) -> None:
+    """Catches group arithmetic, shards or counts that hold for a few ranks alone."""
+    layout = LAYOUTS[name]
+    assert layout.world == WORLD
+    ((counted, held),) = run_ranks(1, _one_rank, layout, rank)
+    case = _case(layout)
+    planned = {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()}
+    planned.pop(("broadcast", Axis.TENSOR.value), None)  # the step begins behind the data
+    assert counted == planned
+    assert held == states(case, case.place(rank)).states
