@@ -51,6 +51,5 @@ def _about(profile: Profile) -> Section:
         ("device", profile.device),
         ("torch", profile.torch),
         *((mode.mode, mode.topology) for mode in profile.modes),
-        ("configuration", profile.config),
     )
-    return Section(title="What was measured", facts=facts)
+    return Section(title="What was measured", facts=facts, listing=profile.config)

@@ -97,6 +97,7 @@ def test_tables_have_the_numbers(written: Written) -> None:
     assert "isp all-gather 2 2.00 20.0 5.00" in text
     assert "3.00 33% all-gather of layers.1.attention.wo.weight, forward launched too late:" in text
     assert "action phase start" in text
+    assert CONFIG in written.page.texts  # with its line breaks
     assert text.count(COMMAND) >= 6
 
 
