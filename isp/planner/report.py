@@ -248,13 +248,20 @@ def _too_large(found: Found, fabric: Fabric) -> str:
 
 def _refused(found: Found) -> str:
     """Reasons about the model, each once; those about the batch are as many as there are sizes."""
-    about_model = [r for r in found.refused if " sequences a step cannot " not in r]
-    if not about_model:
-        return ""
+    about_batch = (" sequences a step cannot ", " needs as many micro-batches ")
+    about_model = [r for r in found.refused if not any(part in r for part in about_batch)]
+    reasons: list[str] = []
+    seen = {c.case.mode for c in (*found.fitting, *found.too_large)}
+    if absent := [mode.value for mode in Mode if mode not in seen]:
+        reasons.append(
+            f"{', '.join(absent)}: no sizes share the sequences of a step evenly over data ranks:"
+            f" use more sequences (--batch)"
+        )
     firsts: dict[str, str] = {}
     for reason in about_model:
         firsts.setdefault(_without_numbers(reason), reason)
-    return "\n".join(["no layouts:", *(f"  {reason}" for reason in firsts.values())])
+    reasons += firsts.values()
+    return "\n".join(["no layouts:", *(f"  {reason}" for reason in reasons)]) if reasons else ""
 
 
 def _without_numbers(text: str) -> str:

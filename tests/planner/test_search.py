@@ -76,6 +76,14 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
     assert "parallel.tensor.size=8 must divide model.num_kv_heads=4" in said
 
 
+def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a mode that is missing from the ranking without a word."""
+    assert main(["plan", file, "--world", "16", "--batch", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "mtp, msp, fsp: no sizes share the sequences of a step evenly" in said
+    assert "--parallel.tensor.size 8" in said.split("the first one")[1]
+
+
 def test_plans_can_be_read_by_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches JSON that is mixed with text, or differs from what is shown to people."""
     assert main(["plan", file, "--world", "4", "--json", "--top", "2"]) == 0
