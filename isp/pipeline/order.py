@@ -6,7 +6,9 @@ P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -49,36 +51,47 @@ class PipelineOrder:
         self, rank: int, micro_batches: int, *, training: bool = True
     ) -> tuple[Action, ...]:
         """What a step is on the `rank`-th rank: on one rank, one micro-batch at a time."""
-        size = self.config.size
-        if size == 1:
-            return sequential_actions(micro_batches, training=training)
-        schedule = schedule_class(self.config, training=training)
-        if schedule is torch_pipelining.Schedule1F1B:
-            return one_forward_one_backward(rank, size, micro_batches)
-        if schedule is torch_pipelining.ScheduleGPipe:
-            return sequential_actions(micro_batches, training=False)
-        found = self._torch_order(schedule, rank, micro_batches)
-        return tuple(a for a in found if training or a.kind is ActionKind.FORWARD)
+        return _orders(self, micro_batches, training)[rank]
 
-    def _torch_order(self, schedule: Any, rank: int, micro_batches: int) -> tuple[Action, ...]:
-        """As torch's schedule has it, which asks its stages for nothing but their numbers."""
-        chunks = {stage: chunk for chunk, stage in enumerate(self.stages_of(rank))}
-        stages = [
-            SimpleNamespace(
-                stage_index=stage,
-                num_stages=self.num_stages,
-                group_rank=rank,
-                group_size=self.config.size,
-                submod=None,
-            )
-            for stage in chunks
-        ]
-        order = schedule(stages, micro_batches).pipeline_order[rank]
-        return tuple(
-            Action(_KINDS[a.computation_type.value], a.microbatch_index, chunks[a.stage_index])
-            for a in order
-            if a is not None
+
+@lru_cache(maxsize=16)
+def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tuple[Action, ...]]:
+    """The actions of every rank: torch works out all of them at once, which takes a while."""
+    ranks = range(order.config.size)
+    if order.config.size == 1:
+        return [sequential_actions(micro_batches, training=training)]
+    schedule = schedule_class(order.config, training=training)
+    if schedule is torch_pipelining.Schedule1F1B:
+        return [one_forward_one_backward(rank, len(ranks), micro_batches) for rank in ranks]
+    if schedule is torch_pipelining.ScheduleGPipe:
+        return [sequential_actions(micro_batches, training=False) for _ in ranks]
+    stages = [  # torch asks them for nothing but their numbers
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=order.num_stages,
+            group_rank=0,
+            group_size=len(ranks),
+            submod=None,
         )
+        for stage in order.stages_of(0)
+    ]
+    found = schedule(stages, micro_batches).pipeline_order
+    return [
+        tuple(
+            action
+            for action in _actions(found[rank], order.stages_of(rank))
+            if training or action.kind is ActionKind.FORWARD
+        )
+        for rank in ranks
+    ]
+
+
+def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
+    """What torch has found for the rank with these stages."""
+    for a in found:
+        if a is not None:
+            chunk = stages.index(a.stage_index)
+            yield Action(_KINDS[a.computation_type.value], a.microbatch_index, chunk)
 
 
 def schedule_class(config: PipelineConfig, *, training: bool) -> Any:
