@@ -83,7 +83,7 @@ def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict
 
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     """Catches a weight, master or moment in the wrong place, or stale, after a change of layout."""
-    answers = run_ranks(4, _save_and_load_all, tmp_path)
+    answers = run_ranks(4, _save_and_load_all, tmp_path, timeout_seconds=110)
     assert [len(of_rank) for of_rank in answers] == [5, 4, 4, 4]
     wanted = {name: losses for name, losses, _ in answers[0]}
     for of_rank in answers:

