@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from paced import Paced
 
 from isp.comm import Link, Mesh, Transfer
 from isp.data.batch import MicroBatch
@@ -49,8 +49,6 @@ from isp.pipeline.timeline import timeline
 from isp.settings import OptimizerConfig
 from isp.train.build import build_model
 from isp.train.step import TrainStep
-from isp.weights.phase import Phase
-from isp.weights.wp import WPCommunicator
 from model.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -62,32 +60,6 @@ SCHEDULES = (
     (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, 2),
     (PipelineSchedule.ZBV, 2),
 )
-
-
-class Paced(WPCommunicator):
-    """Sleeps where a linear multiplies, then hands on."""
-
-    def __init__(self, inner: WPCommunicator, seconds: float) -> None:
-        self.inner, self.seconds = inner, seconds
-        self.gathers_weights = inner.gathers_weights
-
-    @property
-    def communication_mode(self) -> str:
-        return self.inner.communication_mode
-
-    def prefetch_hook(self, *, module: Any, phase: Phase) -> None:
-        self.inner.prefetch_hook(module=module, phase=phase)
-
-    def weight_hook(self, shard: Tensor, **place: Any) -> Tensor:
-        return self.inner.weight_hook(shard, **place)
-
-    def release_hook(self, *, module: Any, phase: Phase) -> None:
-        time.sleep(self.seconds)
-        self.inner.release_hook(module=module, phase=phase)
-
-    def grad_hook(self, grad: Tensor, *, module: Any, is_bias: bool = False) -> Tensor | None:
-        time.sleep(self.seconds)
-        return self.inner.grad_hook(grad, module=module, is_bias=is_bias)
 
 
 class Contestant:
@@ -110,7 +82,7 @@ class Contestant:
             for block in chunk.blocks():
                 for layer in block.modules():
                     if isinstance(layer, ParallelLinear):
-                        layer.communicator = Paced(layer.communicator, o.ms / 1e3)
+                        layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
         gradients = MainGradients(built.parameters, self.mesh)
         optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig())
         self.step = TrainStep(built, gradients, optimizer, self.mesh, micro_num=micro)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from paced import Paced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +25,6 @@ from isp.parallel import Axis, Mode, Topology
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.ends import EmbeddingWeightParallelCommunicator
-from isp.weights.phase import Phase
 from isp.weights.pool import MemoryPool
 from isp.weights.trace import sequential_actions
 from isp.weights.wp import LocalWeights, WPCommunicator
@@ -74,7 +74,7 @@ class Compute:
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],
-            communicator=_Paced(communicator, self) if self.paced_gflops else communicator,
+            communicator=Paced(communicator, self.pause) if self.paced_gflops else communicator,
             device=CPU,
             dtype=torch.float32,
         )
@@ -82,6 +82,13 @@ class Compute:
         model = Decoder(self.model, layers, DistributedAttention(attention, Channel.solo()))
         init_weights(model, seed=1)
         return model
+
+    def pause(self, layer: Any) -> float:
+        """Seconds that a product with the weight of `layer` takes; a lookup takes none."""
+        if isinstance(layer.communicator, EmbeddingWeightParallelCommunicator):
+            return 0.0
+        rows, columns = layer.layouts["weight"].global_shape
+        return 2e-9 * rows * columns * self.paced_tokens / self.paced_gflops  # type: ignore[no-any-return]
 
     def forward_and_backward(self, model: nn.Module) -> StepResult:
         """A pass over this rank's rows; the loss is the mean over the tokens of all ranks."""
@@ -95,38 +102,6 @@ class Compute:
         forward_ended = time.perf_counter()
         loss.backward()
         return StepResult(loss.detach(), forward_ended)
-
-
-class _Paced(WPCommunicator):
-    """Sleeps where a matmul with a weight runs, then hands on to the real communicator."""
-
-    def __init__(self, communicator: WPCommunicator, compute: Compute) -> None:
-        self.communicator = communicator
-        self.gathers_weights = communicator.gathers_weights
-        self.seconds_per_weight = 2e-9 * compute.paced_tokens / compute.paced_gflops
-
-    @property
-    def communication_mode(self) -> str:
-        return self.communicator.communication_mode
-
-    def prefetch_hook(self, *, module: Any, phase: Phase) -> None:
-        self.communicator.prefetch_hook(module=module, phase=phase)
-
-    def weight_hook(self, shard: Tensor, **place: Any) -> Tensor:
-        return self.communicator.weight_hook(shard, **place)
-
-    def release_hook(self, *, module: Any, phase: Phase) -> None:
-        self._pause(module)
-        self.communicator.release_hook(module=module, phase=phase)
-
-    def grad_hook(self, grad: Tensor, *, module: Any, is_bias: bool = False) -> Tensor | None:
-        self._pause(module)
-        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias)
-
-    def _pause(self, module: Any) -> None:
-        rows, columns = module.layouts["weight"].global_shape
-        if not isinstance(module.communicator, EmbeddingWeightParallelCommunicator):
-            time.sleep(rows * columns * self.seconds_per_weight)
 
 
 def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
