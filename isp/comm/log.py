@@ -45,6 +45,13 @@ class Transfer:
         """Seconds from launch to end."""
         return max(0.0, self.ended - self.launched)
 
+    @property
+    def arrived(self) -> float:
+        """When it was there: for who waited for it, as the wait returned and not before."""
+        if self.wait_began < self.ended:
+            return max(self.ended, self.wait_began + self.exposed)
+        return self.ended
+
 
 class CommTotals(NamedTuple):
     """What the transfers of a step come to."""
@@ -184,7 +191,7 @@ def _covered(transfers: list[Transfer]) -> float:
     covered, reached = 0.0, 0.0
     for transfer in sorted(transfers, key=lambda t: t.launched):
         begin = max(transfer.launched, reached)
-        if transfer.ended > begin:
-            covered += transfer.ended - begin
-            reached = transfer.ended
+        if transfer.arrived > begin:
+            covered += transfer.arrived - begin
+            reached = transfer.arrived
     return covered

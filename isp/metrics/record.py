@@ -58,7 +58,7 @@ class StepRecord:
     comm_ms: float
     """Time in which at least one transfer was under way."""
     exposed_ms: float
-    """The part of `comm_ms` for which compute really waited."""
+    """The part of `step_ms` for which compute really waited for a transfer."""
     mem_gib: float
     """Most memory in use at once, in GiB: see `peak_memory_gib`."""
     data_ms: float | None = None
@@ -85,7 +85,7 @@ class StepRecord:
 
     def line(self, num_steps: int) -> str:
         """The record for people, in a run of `num_steps`."""
-        share = self.exposed_ms / self.comm_ms if self.comm_ms else 0.0
+        share = self.exposed_ms / self.step_ms
         fields = [
             f"step: {self.step}/{num_steps}",
             f"loss: {self.loss:.4f}",

@@ -80,7 +80,7 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
     under_way: defaultdict[str, list[float]] = defaultdict(list)
     found = []
     for transfer in record.transfers:
-        launch, end = ms(transfer.launched), ms(_over(transfer))
+        launch, end = ms(transfer.launched), ms(transfer.arrived)
         ahead = [t for t in under_way[transfer.channel] if t > launch]
         start = max((t for t in ahead if t <= end), default=launch)
         under_way[transfer.channel] = [*ahead, end]
@@ -90,13 +90,6 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
             phase = times.mark_at(waited).phase
         found.append(_collective(transfer, phase, record.parts, launch, start, end, waited))
     return dataclasses.replace(times, collectives=tuple(found))
-
-
-def _over(transfer: Transfer) -> float:
-    """When a transfer was there: for who waited for it, as the wait returned and not before."""
-    if transfer.wait_began < transfer.ended:
-        return max(transfer.ended, transfer.wait_began + transfer.exposed)
-    return transfer.ended
 
 
 def _collective(

@@ -163,9 +163,9 @@ class Totals:
     by_kind: dict[str, KindTotals]
 
     @property
-    def hidden_share(self) -> float:
-        """The share of `comm_ms` during which nothing waited; 1 where nothing travelled."""
-        return 1 - self.exposed_ms / self.comm_ms if self.comm_ms else 1.0
+    def exposed_share(self) -> float:
+        """The share of the step for which compute waited for transfers."""
+        return self.exposed_ms / self.step_ms
 
     @property
     def bound_ms(self) -> float:

@@ -12,7 +12,7 @@ __all__ = ["describe", "sentence"]
 
 _IN = " " * 4
 _EXPLANATION = """\
-comm: at least one transfer under way; exposed: compute waited for one; hidden: the rest of comm
+comm: at least one transfer under way; exposed: compute waited for one, share: of the step
 bound: what no order of the transfers could hide = first gather + last reduction + chain (needed at
 once) + excess (longer than the compute beside it), without waiting for other ranks"""
 
@@ -41,8 +41,8 @@ def sentence(mode: ModeProfile) -> str:
     if not s.num_transfers:
         return f"{mode.mode}: nothing travels."
     head = (
-        f"{mode.mode}: of {s.comm_ms:.1f} ms of communication in a step of {s.step_ms:.1f} ms"
-        f" {s.exposed_ms:.1f} ms are exposed"
+        f"{mode.mode}: {s.exposed_share:.0%} of the step is exposed ({s.exposed_ms:.1f} of"
+        f" {s.step_ms:.1f} ms; transfers were under way for {s.comm_ms:.1f} ms)"
     )
     causes = exposed_by_cause(mode)
     if not causes:
@@ -52,7 +52,7 @@ def sentence(mode: ModeProfile) -> str:
 
 
 def _modes(profile: Profile) -> str:
-    names = "mode tensor weight step comm exposed hidden first last chain excess bound exp./bound"
+    names = "mode tensor weight step comm exposed share first last chain excess bound exp./bound"
     header = [*names.split(), "sent MiB", "mem GiB", "loss"]
     rows = [header]
     for mode in profile.modes:
@@ -64,7 +64,7 @@ def _modes(profile: Profile) -> str:
                 str(mode.tensor),
                 str(mode.weight),
                 *(_ms(x) for x in (s.step_ms, s.comm_ms, s.exposed_ms)),
-                f"{s.hidden_share:.0%}",
+                f"{s.exposed_share:.0%}",
                 *(_ms(x) for x in _bound_parts(s)),
                 _ms(s.bound_ms),
                 "" if ratio is None else f"{ratio:.2f}",

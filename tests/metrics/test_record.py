@@ -28,7 +28,7 @@ def test_line_has_the_promised_form() -> None:
     """Catches a changed field, order, width or unit: scripts read this line."""
     assert RECORD.line(100) == (
         "step: 10/100  loss: 2.7391  grad_norm: 0.665  lr: 3.0e-04  tgs: 4,103  tflops: 395.76"
-        "  mfu: 40.0%  mem: 1.23GiB  step_ms: 158.0  comm_ms: 41.0  exposed_ms: 6.2 (15.1%)"
+        "  mfu: 40.0%  mem: 1.23GiB  step_ms: 158.0  comm_ms: 41.0  exposed_ms: 6.2 (3.9%)"
     )
 
 
@@ -42,7 +42,7 @@ def test_line_without_a_peak_or_transfers() -> None:
 def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
     """Catches a validation loss or a skipped update that is not shown."""
     record = replace(RECORD, val_loss=2.5, skipped=True, grad_norm=math.inf)
-    assert record.line(10).endswith("(15.1%)  val_loss: 2.5000  skipped")
+    assert record.line(10).endswith("(3.9%)  val_loss: 2.5000  skipped")
     record = replace(record, loss_scale=65536.0, eta_seconds=5025.2)
     assert record.line(10).endswith("val_loss: 2.5000  loss_scale: 65536  eta: 1:23:45  skipped")
     assert "grad_norm: inf" in record.line(10)

@@ -83,7 +83,7 @@ def test_one_rank():
     assert (total.step_ms, total.exposed_ms, total.compute_ms) == pytest.approx((100, 18, 82))
     assert (total.num_transfers, total.sent_bytes) == (6, 600)
     assert total.comm_ms == pytest.approx((26 + 5) + 6 + 10 + 8 + 2)
-    assert total.hidden_share == pytest.approx(1 - 18 / 57)
+    assert total.exposed_share == pytest.approx(0.18)
     assert total.first_edge_ms == pytest.approx(2 + 4)
     assert total.last_edge_ms == pytest.approx(4)
     assert (total.chain_ms, total.excess_ms) == pytest.approx((6, 0))

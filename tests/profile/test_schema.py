@@ -46,7 +46,7 @@ def test_other_files_are_refused(change, message):
 def test_derived_numbers():
     """Catches a share or a bound made of the wrong parts."""
     mtp, isp = (mode.summary for mode in example_profile().modes)
-    assert (mtp.hidden_share, mtp.bound_ms, mtp.exposed_over_bound) == (0.0, 16.0, 1.0)
-    assert (isp.hidden_share, isp.bound_ms, isp.exposed_over_bound) == (0.64, 6.0, 1.5)
+    assert (mtp.exposed_share, mtp.bound_ms, mtp.exposed_over_bound) == (0.16, 16.0, 1.0)
+    assert (isp.exposed_share, isp.bound_ms, isp.exposed_over_bound) == (0.09, 6.0, 1.5)
     nothing = dataclasses.replace(mtp, comm_ms=0.0, exposed_ms=0.0, chain_ms=0.0)
-    assert (nothing.hidden_share, nothing.exposed_over_bound) == (1.0, None)
+    assert (nothing.exposed_share, nothing.exposed_over_bound) == (0.0, None)

@@ -79,6 +79,17 @@ def test_transfers_stay_until_they_are_waited_for() -> None:
     assert log.take_waited() == [second]
 
 
+def test_a_transfer_that_is_waited_for_lasts_until_the_wait_returns() -> None:
+    """Catches more time waited than under way: a busy machine wakes the waiting rank late."""
+    log = CommLog()
+    late, early = (log.start("all_gather", "weight", label, 8) for label in "ab")
+    late.launched, late.wait_began, late.ended, late.exposed = 1.0, 2.0, 3.0, 2.5
+    early.launched, early.ended, early.wait_began, early.exposed = 5.0, 6.0, 7.0, 0.25
+    totals = CommLog.totals([late, early])
+    assert totals.comm_seconds == 3.5 + 1.0
+    assert totals.exposed_seconds == 2.75
+
+
 class _Event:
     """An event of a device that has come to it, or not."""
 
