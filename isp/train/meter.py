@@ -50,6 +50,8 @@ class StepMeter:
         self._num_ranks = num_ranks
         self._peak_tflops = peak_tflops
         self._own_seconds = 0.0
+        self.last_transfers: list[Transfer] = []
+        """Those that the last step waited for."""
         self.restart()
 
     def restart(self) -> None:
@@ -65,7 +67,7 @@ class StepMeter:
     def end_step(self) -> PhaseTimes:
         """A step has been done on this rank; the phases since the last one."""
         times = self._clock.take()
-        moved = self._log.take_waited()
+        moved = self.last_transfers = self._log.take_waited()
         for phase, seconds in times.items():
             self._times[phase] += seconds
         self._transfers += moved

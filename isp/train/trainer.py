@@ -32,6 +32,7 @@ from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome
+from isp.train.waiting import describe_waits, shares_cores
 from isp.train.watch import LossWatch, SlowRankWatch
 from model.flops import FLOP_RULE
 
@@ -87,6 +88,7 @@ class Trainer:
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
+        self._shares_cores = shares_cores(device, hostnames)
         warn = config.metrics
         self._loss_watch = LossWatch(warn.loss_spike_deviations)
         self._slow_watch = SlowRankWatch(
@@ -285,6 +287,10 @@ class Trainer:
     def _end(self, stopped: str | None) -> None:
         """Save what the run has come to. Raises CheckpointError if that fails."""
         self._save(wait=True)
+        if self._shares_cores:
+            waits = describe_waits(self.mesh, self._meter.last_transfers)
+            if waits is not None:
+                logger.info("%s", waits)
         if stopped is not None and self.step < self.config.training.steps:
             logger.info(
                 "stopped after step %d of %d, %s; the same command goes on from there",
