@@ -44,7 +44,7 @@ def plan_of(bench: Bench, weight: WeightConfig) -> Case:
 
 def fabric_of(bench: Bench, speed: float) -> Fabric:
     """The modelled link, and a device that takes as long as the sleeps."""
-    hops = max(1, (bench.world - 1).bit_length())
+    hops = bench.world - 1
     teraflops = bench.compute.paced_gflops / 1e3
     device = DeviceSpec(
         name="sleeps",

@@ -7,7 +7,6 @@ that the relative errors are least. Between nodes one rank of each sends.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -142,10 +141,9 @@ def _link(channel: Channel, device: torch.device, quick: bool) -> LinkSpec | Non
         return None
     sizes = TRANSFERS[:3] if quick else TRANSFERS
     line = fit_line(sizes, [_transfer_seconds(channel, size, device) for size in sizes])
-    hops = math.ceil(math.log2(channel.size))
     return LinkSpec(
         gb_per_second=_digits(line.bytes_per_second / 1e9),
-        latency_us=_digits(line.latency_seconds / hops * 1e6),
+        latency_us=_digits(line.latency_seconds / (channel.size - 1) * 1e6),
     )
 
 

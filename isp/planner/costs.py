@@ -53,7 +53,8 @@ class Costs:
         return 4 * pairs * heads * model.head_size
 
     def passes(self, name: str) -> float:
-        """Seconds of passing over memory before the product of visit `name`, in forward."""
+        """Seconds of what precedes the product of visit `name` in forward: passes over memory, and
+        with the first of a block its gaps between kernels."""
         return self._passes_seconds.get(name, 0.0)
 
     @cached_property
@@ -119,7 +120,7 @@ class Costs:
         norm_and_sum = 5 * hidden
         return {
             "embedding": self._over_memory(2 * hidden),
-            "wqkv": self._over_memory(norm_and_sum + 2 * turned),
+            "wqkv": self._over_memory(norm_and_sum + 2 * turned) + self.device.layer_us * 1e-6,
             "w1": self._over_memory(norm_and_sum),
             "w2": self._over_memory(3 * inside * model.intermediate_size),
             "head": self._over_memory(2 * hidden),

@@ -53,12 +53,16 @@ class DeviceSpec:
     """Bandwidth of the memory, in 1e9 bytes a second."""
     memory_efficiency: float = 0.8
     """Share of it that passes over memory reach."""
+    layer_us: float = 0.0
+    """Gaps between the kernels of a block's forward; its backward has twice as much."""
 
     def __post_init__(self) -> None:
         for key in ("memory_gib", "tflops", "wide_tflops", "gb_per_second"):
             _in_range(f"device.{key}", getattr(self, key), above=0)
         for key in ("usable", "efficiency", "attention_efficiency", "memory_efficiency"):
             _in_range(f"device.{key}", getattr(self, key), above=0, most=1)
+        if self.layer_us < 0:
+            raise ValueError(f"device.layer_us={self.layer_us} must be at least 0")
 
     @property
     def usable_bytes(self) -> int:
@@ -73,7 +77,7 @@ class LinkSpec:
     gb_per_second: float
     """One way, of one device, in 1e9 bytes a second."""
     latency_us: float
-    """Of a transfer between two; one between n takes it log2(n) times."""
+    """Of a hop from one device to the next: see `Fabric.latency`."""
     efficiency: float = 1.0
     """Share of the bandwidth that collectives reach."""
 
@@ -115,10 +119,15 @@ class Fabric:
     """Between the devices of a node."""
     between: LinkSpec | None = None
     """Between nodes, of one device; null: there is one node."""
+    straggling: float = 0.01
+    """By what share of its compute a step grows whenever the number of nodes doubles: all ranks
+    wait for the slowest."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
             raise ValueError(f"devices_per_node={self.devices_per_node} must be at least 1")
+        if self.straggling < 0:
+            raise ValueError(f"straggling={self.straggling} must be at least 0")
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if this machine cannot have so many ranks."""
@@ -155,11 +164,10 @@ class Fabric:
         span = Span(2, 2) if trip.kind == "send" else self.span(case, axis)
         if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
             span = Span(2, 1)
-        hops, inside = math.ceil(math.log2(span.size)), self.inside
+        latency, inside = self.latency(span, trip.kind), self.inside
         if span.size == span.per_node:
-            return hops * inside.latency_us * 1e-6 + trip.sent_bytes / inside.bytes_per_second
+            return latency + trip.sent_bytes / inside.bytes_per_second
         assert self.between is not None, "checked before"
-        latency = hops * self.between.latency_us * 1e-6
         if trip.kind == "all_to_all":
             away = (span.size - span.per_node) / (span.size - 1)
             there = trip.sent_bytes * away / self.between.bytes_per_second
@@ -168,10 +176,36 @@ class Fabric:
         rate = min(inside.bytes_per_second, span.per_node * self.between.bytes_per_second)
         return latency + trip.sent_bytes / rate
 
+    def latency(self, span: Span, kind: str) -> float:
+        """Seconds of the hops that a transfer of no bytes takes.
+
+        A gather or a reduce-scatter is a ring through all ranks; an all-reduce chains the ranks of
+        a node and is a tree over nodes, there and back; of the others, all hops double those
+        reached. Source: NCCL, src/graph/tuning.cc.
+        """
+        nodes = span.size // span.per_node
+        if kind in ("all_gather", "reduce_scatter"):
+            inside, between = span.size - nodes, nodes - 1
+        elif kind == "all_reduce":
+            inside, between = 2 * (span.per_node - 1), 2 * _doublings(nodes)
+        else:
+            hops = _doublings(span.size)
+            inside, between = (hops, 0) if nodes == 1 else (0, hops)
+        outside = 0.0 if self.between is None else self.between.latency_us
+        return (inside * self.inside.latency_us + between * outside) * 1e-6
+
+    def straggling_over(self, world_size: int) -> float:
+        """What waiting for the slowest of so many ranks costs, as a share of compute."""
+        return self.straggling * math.log2(max(1.0, world_size / self.devices_per_node))
+
     def to_yaml(self) -> str:
         """The file that gives this fabric."""
         plain = TypeAdapter(Fabric).dump_python(self, mode="json")
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _doublings(size: int) -> int:
+    return math.ceil(math.log2(size))
 
 
 def _stride(case: Case, axis: Axis) -> int:

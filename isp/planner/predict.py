@@ -25,7 +25,7 @@ class Prediction:
     step: float
     """From the start of a step to that of the next."""
     exposed: float
-    """For which transfers are waited for."""
+    """For which transfers, and slower ranks, are waited for."""
     bubble: float
     """For which a stage waits for others."""
     communication: float
@@ -51,12 +51,13 @@ def predict(case: Case, fabric: Fabric) -> Prediction:
         step, exposed, bubble, busy = _one_stage(case, fabric)
     else:
         step, exposed, bubble, busy = _pipeline(case, fabric)
+    straggling = fabric.straggling_over(case.topology.world_size) * (step - exposed - bubble)
     documents = case.rows * case.documents * case.micro_num
     lengths = [case.tokens // case.documents] * documents
     flops = flops_per_step(case.model, lengths) * case.topology.data / case.topology.world_size
     return Prediction(
-        step=step,
-        exposed=exposed,
+        step=step + straggling,
+        exposed=exposed + straggling,
         bubble=bubble,
         communication=busy,
         model_flops=flops,

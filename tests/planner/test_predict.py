@@ -126,8 +126,9 @@ def test_transfers_within_and_between_nodes() -> None:
         return fabric.seconds(case, Trip(kind, axis.value, 10**9, ""))
 
     assert seconds("all_to_all", Axis.TENSOR) == pytest.approx(0.1 + 2e-6)
-    assert seconds("all_gather", Axis.WEIGHT) == pytest.approx(1 / 4 + 4 * 10e-6)
-    assert seconds("all_reduce", Axis.WEIGHT_DATA) == pytest.approx(1 + 2 * 10e-6)
+    assert seconds("all_gather", Axis.WEIGHT) == pytest.approx(1 / 4 + 12e-6 + 3 * 10e-6)  # a ring
+    assert seconds("all_reduce", Axis.TENSOR) == pytest.approx(0.1 + 6e-6)
+    assert seconds("all_reduce", Axis.WEIGHT_DATA) == pytest.approx(1 + 4 * 10e-6)  # a tree
     assert fabric.wire(case, Axis.TENSOR) == "inside"
     assert fabric.wire(case, Axis.DATA) == "between"
 
