@@ -38,12 +38,12 @@ def as_text(
         shown = _shown(found, own, fabric, top)
         parts.append(_table(shown, own, world_size))
         parts.append(_legend(found, len(shown)))
-    parts.append(_as_it_is(own, fabric))
+    parts.append(_as_it_is(own, found, fabric))
     parts += [part for part in (_too_large(found, fabric), _refused(found)) if part]
     if found.fitting:
         parts.append(_details(found.fitting[0]))
     else:
-        parts.append("nothing fits: use more ranks, shorter rows, or devices with more memory")
+        parts.append(_remedy(found, fabric))
     return "\n\n".join(parts)
 
 
@@ -133,13 +133,43 @@ def _fits(candidate: Candidate, fabric: Fabric) -> bool:
     return candidate.memory.total <= fabric.device.usable_bytes
 
 
-def _as_it_is(own: Candidate | str, fabric: Fabric) -> str:
+def _as_it_is(own: Candidate | str, found: Found, fabric: Fabric) -> str:
     """What becomes of the configuration that was given."""
     if isinstance(own, str):
         return f"the configuration as it is: {own}"
     if not _fits(own, fabric):
-        return f"the configuration as it is (*) does not fit: {_largest(own)}"
+        return f"the configuration as it is does not fit: {_largest(own)}{_nearest(own, found)}"
     return "the configuration as it is is marked *"
+
+
+def _nearest(own: Candidate, found: Found) -> str:
+    """Of the layouts that fit, what changes fewest keys of `own`; the fastest of these."""
+    changes = sorted(
+        ([word for word in c.overrides if word not in own.overrides] for c in found.fitting),
+        key=len,
+    )
+    return f"\n  it fits with {' '.join(changes[0])}" if changes else ""
+
+
+def _remedy(found: Found, fabric: Fabric) -> str:
+    """What to change where nothing fits, by the layout that takes least."""
+    if not found.too_large:
+        return "nothing fits: there is no layout at all"
+    least = min(found.too_large, key=lambda candidate: candidate.memory.total)
+    room, memory, tokens = fabric.device.usable_bytes, least.memory, least.config.data.seq_len
+    if memory.states >= room:
+        ranks = -(-memory.states * least.case.topology.world_size // room)
+        return (
+            f"nothing fits: weights, gradients and optimizer alone take {_size(memory.states)} of a"
+            f" rank: use --world {ranks} or more"
+        )
+    fitting = int(tokens * (room - memory.states) / (memory.total - memory.states))
+    return (
+        f"nothing fits: a sequence takes {_size(memory.total - memory.states)} of a rank, beside"
+        f" {_size(memory.states)} of weights, gradients and optimizer: use --data.seq_len of about"
+        f" {fitting // 1024 * 1024 or fitting} or less, or more ranks (--world), over which"
+        f" parallel.tensor.size shares it"
+    )
 
 
 def _largest(candidate: Candidate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -74,6 +75,29 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
     assert "all" in said.split("the first one")[0]
     assert "--parallel.tensor.size 8" in said.split("the first one")[1]
     assert "parallel.tensor.size=8 must divide model.num_kv_heads=4" in said
+
+
+def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a plan that ends in "it does not fit", and a remedy that is none."""
+    words = ["--fabric", "h200", "--data.micro_num", "1"]
+    long = [*words, "--world", "4", "--data.seq_len", "1048576"]
+    assert main(["plan", file, *long, "--batch", "2"]) == 0
+    said = capsys.readouterr().out
+    (remedy,) = re.findall(r"does not fit: .*\n  it fits with (.*)", said)
+    assert main(["plan", file, *long, "--batch", "2", *remedy.split()]) == 0
+    assert "is marked *" in capsys.readouterr().out
+
+    words += ["--parallel.tensor.size", "1", "--parallel.weight.size", "1"]
+    longer = [*words, "--world", "1", "--data.seq_len"]
+    assert main(["plan", file, *longer, "4194304"]) == 1
+    (tokens,) = re.findall(r"--data.seq_len of about (\d+) or less", capsys.readouterr().out)
+    assert main(["plan", file, *longer, tokens]) == 0
+
+    capsys.readouterr()
+    large = ["--model.num_layers", "256", *words, "--fabric", "h100x8_ib400"]
+    assert main(["plan", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
+    (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
+    assert main(["plan", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
 
 
 def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
