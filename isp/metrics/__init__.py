@@ -6,6 +6,7 @@ from isp.metrics.device import (
     device_name,
     peak_memory_gib,
     peak_tflops,
+    shared_cores,
 )
 from isp.metrics.file import MetricsFile, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
@@ -24,6 +25,7 @@ __all__ = [
     "peak_memory_gib",
     "peak_tflops",
     "read_metrics",
+    "shared_cores",
     "speed",
     "watched_stream",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "peak_memory_gib",
     "peak_tflops",
     "reset_peak_memory",
+    "shared_cores",
 ]
 
 _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
@@ -147,3 +148,11 @@ def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
             f"{rule}; mfu: left out, as the peak of {device} is not known: set metrics.peak_tflops"
         )
     return f"{rule}; mfu: tflops / {peak:g}, the peak of {device} in dense bfloat16"
+
+
+def shared_cores(device: torch.device, ranks: int) -> str:
+    """Such as `4 ranks share 2 cores`, of `ranks` on this machine; empty where each has its own."""
+    cores = os.cpu_count() or 1
+    if device.type != "cpu" or ranks <= cores:
+        return ""
+    return f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}"

@@ -281,6 +281,8 @@ class Profile:
     """The whole configuration as YAML; each mode changes `parallel.tensor.mode` and the size of
     the weight group alone."""
     modes: tuple[ModeProfile, ...]
+    shared_cores: str = ""
+    """Such as `4 ranks share 2 cores`; empty where each has a device, or a core, of its own."""
     command: str = ""
     """The command line that measured it, as one types it; empty where there was none."""
 

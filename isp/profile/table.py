@@ -24,6 +24,8 @@ def describe(profile: Profile, *, num_waits: int = 5) -> str:
         f" length of {profile.num_steps}, after {profile.warmup_steps} to warm up: means over"
         f" ranks, in milliseconds"
     )
+    if profile.shared_cores:
+        head += f"; {profile.shared_cores}, so ranks wait for each other"
     parts = [
         textwrap.fill(head, 112),
         _modes(profile),

@@ -35,10 +35,6 @@ class WaitSettings:
 
     mode: Mode
     weight: WeightConfig
-    ranks_on_machine: int = 1
-    """Ranks that share the machine of rank 0."""
-    cores: int | None = None
-    """Its cores, where ranks compute on them; None on other devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +146,8 @@ class _Judge:
     # -- sentences ---------------------------------------------------------------------------
 
     def _of_other_ranks(self) -> str:
-        settings, lost = self.settings, sum(c.others_ms for c in self.own) / len(self.own)
+        lost = sum(c.others_ms for c in self.own) / len(self.own)
         text = f"for {lost:.1f} ms another rank had not come to it yet"
-        if settings.cores is not None and settings.ranks_on_machine > settings.cores:
-            return f"{text}: {settings.ranks_on_machine} ranks share {settings.cores} cores"
         last = self._last_rank()
         return text if last is None else f"{text}: most often rank {last} came last"
 

@@ -27,7 +27,7 @@ from isp.report.style import (
     new_axes,
     new_figure,
 )
-from isp.report.words import kind_name, mib, ms, share
+from isp.report.words import kind_name, mib, ms
 
 __all__ = ["exposed_section", "kinds_section", "mode_color", "modes_section", "others_ms"]
 
@@ -40,8 +40,8 @@ def mode_color(mode: str) -> str:
     return _COLORS.get(mode, BLACK)
 
 
-def modes_section(profile: Profile, command: str | None) -> Section:
-    """Loss, time, bytes, exposed time and memory of each mode, as a table and as one picture."""
+def modes_section(profile: Profile) -> Section:
+    """Loss, time, bytes, exposed time and memory of each mode; all but loss as a picture, too."""
     columns = (
         Column("mode"),
         Column("loss", numeric=True),
@@ -49,7 +49,7 @@ def modes_section(profile: Profile, command: str | None) -> Section:
         Column("sent (MiB)", numeric=True),
         Column("transfers (ms)", numeric=True),
         Column("exposed (ms)", numeric=True),
-        Column("exposed", numeric=True),
+        Column("of the step", numeric=True),
         Column("at least (ms)", numeric=True),
         Column("memory (GiB)", numeric=True),
         Column("tensor (ranks)", numeric=True),
@@ -66,16 +66,15 @@ def modes_section(profile: Profile, command: str | None) -> Section:
     picture = Picture(
         name="modes",
         caption="The same steps in each mode.",
-        alt="Bars of loss, step time, bytes sent, exposed time and memory for each mode",
+        alt="Bars of step time, bytes sent, exposed time and memory for each mode",
         draw=partial(_draw_modes, profile.modes),
-        phone=Size(360, 620, 12),
+        phone=Size(360, 430, 12),
     )
     return Section(
         title="The modes side by side" if len(profile.modes) > 1 else "The mode",
         texts=tuple(text for text in texts if text),
         table=Table(columns, tuple(_mode_row(mode) for mode in profile.modes)),
         pictures=(picture,),
-        command=command,
     )
 
 
@@ -99,7 +98,7 @@ def _mode_row(mode: ModeProfile) -> tuple[str, ...]:
         mib(s.sent_bytes),
         ms(s.comm_ms),
         ms(s.exposed_ms),
-        share(s.exposed_ms, s.comm_ms),
+        f"{s.exposed_share:.0%}",
         ms(s.bound_ms),
         f"{mode.peak_memory_gib:.2f}",
         str(mode.tensor),
@@ -119,7 +118,6 @@ class _Quantity(NamedTuple):
 
 
 _QUANTITIES = (
-    _Quantity("loss of the last step", lambda m: m.losses[-1] or 0.0, _loss),
     _Quantity("step (ms)", lambda m: m.summary.step_ms, lambda m: ms(m.summary.step_ms)),
     _Quantity(
         "sent (MiB)", lambda m: m.summary.sent_bytes / 2**20, lambda m: mib(m.summary.sent_bytes)
@@ -131,7 +129,7 @@ _QUANTITIES = (
 
 def _draw_modes(modes: Sequence[ModeProfile], size: Size) -> Figure:
     figure = new_figure(size)
-    rows, columns = (1, len(_QUANTITIES)) if size.width > size.height else (3, 2)
+    rows, columns = (1, len(_QUANTITIES)) if size.width > size.height else (2, 2)
     for place, quantity in enumerate(_QUANTITIES, start=1):
         axes = figure.add_subplot(rows, columns, place)
         _draw_quantity(axes, modes, quantity)
@@ -150,7 +148,7 @@ def _draw_quantity(axes: Axes, modes: Sequence[ModeProfile], quantity: _Quantity
     axes.grid(visible=False)
 
 
-def exposed_section(profile: Profile, command: str | None) -> Section:
+def exposed_section(profile: Profile) -> Section:
     """How much of each mode's communication was exposed, and how much had to be."""
     picture = Picture(
         name="exposed",
@@ -184,7 +182,6 @@ def exposed_section(profile: Profile, command: str | None) -> Section:
         texts=(text,),
         table=Table(columns, rows),
         pictures=(picture,),
-        command=command,
     )
 
 
@@ -221,9 +218,7 @@ def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
         axes.barh(row, others, left=s.exposed_ms - others, color=ORANGE, hatch="xxx", **_BAR)
         axes.barh(row, hidden, left=s.exposed_ms, color=SKY, **_BAR)
         axes.plot([s.bound_ms] * 2, [row - 0.25, row + 0.36], color=BLACK, linewidth=3)
-        text = (
-            f"{ms(s.exposed_ms)} of {ms(s.comm_ms)} ms exposed ({share(s.exposed_ms, s.comm_ms)})"
-        )
+        text = f"{ms(s.exposed_ms)} ms exposed, {s.exposed_share:.0%} of the step"
         axes.text(0, row - 0.4, text, ha="left", va="center", fontsize="small")
     axes.set_yticks(range(len(modes)), [mode.mode for mode in modes])
     axes.set_xlim(0, longest * 1.03)
@@ -245,7 +240,7 @@ def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
     return figure
 
 
-def kinds_section(profile: Profile, command: str | None) -> Section:
+def kinds_section(profile: Profile) -> Section:
     """The transfers of each mode by kind."""
     columns = (
         Column("mode"),
@@ -267,4 +262,4 @@ def kinds_section(profile: Profile, command: str | None) -> Section:
         for mode in profile.modes
         for kind, t in mode.summary.by_kind.items()
     )
-    return Section(title="By kind of transfer", table=Table(columns, rows), command=command)
+    return Section(title="By kind of transfer", table=Table(columns, rows))

@@ -17,7 +17,7 @@ __all__ = ["memory_section"]
 _STYLES = {"mtp": ("o", "-"), "msp": ("s", "--"), "fsp": ("^", "-."), "isp": ("D", "-")}
 
 
-def memory_section(profile: Profile, command: str | None) -> Section:
+def memory_section(profile: Profile) -> Section:
     """Memory over the time of a step, of the rank that has most in each mode."""
     picture = Picture(
         name="memory",
@@ -26,7 +26,7 @@ def memory_section(profile: Profile, command: str | None) -> Section:
         alt="Memory in GiB over the time of a step, a line for each mode",
         draw=partial(_draw, profile.modes),
     )
-    return Section(title="Memory over one step", pictures=(picture,), command=command)
+    return Section(title="Memory over one step", pictures=(picture,))
 
 
 def _largest(mode: ModeProfile) -> RankProfile:
@@ -49,7 +49,8 @@ def _draw(modes: Sequence[ModeProfile], size: Size) -> Figure:
             linewidth=1.8,
             label=f"{mode.mode} (rank {rank.rank})",
         )
-    axes.set_xlim(left=0)
+    axes.update_datalim([(0, 0)])
+    axes.margins(x=0.01, y=0.08)  # for the whole of the marks at the edges
     axes.set_ylim(bottom=0)
     legend_above(axes, columns=4 if size.width > size.height * 2 else 2)
     return figure

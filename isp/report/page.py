@@ -34,6 +34,11 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @property
+    def css(self) -> str | None:
+        """The class of the table: one with sentences stacks its cells where there is no room."""
+        return "stacked" if any(column.prose for column in self.columns) else None
+
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows)
 
@@ -61,8 +66,6 @@ class Section:
     choose_by: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
     """Wide pictures to be scrolled sideways; the first is seen first."""
-    command: str | None = None
-    """What to type for the same numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,12 @@ class Page:
     name: str
     """Of the file, without its ending."""
     lead: str
-    """The one sentence to remember."""
+    """The one sentence to remember, a short one."""
+    points: tuple[str, ...] = ()
+    """What else is to be seen first."""
     sections: tuple[Section, ...]
+    command: str = ""
+    """What to type for the same numbers; empty where that is not known."""
 
     @property
     def pictures(self) -> Iterator[Picture]:

@@ -10,14 +10,13 @@ from isp.report.memory import memory_section
 from isp.report.page import Page, Section
 from isp.report.plan import plan_section
 from isp.report.timeline import timeline_section
-from isp.report.waits import lead_mode, lead_sentence, waits_section
+from isp.report.waits import lead_mode, lead_points, lead_sentence, waits_section
 
 __all__ = ["profile_page"]
 
 
 def profile_page(profile: Profile) -> Page:
     """The page of `profile`."""
-    command = profile.command or None
     lead = lead_mode(profile)
     modes = [lead, *(mode for mode in profile.modes if mode is not lead)]
     names = ", ".join(mode.mode for mode in profile.modes)
@@ -25,15 +24,17 @@ def profile_page(profile: Profile) -> Page:
         name="profile",
         title=f"What communication costs: {names} on {profile.world_size} ranks",
         lead=lead_sentence(profile),
+        points=tuple(lead_points(profile)),
+        command=profile.command,
         sections=(
-            modes_section(profile, command),
-            exposed_section(profile, command),
-            waits_section(lead, command, at_most=10),
-            timeline_section(modes, command),
-            memory_section(profile, command),
-            *(waits_section(mode, command, at_most=5) for mode in modes[1:]),
+            modes_section(profile),
+            exposed_section(profile),
+            waits_section(lead, at_most=10),
+            timeline_section(modes),
+            memory_section(profile),
+            *(waits_section(mode, at_most=5) for mode in modes[1:]),
             *_plans(profile),
-            kinds_section(profile, command),
+            kinds_section(profile),
             _about(profile),
         ),
     )

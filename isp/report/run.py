@@ -52,11 +52,6 @@ class Means(NamedTuple):
         """Share of the step."""
         return self.exposed_ms / self.step_ms
 
-    @property
-    def exposed_of_comm(self) -> float:
-        """Share of the time in which transfers were under way; 0 where there were none."""
-        return self.exposed_ms / self.comm_ms if self.comm_ms else 0.0
-
 
 def means(records: Sequence[StepRecord]) -> Means:
     """The means over `records`, each weighted by the number of steps that it stands for."""
@@ -91,14 +86,16 @@ def run_page(folder: RunFolder) -> Page:
         raise ValueError(f"{folder.metrics_file} holds no step yet: let the run do one first")
     config = load_config(folder.config_file)
     environment = _environment(folder)
-    average, command = means(records), run_command(environment)
+    average = means(records)
     return Page(
         name="report",
         title=f"{config.job.name}: {config.parallel.tensor.mode} on {_ranks(environment)}",
         lead=_lead(average),
+        points=_points(average),
+        command=run_command(environment),
         sections=(
             Section(title="The run", facts=_facts(config, environment, records, average)),
-            Section(title="Over the steps", pictures=_pictures(records), command=command),
+            Section(title="Over the steps", pictures=_pictures(records)),
             Section(title="Which transfers, and why", texts=(_profile_hint(folder, environment),)),
         ),
     )
@@ -136,10 +133,17 @@ def _lead(average: Means) -> str:
     if not average.comm_ms:
         return "Nothing is exposed: no transfers, as each rank works for itself."
     return (
-        f"Compute waited for transfers for {average.exposed_ms:.1f} ms of each step of"
-        f" {average.step_ms:.1f} ms ({average.exposed_of_step:.0%}): transfers were under way for"
-        f" {average.comm_ms:.1f} ms, of which {average.exposed_of_comm:.0%} was exposed and the"
-        f" rest hidden behind compute (rank 0, means over steps {average.first} to {average.last})."
+        f"{average.exposed_of_step:.0%} of each step is exposed: compute waited for transfers for"
+        f" {average.exposed_ms:.1f} of {average.step_ms:.1f} ms."
+    )
+
+
+def _points(average: Means) -> tuple[str, ...]:
+    if not average.comm_ms:
+        return ()
+    return (
+        f"Transfers were under way for {average.comm_ms:.1f} ms of it.",
+        f"Times are those of rank 0, means over steps {average.first} to {average.last}.",
     )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, Timeline
 from isp.report.page import Choice, Section
 from isp.report.style import (
+    BLACK,
     BLUE,
     GREEN,
     GREY,
@@ -57,31 +60,54 @@ _PHASES = {
     "loss": _Look("#f4f4f4"),
     "backward": _Look("#b4b4b4"),
     "recompute": _Look("#cccccc", "///"),
-    "optimizer": _Look("#ececec", "---"),
+    "optimizer": _Look("#ececec"),
 }
 _OTHER_PHASE = _Look("#ffffff")
 _WAITS = "waits"
 _COMPUTE = "compute"
+_LANES = {
+    _COMPUTE: "the part of the model that is computed, by the number of its layer",
+    _WAITS: "compute waits for a transfer",
+    "weight": "ranks that share one copy of the weights",
+    "weight_reduce": "the same ranks, for gradients",
+    "tensor": "ranks that share one sequence",
+    "data": "ranks with the same part of other sequences",
+    "weight_data": "ranks with the same part of the weights",
+    "zero1": "ranks that share the optimizer states of a part of the weights",
+    "stage": "all ranks of a pipeline stage",
+    "model": "ranks that together hold one copy of the whole model",
+    "pipeline": "ranks at the same place of each stage",
+    "embedding": "the first and the last stage, which share tied embeddings",
+    "world": "all ranks",
+    "host": "all ranks, in CPU memory",
+}
+"""What each lane shows; those of transfers are groups of ranks."""
 
 
-def timeline_section(modes: Iterable[ModeProfile], command: str | None) -> Section:
+def timeline_section(modes: Sequence[ModeProfile]) -> Section:
     """The same step in each mode and on each rank, one of them to be seen at a time.
 
     The first mode is seen first.
     """
     choices = [_choice(mode, rank) for mode in modes for rank in _chosen_ranks(mode)]
     texts = (
-        "From top to bottom: what the rank computed, where it waited, and what was on its way on"
-        " each group of ranks. A thin line leads from the launch of a transfer to the time it"
-        " could begin.",
+        "Of one rank, from top to bottom. A black line below a transfer leads from its launch to"
+        " the time it could begin, behind others of its lane.",
     )
     return Section(
         title="Timeline of one step",
         texts=texts,
+        facts=_lanes_of(modes),
         choose_by=("mode", "rank"),
         choices=tuple(choices),
-        command=command,
     )
+
+
+def _lanes_of(modes: Sequence[ModeProfile]) -> tuple[tuple[str, str], ...]:
+    """Those that are to be seen anywhere, with what they are."""
+    timelines = [rank.timeline for mode in modes for rank in mode.ranks]
+    seen = {channel for timeline in timelines for channel in _channels(timeline)}
+    return tuple((n, text) for n, text in _LANES.items() if n in {_COMPUTE, _WAITS, *seen})
 
 
 def _chosen_ranks(mode: ModeProfile) -> list[RankProfile]:
@@ -172,7 +198,9 @@ def _compute_bar(axes: Axes, span: ComputeSpan, timeline: Timeline, size: Size) 
     _bar(axes, row=0, begin=begin, end=end, look=look, hover=hover)
     name = span.block.removeprefix("layers.")
     if _fits(name, end - begin, timeline, size):
-        axes.text((begin + end) / 2, 0, name, ha="center", va="center", clip_on=True)
+        behind = {"facecolor": look.color, "edgecolor": "none", "pad": 1.5}  # over the hatching
+        middle = (begin + end) / 2
+        axes.text(middle, 0, name, ha="center", va="center", clip_on=True, bbox=behind)
 
 
 def _fits(text: str, length_ms: float, timeline: Timeline, size: Size) -> bool:
@@ -198,7 +226,10 @@ def _transfer_bar(axes: Axes, collective: Collective, timeline: Timeline, row: i
     launch, start, end = (
         max(0.0, t - zero) for t in (collective.launch_ms, collective.start_ms, collective.end_ms)
     )
-    axes.plot([launch, start], [row + 0.42] * 2, color=GREY, linewidth=1, solid_capstyle="butt")
+    if start > launch:
+        at = [row + 0.42] * 2
+        axes.plot([launch, start], at, color=BLACK, linewidth=2, solid_capstyle="butt")
+        axes.plot(launch, at[0], color=BLACK, marker="|", markersize=7, markeredgewidth=1.6)
     look = _KINDS.get(collective.kind, _OTHER_KIND)
     _bar(axes, row=row, begin=start, end=end, look=look, hover=_describe(collective, zero))
 
@@ -226,11 +257,12 @@ def _describe(c: Collective, zero: float) -> str:
 
 def _legend(axes: Axes, timeline: Timeline) -> None:
     kinds = dict.fromkeys(c.kind for c in timeline.collectives)
-    handles = [Patch(facecolor=VERMILLION, edgecolor="#333333", label="waiting")]
+    handles: list[Artist] = [Patch(facecolor=VERMILLION, edgecolor="#333333", label="waiting")]
     for kind in kinds:
         color, hatch = _KINDS.get(kind, _OTHER_KIND)
         label = kind_name(kind)
         handles.append(Patch(facecolor=color, edgecolor="#333333", hatch=hatch, label=label))
+    handles.append(Line2D([], [], color=BLACK, linewidth=2, label="launched, not begun"))
     axes.legend(
         handles=handles,
         loc="lower left",

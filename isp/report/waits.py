@@ -1,13 +1,15 @@
-"""The worst waits of each mode, and the sentence that says what is exposed and why."""
+"""The worst waits of each mode, and what the page begins with: what is exposed, and why."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from isp.profile import ModeProfile, Profile, Wait
 from isp.profile.causes import Cause, exposed_by_cause
 from isp.report.page import Column, Section, Table
 from isp.report.words import kind_name, mib, ms, share
 
-__all__ = ["lead_mode", "lead_sentence", "waits_section"]
+__all__ = ["lead_mode", "lead_points", "lead_sentence", "waits_section"]
 
 _WHY = {
     Cause.FIRST: "which has nothing to hide behind",
@@ -24,42 +26,48 @@ def lead_mode(profile: Profile) -> ModeProfile:
 
 
 def lead_sentence(profile: Profile) -> str:
-    """What is exposed and why, what of it is worst, and how the other modes compare."""
+    """What is exposed."""
     lead = lead_mode(profile)
     s = lead.summary
     if not s.num_transfers:
         return f"In {lead.mode} nothing is exposed, because nothing travels."
-    parts = [
-        f"In {lead.mode}, {share(s.exposed_ms, s.comm_ms)} of communication is exposed"
-        f" ({ms(s.exposed_ms)} of {ms(s.comm_ms)} ms in a step of {ms(s.step_ms)} ms)"
-    ]
+    return (
+        f"In {lead.mode}, {s.exposed_share:.0%} of the step is exposed: {ms(s.exposed_ms)} of"
+        f" {ms(s.step_ms)} ms."
+    )
+
+
+def lead_points(profile: Profile) -> Iterator[str]:
+    """Why it is exposed, what of it is worst, and how the other modes compare."""
+    lead = lead_mode(profile)
     causes = exposed_by_cause(lead)
     if causes:
         cause, exposed = next(iter(causes.items()))
-        parts.append(f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}")
+        yield f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}."
+    if profile.shared_cores:
+        yield f"{profile.shared_cores}: they wait for each other as ranks with their own do not."
     if lead.waits:
         worst = lead.waits[0]
-        parts.append(
-            f"the worst single wait ({ms(worst.exposed_ms)} ms) is for the {kind_name(worst.kind)}"
-            f" of {worst.label} in {worst.phase} ({worst.advice})"
+        yield (
+            f"The worst wait, {ms(worst.exposed_ms)} ms, is for the {kind_name(worst.kind)} of"
+            f" {worst.label} in {worst.phase}: {worst.advice}."
         )
     others = [mode for mode in profile.modes if mode is not lead]
     if others:
-        listed = ", ".join(f"{mode.mode} {ms(mode.summary.exposed_ms)} ms" for mode in others)
-        parts.append(f"exposed in the other modes: {listed}")
-    return "; ".join(parts) + "."
+        shares = (f"{m.mode} {m.summary.exposed_share:.0%}" for m in others)
+        yield f"Of the step in other modes: {', '.join(shares)}."
 
 
-def waits_section(mode: ModeProfile, command: str | None, *, at_most: int) -> Section:
+def waits_section(mode: ModeProfile, *, at_most: int) -> Section:
     """The tensors that were waited for longest in `mode`."""
     title = f"The worst waits in {mode.mode}"
     if not mode.waits:
-        return Section(title=title, texts=("Nothing was waited for.",), command=command)
+        return Section(title=title, texts=("Nothing was waited for.",))
     columns = (
-        Column("exposed (ms)", numeric=True),
-        Column("of all", numeric=True),
         Column("waiting for"),
-        Column("why, and what would help", prose=True),
+        Column("exposed (ms)", numeric=True),
+        Column("of all exposed", numeric=True),
+        Column("why", prose=True),
         Column("moving (ms)", numeric=True),
         Column("sent (MiB)", numeric=True),
         Column("times", numeric=True),
@@ -69,14 +77,14 @@ def waits_section(mode: ModeProfile, command: str | None, *, at_most: int) -> Se
         " from when the transfer could begin on every rank, “times” how often it goes in a step."
     )
     rows = tuple(_row(wait, mode.summary.exposed_ms) for wait in mode.waits[:at_most])
-    return Section(title=title, texts=(text,), table=Table(columns, rows), command=command)
+    return Section(title=title, texts=(text,), table=Table(columns, rows))
 
 
 def _row(wait: Wait, exposed_ms: float) -> tuple[str, ...]:
     return (
+        f"{kind_name(wait.kind)} of {wait.label}, {_where(wait)}",
         ms(wait.exposed_ms),
         share(wait.exposed_ms, exposed_ms),
-        f"{kind_name(wait.kind)} of {wait.label}, {_where(wait)}",
         f"{wait.reason}: {wait.advice}",
         ms(wait.moving_ms),
         mib(wait.sent_bytes),

@@ -57,9 +57,8 @@ class RankPart:
     traced: int | None
     """The recorded step that torch.profiler saw, if any."""
     device: str
-    ranks_on_machine: int
-    cores: int | None
-    """Of the machine, where ranks compute on them."""
+    shared_cores: str
+    """As in `Profile`."""
 
     def write(self, folder: Path, rank: int) -> None:
         """Leave the part of `rank` in `folder`."""
@@ -86,6 +85,7 @@ class ProfiledMode(NamedTuple):
 
     profile: ModeProfile
     device: str
+    shared_cores: str
     trace: list[Event]
     """Of one step."""
 
@@ -128,12 +128,17 @@ def mode_profile(
             )
             for rank, own in enumerate(times)
         ),
-        waits=worst_waits(times, steps, _settings(config, parts[0])),
+        waits=worst_waits(
+            times,
+            steps,
+            WaitSettings(mode=config.parallel.tensor.mode, weight=config.parallel.weight),
+        ),
         plan_grid=schedule_text(config) if topology.mode is Mode.ISP else None,
     )
     return ProfiledMode(
         profile,
         parts[0].device,
+        parts[0].shared_cores,
         _trace(folder, parts, times, steps[typical], mode=topology.mode, number=number),
     )
 
@@ -146,15 +151,6 @@ def _closest_to_median(values: Sequence[float]) -> int:
 def _data_size(topology: Topology, config: JobConfig) -> int:
     parallel = config.parallel
     return topology.world_size // parallel.tensor.size // parallel.pipeline.size
-
-
-def _settings(config: JobConfig, part: RankPart) -> WaitSettings:
-    return WaitSettings(
-        mode=config.parallel.tensor.mode,
-        weight=config.parallel.weight,
-        ranks_on_machine=part.ranks_on_machine,
-        cores=part.cores,
-    )
 
 
 def _trace(
@@ -197,6 +193,7 @@ def profile_of(
         created=datetime.now().isoformat(timespec="seconds"),
         torch=torch.__version__,
         device=modes[0].device,
+        shared_cores=modes[0].shared_cores,
         world_size=world_size,
         warmup_steps=warmup_steps,
         num_steps=len(modes[0].profile.losses),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from isp.comm import Mesh
-from isp.metrics import device_name
+from isp.metrics import device_name, shared_cores
 from isp.profile.recorder import Recorder
 from isp.train.profile_parts import RankPart, torch_trace_file
 from isp.train.step import TrainStep
@@ -74,6 +74,7 @@ def part_of(
         first_measured=first_measured,
         traced=traced,
         device=device_name(device),
-        ranks_on_machine=int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size))),
-        cores=os.cpu_count() if device.type == "cpu" else None,
+        shared_cores=shared_cores(
+            device, int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
+        ),
     )

@@ -14,7 +14,7 @@ from isp.checkpoint import Checkpointer, CheckpointError, TrainState
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops
+from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
 from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
@@ -32,7 +32,7 @@ from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome
-from isp.train.waiting import describe_waits, shares_cores
+from isp.train.waiting import describe_waits
 from isp.train.watch import LossWatch, SlowRankWatch
 from model.flops import FLOP_RULE
 
@@ -88,7 +88,8 @@ class Trainer:
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
-        self._shares_cores = shares_cores(device, hostnames)
+        one_machine = len(set(hostnames)) == 1
+        self._shared_cores = shared_cores(device, ranks) if one_machine else ""
         warn = config.metrics
         self._loss_watch = LossWatch(warn.loss_spike_deviations)
         self._slow_watch = SlowRankWatch(
@@ -287,10 +288,10 @@ class Trainer:
     def _end(self, stopped: str | None) -> None:
         """Save what the run has come to. Raises CheckpointError if that fails."""
         self._save(wait=True)
-        if self._shares_cores:
+        if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
-                logger.info("%s", waits)
+                logger.info("%s: %s", self._shared_cores, waits)
         if stopped is not None and self.step < self.config.training.steps:
             logger.info(
                 "stopped after step %d of %d, %s; the same command goes on from there",

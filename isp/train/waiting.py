@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import astuple
-
-import torch
 
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, Transfer
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
 
-__all__ = ["describe_waits", "shares_cores"]
-
-
-def shares_cores(device: torch.device, hostnames: Sequence[str]) -> bool:
-    """Whether the ranks, each on its host, are on one machine and more than its cores."""
-    return device.type == "cpu" and len(set(hostnames)) == 1 and len(hostnames) > _cores()
+__all__ = ["describe_waits"]
 
 
 def describe_waits(mesh: Mesh, transfers: Sequence[Transfer]) -> str | None:
-    """A line about each rank's `transfers` of one step; None if nothing was waited for.
+    """A clause about each rank's `transfers` of one step; None if nothing was waited for.
 
     A collective of ranks on one machine, whose clocks are one.
     """
@@ -43,12 +35,7 @@ def describe_waits(mesh: Mesh, transfers: Sequence[Transfer]) -> str | None:
     if not exposed:
         return None
     others = sum(collective.others_ms for collective in found)
-    cores = "1 core" if _cores() == 1 else f"{_cores()} cores"
     return (
-        f"{len(ranks)} ranks share {cores}: {others / exposed:.0%} of the exposed time of the last"
-        f" step was ranks waiting for each other"
+        f"{others / exposed:.0%} of the exposed time of the last step was ranks waiting for each"
+        f" other"
     )
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1

@@ -91,8 +91,6 @@ def test_other_ranks():
     assert wait.reason is Reason.OTHER_RANKS
     assert (wait.others_ms, wait.moving_ms) == pytest.approx((8 / 2, 4))
     assert "rank 1 came last" in wait.advice
-    crowd = _wait(_gather(31, 64), others=(late,), weight=first, ranks_on_machine=4, cores=2)
-    assert "4 ranks share 2 cores" in crowd.advice
 
 
 def test_an_earlier_launch_brings_the_other_ranks_earlier_too():

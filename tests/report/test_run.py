@@ -96,8 +96,8 @@ def test_page_has_the_numbers(written: Written) -> None:
     """Catches means that count the warm-up, or a record of two steps as one."""
     text = written.page.text
     # Steps 2, 3, 4: 100 ms, 40 under way, 10 exposed; 5 and 6: 200, 40, 30.
-    assert "18.0 ms of each step of 140.0 ms (13%)" in text
-    assert "under way for 40.0 ms, of which 45% was exposed" in text
+    assert "13% of each step is exposed: compute waited for transfers for 18.0 of 140.0 ms." in text
+    assert "under way for 40.0 ms" in text
     assert "means over steps 2 to 6" in text
     assert "2.7391 at step 1, 2.7391 at step 6" in text
     assert "1,024 tokens in sequences of 512" in text
@@ -127,7 +127,7 @@ def test_means_of_one_record() -> None:
     """Catches a run of one record, which has nothing but its warm-up, without numbers."""
     only = means([record(3, step_ms=80.0, comm_ms=0.0, exposed_ms=0.0)])
     assert (only.first, only.last, only.step_ms, only.tgs) == (1, 3, 80.0, 512.0)
-    assert only.exposed_of_comm == 0
+    assert only.exposed_of_step == 0
 
 
 def test_throughput_is_tokens_over_time() -> None:
