@@ -147,9 +147,9 @@ class _Judge:
 
     def _of_other_ranks(self) -> str:
         lost = sum(c.others_ms for c in self.own) / len(self.own)
-        text = f"for {lost:.1f} ms another rank had not come to it yet"
+        text = f"{lost:.1f} ms until the last rank came"
         last = self._last_rank()
-        return text if last is None else f"{text}: most often rank {last} came last"
+        return text if last is None else f"{text}, most often rank {last}"
 
     def _last_rank(self) -> int | None:
         """The rank that waits least for others, where there is one that does not wait at all."""

@@ -45,7 +45,7 @@ def lead_points(profile: Profile) -> Iterator[str]:
         cause, exposed = next(iter(causes.items()))
         yield f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}."
     if profile.shared_cores:
-        yield f"{profile.shared_cores}: they wait for each other as ranks with their own do not."
+        yield f"{profile.shared_cores}, so they wait more for each other than on GPUs."
     if lead.waits:
         worst = lead.waits[0]
         yield (
@@ -55,7 +55,7 @@ def lead_points(profile: Profile) -> Iterator[str]:
     others = [mode for mode in profile.modes if mode is not lead]
     if others:
         shares = (f"{m.mode} {m.summary.exposed_share:.0%}" for m in others)
-        yield f"Of the step in other modes: {', '.join(shares)}."
+        yield f"Exposed of the step in the other modes: {', '.join(shares)}."
 
 
 def waits_section(mode: ModeProfile, *, at_most: int) -> Section:

@@ -83,10 +83,10 @@ def test_first_sentence(written: Written) -> None:
     # isp exposes 2 ms at its first gather, 3 ms elsewhere and 4 ms at its last reduction.
     assert (
         "In isp, 9% of the step is exposed: 9.00 of 100.0 ms. 44% of it in the last"
-        " reduce-scatter, which has nothing left to hide behind. 2 ranks share 1 core: they wait"
-        " for each other as ranks with their own do not. The worst wait, 3.00 ms, is for the"
+        " reduce-scatter, which has nothing left to hide behind. 2 ranks share 1 core, so they"
+        " wait more for each other than on GPUs. The worst wait, 3.00 ms, is for the"
         " all-gather of layers.1.attention.wo.weight in forward: launched 3.0 ms too late:"
-        " launch_allgather_before=attn would hide it. Of the step in other modes: mtp 16%."
+        " launch_allgather_before=attn would hide it. Exposed of the step in the other modes: mtp 16%."
     ) in written.page.text
 
 
