@@ -13,7 +13,7 @@ other programs were busy is taken again, and the least disturbed of `--tries` co
 fast as makes the step's transfers, nothing else running, take the given ratio of compute alone.
 
     communication   what the row's bytes take at the link's speed, latencies included
-    exposed         step time minus compute alone, which has in it what moving bytes costs the cores
+    excess          step time minus compute alone, which has in it what moving bytes costs the cores
     blocked         how long transfers were waited for, by the channels' log
     bound           the first gathers (before the first matmul), the last reduce-scatter, and for
                     forward and backward what is longer than their compute
@@ -235,7 +235,7 @@ class Bench:
         backward = statistics.median(s.step - s.forward for s in alone)
         bound = self._bound(moves, forward, backward, speed)
         print(
-            "| | step ms | of compute | comm. ms | exposed ms | % | of bound | blocked ms | % ",
+            "| | step ms | of compute | comm. ms | excess ms | % | of bound | blocked ms | % ",
             end="",
         )
         print("| peak |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
