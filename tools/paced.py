@@ -39,6 +39,6 @@ class Paced(WPCommunicator):
         time.sleep(self.seconds(module))
         self.communicator.release_hook(module=module, phase=phase)
 
-    def grad_hook(self, grad: Tensor, *, module: Any, is_bias: bool = False) -> Tensor | None:
+    def grad_hook(self, grad: Tensor, *, module: Any, **place: Any) -> Tensor | None:
         time.sleep(self.seconds(module))
-        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias)
+        return self.communicator.grad_hook(grad, module=module, **place)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
 from isp.layers.moves import Moves
+from isp.layers.wanted import Wanted, wanted
 from isp.parallel.layout import ParameterLayout
 from isp.weights.phase import Phase
 from isp.weights.wp import WPCommunicator
@@ -47,6 +48,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: VocabParallelEmbedding = ctx.layer
+        if not (want := wanted(ctx, 1)):
+            return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, label=f"{layer.name}.dy").wait()
         if foreign is not None:
@@ -56,7 +59,8 @@ class _Embedding(torch.autograd.Function):
             dw.index_put_((ids,), dy, accumulate=True)  # sorts the ids on CUDA
         else:
             dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, -1, False)
-        return None, layer.communicator.grad_hook(dw, module=layer), None
+        returned = want is Wanted.VALUE
+        return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -16,6 +16,7 @@ from isp.comm import Pending
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
 from isp.layers.moves import Moves
+from isp.layers.wanted import Wanted, wanted
 from isp.layers.weight_gradients import AtOnce, WeightGradientRoute
 from isp.parallel.layout import ParameterLayout
 from isp.weights.phase import Phase
@@ -60,18 +61,18 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: ParallelLinear = ctx.layer
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
-        if need_x:
+        if want_x:
             communicator.prefetch_hook(module=layer, phase=Phase.BACKWARD)
         dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
         x_arriving = Pending.ready(x)
-        if moves.regather_x and need_w:
+        if moves.regather_x and want_w:
             x_arriving = moves.x(x, label=f"{layer.name}.x")
 
         def input_gradient() -> Pending | None:
-            if not need_x:
+            if not want_x:
                 return None
             w = communicator.weight_hook(weight, module=layer, phase=Phase.BACKWARD)
             dx = dy @ w.to(dy.dtype)  # [Note: Autocast]
@@ -80,17 +81,23 @@ class _Linear(torch.autograd.Function):
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             dw = db = None
-            if need_w:
+            if want_w:
                 flat_dy = dy.flatten(0, -2)
                 flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
-                if ctx.parameter is not None:
+                if ctx.parameter is not None and want_w is Wanted.FLOW:
                     dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
                 else:
                     dw = flat_dy.T @ flat_x
                 if dw is not None:
-                    dw = communicator.grad_hook(dw, module=layer)
-            if need_b:
-                db = communicator.grad_hook(dy.flatten(0, -2).sum(0), module=layer, is_bias=True)
+                    returned = want_w is Wanted.VALUE
+                    dw = communicator.grad_hook(dw, module=layer, returned=returned)
+            if want_b:
+                db = communicator.grad_hook(
+                    dy.flatten(0, -2).sum(0),
+                    module=layer,
+                    is_bias=True,
+                    returned=want_b is Wanted.VALUE,
+                )
             return dw, db
 
         if communicator.gathers_weights:

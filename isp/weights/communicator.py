@@ -260,16 +260,23 @@ class ISPCommunicator(WPCommunicator):
         if visit.step is not None:
             self._execute(visit.step.after)
 
-    def grad_hook(self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False) -> None:
+    def grad_hook(
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
+    ) -> Tensor | None:
         self._check()
         local = "bias" if is_bias else "weight"
         parameter = module.bias if is_bias else module.weight
         assert parameter is not None
+        layout, label = module.layouts[local], f"{module.name}.{local}.grad"
+        if returned:
+            with self._fails_for_good():
+                return self._reducer.reduce(grad, layout, label=label)
+        self._reducer.sink.promise(parameter)  # a sink that refuses has not harmed the group
         with self._fails_for_good():
-            layout = module.layouts[local]
-            self._reducer.launch(parameter, grad, layout, label=f"{module.name}.{local}.grad")
+            self._reducer.launch(parameter, grad, layout, label=label)
             if not self.overlap:
                 self._reducer.finish()
+        return None
 
     # -- inside ------------------------------------------------------------------------------
 

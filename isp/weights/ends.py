@@ -57,9 +57,9 @@ class _Delegating(WPCommunicator):
         self.communicator.release_hook(module=module, phase=phase)
 
     def grad_hook(
-        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias)
+        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias, returned=returned)
 
 
 class EmbeddingWeightParallelCommunicator(_Delegating):

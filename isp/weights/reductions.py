@@ -20,7 +20,7 @@ class GradientSink(Protocol):
     """Where reduced gradients end (`isp.optim.MainGradients` is one)."""
 
     def promise(self, parameter: nn.Parameter) -> None:
-        """Announce one `add`."""
+        """Announce one `add`.  Raises RuntimeError if there is none to come any more."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient, as promised; the tensor may not be kept."""
@@ -46,11 +46,26 @@ class ParameterGradients:
             parameter.grad += gradient
 
 
-class _InFlight(NamedTuple):
-    parameter: nn.Parameter
+class _Sum(NamedTuple):
+    """This rank's shard of a gradient's sum, on its way."""
+
     layout: ParameterLayout
     pending: Pending
     leases: list[Lease]
+
+    def shard(self) -> Tensor:
+        """The shard; waits for it."""
+        return trimmed(self.pending.wait(), self.layout)
+
+    def release(self) -> None:
+        """Give the buffers back, that of the shard too."""
+        for lease in self.leases:
+            lease.release()
+
+
+class _InFlight(NamedTuple):
+    parameter: nn.Parameter
+    sum: _Sum
     num_bytes: int
     """Of the full gradient, which is kept until the transfer is over."""
 
@@ -81,13 +96,30 @@ class GradientReducer:
     def launch(
         self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, label: str
     ) -> None:
-        """Set the sum of the full `grad` over the group on its way to the sink."""
-        self.sink.promise(parameter)
+        """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
         if self.channel.size == 1:
             self.sink.add(parameter, grad)
             return
         while self._in_flight and self._bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
             self._deliver_oldest()
+        self._in_flight.append(_InFlight(parameter, self._send(grad, layout, label), grad.nbytes))
+        self._bytes_in_flight += grad.nbytes
+
+    def reduce(self, grad: Tensor, layout: ParameterLayout, *, label: str) -> Tensor:
+        """This rank's shard of the sum of the full `grad` over the group; waits for it."""
+        if self.channel.size == 1:
+            return grad
+        sent = self._send(grad, layout, label)
+        shard = sent.shard().clone()
+        sent.release()
+        return shard
+
+    def finish(self) -> None:
+        """Wait for all that is in flight and deliver it."""
+        while self._in_flight:
+            self._deliver_oldest()
+
+    def _send(self, grad: Tensor, layout: ParameterLayout, label: str) -> _Sum:
         dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
         sent = pieces(grad, layout)
         leases = [self.pool.lease(piece_shape(layout), dtype, grad.device)]
@@ -98,17 +130,10 @@ class GradientReducer:
         pending = self.channel.reduce_scatter_into(
             leases[0].tensor, sent, received=received, label=label
         )
-        self._in_flight.append(_InFlight(parameter, layout, pending, leases, grad.nbytes))
-        self._bytes_in_flight += grad.nbytes
-
-    def finish(self) -> None:
-        """Wait for all that is in flight and deliver it."""
-        while self._in_flight:
-            self._deliver_oldest()
+        return _Sum(layout, pending, leases)
 
     def _deliver_oldest(self) -> None:
         item = self._in_flight.popleft()
         self._bytes_in_flight -= item.num_bytes
-        self.sink.add(item.parameter, trimmed(item.pending.wait(), item.layout))
-        for lease in item.leases:
-            lease.release()
+        self.sink.add(item.parameter, item.sum.shard())
+        item.sum.release()

@@ -51,11 +51,11 @@ class WPCommunicator(ABC):
 
     @abstractmethod
     def grad_hook(
-        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
         """The gradient of the shard, summed over the weight group: [N, ..] -> [n, ..].
 
-        None if the communicator delivers it later by itself.
+        None if the communicator delivers it later by itself, which it does not if it is `returned`.
         """
 
 
@@ -76,5 +76,7 @@ class LocalWeights(WPCommunicator):
     def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
         pass
 
-    def grad_hook(self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
+    def grad_hook(
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
+    ) -> Tensor:
         return grad

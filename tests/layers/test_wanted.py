@@ -1,0 +1,178 @@
+"""Backward passes that ask for some gradients only, against plain torch in float64.
+
+B batch, S sequence, D and F sizes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.comm import Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.module import bind_names, named_parameters
+from isp.layers.weight_gradients import AtOnce, DeferredWeightGradients, IntoMainGradients
+from isp.optim import MainGradients
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.recompute import recomputed
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.wp import LocalWeights
+from tests.ranks import run_ranks
+
+B, S, D, F_, V = 2, 4, 6, 8, 10
+CPU = torch.device("cpu")
+ROUTES = ("at once", "into main gradients", "deferred")
+Full = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Embedding, two linears that may be recomputed, head; gives what is between, too."""
+
+    def __init__(self, layers: LayerFactory, *, recomputes: bool) -> None:
+        super().__init__()
+        self.embedding = layers.embedding(V, D, std=1.0)
+        self.up = layers.column(D, (F_,), bias=True, std=0.5)
+        self.down = layers.row(F_, D, bias=True, std=0.5)
+        self.head = layers.head(D, V, std=0.5)
+        self.recomputing = layers.recomputing if recomputes else None
+        bind_names(self)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(ids)
+        if self.recomputing is None:
+            return self.head(self._between(x)), x
+        return self.head(recomputed(self.recomputing, self._between, x)), x
+
+    def _between(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def plainly(ids: Tensor, p: Full) -> tuple[Tensor, Tensor]:
+    x = F.embedding(ids, p["embedding.weight"])
+    wide = torch.tanh(F.linear(x, p["up.weight"], p["up.bias"]))
+    y = x + F.linear(wide, p["down.weight"], p["down.bias"])
+    return F.linear(y, p["head.weight"]), x
+
+
+class Bench:
+    """A net of one mode on this rank, its plain twin, and what delivers its gradients."""
+
+    def __init__(self, mesh: Mesh, mode: Mode, route: str, *, recomputes: bool) -> None:
+        self.mesh = mesh
+        self.communicator = None
+        if mode is Mode.ISP:
+            self.communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
+        layers = LayerFactory(
+            mode=mode,
+            tensor=mesh[Axis.TENSOR],
+            weight=mesh[Axis.WEIGHT],
+            communicator=self.communicator or LocalWeights(),
+            device=CPU,
+            dtype=torch.float64,
+        )
+        self.net = Net(layers, recomputes=recomputes)
+        self.items = list(named_parameters(self.net))
+        random = torch.Generator().manual_seed(3)
+        self.full: Full = {}
+        for name, parameter, layout in self.items:
+            value = 0.5 * torch.randn(layout.global_shape, generator=random, dtype=torch.float64)
+            self.full[name] = value.requires_grad_()
+            with torch.no_grad():
+                parameter.copy_(layout.shard(value))
+        self.gradients = MainGradients(self.items, mesh)
+        if self.communicator is not None:
+            self.communicator.deliver_to(self.gradients)
+        self.put_off = DeferredWeightGradients(self.gradients)
+        routes = (AtOnce(), IntoMainGradients(self.gradients), self.put_off)
+        for layer in (self.net.up, self.net.down, self.net.head):
+            layer.weight_gradients = routes[ROUTES.index(route)]
+        all_ids = torch.randint(V, (B * mesh[Axis.DATA].size, S), generator=random)
+        y, x = plainly(all_ids, self.full)
+        wanted = torch.autograd.grad(y.square().sum(), [x, *self.full.values()])
+        self.wanted = dict(zip(self.full, wanted[1:], strict=True))
+        self.x_wanted = self._own(wanted[0])
+        self.y, self.x = self.net(self._own(all_ids) if mode is Mode.ISP else self._rows(all_ids))
+        whole = mode is not Mode.ISP  # features of all tokens, of which a rank has some
+        logits = self._rows(y).chunk(mesh[Axis.TENSOR].size, 2)[mesh[Axis.TENSOR].rank]
+        close(self.y, logits if whole else self._own(y), "y")
+
+    def _rows(self, t: Tensor) -> Tensor:
+        data = self.mesh[Axis.DATA]
+        return t.chunk(data.size)[data.rank]
+
+    def _own(self, t: Tensor) -> Tensor:
+        """This rank's part of what is between the layers."""
+        if self.mesh.topology.mode is Mode.MTP:
+            return self._rows(t)
+        tensor = self.mesh[Axis.TENSOR]
+        return self._rows(t).chunk(tensor.size, 1)[tensor.rank]
+
+    def settle(self) -> None:
+        """Deliver what is on its way or put off."""
+        self.put_off.drain()
+        if self.communicator is not None:
+            self.communicator.finish()
+
+    def check(self, name: str, found: Tensor, times: int = 1) -> None:
+        """Compare a gradient with `times` the plain one."""
+        layout = next(item.layout for item in self.items if item.name == name)
+        summed = self.mesh[layout.reduce_over].all_reduce(found.clone()).wait()
+        close(summed, times * layout.shard(self.wanted[name]), name)
+
+
+def close(found: Tensor, wanted: Tensor, what: str) -> None:
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def ask(bench: Bench) -> None:
+    """For an activation, for all parameters, for some of both to keep, and then for everything."""
+    loss, net = bench.y.square().sum(), bench.net
+    (found,) = torch.autograd.grad(loss, bench.x, retain_graph=True)
+    close(found, bench.x_wanted, "x")
+    some = torch.autograd.grad(loss, [net.up.weight, net.down.bias], retain_graph=True)
+    bench.check("up.weight", some[0])
+    bench.check("down.bias", some[1])
+    parameters = [item.parameter for item in bench.items]
+    all_found = torch.autograd.grad(loss, parameters, retain_graph=True)
+    for item, found in zip(bench.items, all_found, strict=True):
+        bench.check(item.name, found)
+    bench.settle()
+    assert all(bench.gradients.grad(parameter).eq(0).all() for parameter in parameters)
+    loss.backward(inputs=[bench.x, net.up.weight, net.up.bias], retain_graph=True)
+    bench.settle()
+    close(bench.x.grad, bench.x_wanted, "x.grad")  # type: ignore[arg-type]
+    for name, parameter, _ in bench.items:
+        bench.check(name, bench.gradients.grad(parameter), name.startswith("up."))
+    loss.backward()
+    bench.settle()
+    for name, parameter, _ in bench.items:
+        bench.check(name, bench.gradients.grad(parameter), 1 + name.startswith("up."))
+
+
+def run_all(rank: int, world: int) -> int:
+    runs = 0
+    for mode in (Mode.ISP, Mode.MTP, Mode.FSP):
+        parallel = ParallelConfig(
+            tensor=TensorConfig(size=world, mode=mode),
+            weight=WeightConfig(size=world if mode is Mode.ISP else 1),
+        )
+        mesh = Mesh(Topology.create(world, parallel), rank)
+        for route, recomputes in itertools.product(ROUTES, (False, True)):
+            try:
+                ask(Bench(mesh, mode, route, recomputes=recomputes))
+            except Exception as error:
+                raise AssertionError(f"{mode=} {route=} {recomputes=}") from error
+            runs += 1
+    return runs
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_what_is_asked_for(world: int) -> None:
+    """Catches gradients of weights that nobody asked for, and None for those that were."""
+    assert run_ranks(world, run_all, world) == [18] * world
