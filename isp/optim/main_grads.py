@@ -83,6 +83,11 @@ class MainGradients:
         self._passed.clear()
         self._last = self._reduced = False
 
+    @property
+    def owed(self) -> bool:
+        """Whether a gradient was promised and has not been delivered."""
+        return bool(self._owed_names())
+
     def abandon(self) -> None:
         """Forget what was promised: the step failed, and `zero` begins another."""
         self._owed.clear()
@@ -101,7 +106,11 @@ class MainGradients:
             self._last = before
 
     def promise(self, parameter: nn.Parameter) -> None:
-        """Announce one `add` of this parameter; called before the backward of its use returns."""
+        """Announce one `add` of this parameter; called before the backward of its use returns.
+
+        Raises RuntimeError if the parameter's gradient was final already.
+        """
+        self._require_open(parameter)
         self._owed[parameter] += 1
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -183,15 +192,19 @@ class MainGradients:
 
     def _open(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """The buffer to add to, and whether what it holds is of no interest any more."""
+        self._require_open(parameter)
+        fresh = parameter in self._untouched
+        self._untouched.discard(parameter)
+        return self._buckets.view(parameter), fresh
+
+    def _require_open(self, parameter: nn.Parameter) -> None:
         if self._reduced or self._buckets.is_ready(parameter):
             raise RuntimeError(
                 f"a gradient of {self._names[parameter]} came after its last one: zero() begins a"
                 f" new step, expect_last() belongs before the last backward pass of a step, and"
-                f" what is delivered after a backward pass has to be promised"
+                f" what is delivered after a backward pass has to be promised; between steps"
+                f" torch.autograd.grad gives gradients that are not kept"
             )
-        fresh = parameter in self._untouched
-        self._untouched.discard(parameter)
-        return self._buckets.view(parameter), fresh
 
     def _settle(self, parameter: nn.Parameter) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""

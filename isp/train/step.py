@@ -109,7 +109,7 @@ class TrainStep:
         own when it is needed. A step that ended with an exception changed nothing, and leaves no
         gradient behind, if all ranks left it at the same place.
         """
-        if self._unfinished:
+        if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
             self._clear_up()
         self._unfinished = True
         self.clock.enter(RunPhase.FORWARD_BACKWARD)
@@ -217,7 +217,7 @@ class TrainStep:
             self.mesh[Axis.EMBEDDING].all_reduce_(gradient, label=self._tied.name).wait()
 
     def _clear_up(self) -> None:
-        """After a step that ended with an exception."""
+        """After a step that ended with an exception, or a backward pass that was none of a step."""
         self.hook.after_step()  # what was still travelling, and was promised to `gradients`
         if self._put_off is not None:
             self._put_off.take()

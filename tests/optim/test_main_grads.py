@@ -112,7 +112,11 @@ def test_late_gradients_raise():
     gradients = MainGradients(items, SOLO)
     gradients.expect_last()
     w.sum().backward()
-    for late in (lambda: w.sum().backward(), lambda: gradients.add(w, w.detach())):
+    for late in (
+        lambda: w.sum().backward(),
+        lambda: gradients.promise(w),
+        lambda: gradients.add(w, w.detach()),
+    ):
         with pytest.raises(RuntimeError, match="p0 came after its last one"):
             late()
     gradients.reduce()

@@ -1,12 +1,15 @@
-"""A step that an exception ended, and the steps after it."""
+"""A step that an exception ended, backward passes between steps, and the steps after them."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from isp.parallel import Mode
+from isp.parallel import Axis, Mode, PipelineSchedule
+from isp.train.batches import slice_sequence
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
@@ -17,6 +20,11 @@ MODEL = ModelConfig(
 LAYOUTS = {
     "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2, micro=2),
     "fsp": Layout(mode=Mode.FSP, tensor=2, weight=1, data=2, micro=2),
+}
+ZERO = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE
+SPLIT = {
+    "isp, split backward": Layout(tensor=2, weight=2, pipeline=2, schedule=ZERO, micro=2),
+    "mtp, split backward": Layout(mode=Mode.MTP, pipeline=2, schedule=ZERO, micro=2),
 }
 
 
@@ -73,3 +81,69 @@ def _steps(rank: int, layout: Layout, where: str) -> None:
 def test_a_step_may_be_taken_again(name: str, where: str) -> None:
     """Catches gradients, promises or gathered weights left behind by a step that raised."""
     run_ranks(LAYOUTS[name].world, _steps, LAYOUTS[name], where)
+
+
+def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
+    """Of a forward that is none of a step's: a loss, and the output of the first block."""
+    step, chunk = run.step, run.step.chunks[0]
+    batch = run.task.batch(99, step.mesh[Axis.DATA].rank)
+    if run.layout.mode is Mode.ISP:
+        batch = slice_sequence(batch, step.mesh[Axis.TENSOR])
+    x = batch.tokens
+    if not chunk.is_first:
+        x = torch.ones(*x.shape, MODEL.hidden_size, dtype=torch.float64, requires_grad=True)
+    seen: list[Tensor] = []
+    block = next(chunk.blocks())
+
+    def see(module: object, args: object, y: Tensor) -> Tensor | None:
+        seen.append(y)
+        return _Fails.apply(y) if fails else None  # type: ignore[no-any-return]
+
+    with block.register_forward_hook(see):
+        y = chunk(x, batch.positions, batch.cu_seqlens)
+    return y.square().sum(), seen[0]
+
+
+def _go_backward(run: Run, *, refused: bool) -> None:
+    """Backward passes for some gradients, for all, and one that fails midway."""
+    run.weights()  # published
+    linear = next(run.step.chunks[0].blocks()).feed_forward.w2
+    loss, h = _loss(run)
+    torch.autograd.grad(loss, h)
+    loss, h = _loss(run)
+    loss.backward(inputs=[h])
+    (found,) = torch.autograd.grad(_loss(run)[0], linear.weight)
+    assert found.count_nonzero() > 0
+    for fails in (False, True):
+        expected: AbstractContextManager[object] = nullcontext()
+        if refused:
+            expected = pytest.raises(RuntimeError, match=r"came after its last one.*autograd\.grad")
+        elif fails:
+            expected = pytest.raises(Fault)
+        loss, _ = _loss(run, fails=fails)
+        with expected:
+            loss.backward()
+
+
+def _disturbed(rank: int, layout: Layout) -> None:
+    meshes = Meshes(rank)
+    mesh = meshes.of(layout)
+    whole = make_run(mesh, layout, Task(model=MODEL))
+    expected = whole.numbers(range(3))
+    weights = whole.weights()
+    whole.close()
+    run = make_run(mesh, layout, Task(model=MODEL))
+    found = []
+    for step in range(3):
+        _go_backward(run, refused=step > 0)
+        found += run.numbers(range(step, step + 1))
+    assert found == expected
+    for name, weight in run.weights().items():
+        assert (weight == weights[name]).all(), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS | SPLIT)
+def test_backward_between_steps(name: str) -> None:
+    """Catches gradients of somebody else's backward, or its promises, in the steps after it."""
+    layout = (LAYOUTS | SPLIT)[name]
+    run_ranks(layout.world, _disturbed, layout)
