@@ -40,8 +40,8 @@ class ParameterGradients:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         gradient = gradient.to(parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = gradient.clone()
+        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
+            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         else:
             parameter.grad += gradient
 
