@@ -7,6 +7,12 @@ walks along the plan with them, and its acts are executed. A visit that the plan
 module called once more than declared, an evaluation nobody announced) gathers for itself and leaves
 the cursor alone; a visit that did not happen is caught up with when a later one does.
 
+[Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
+be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
+gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
+given up, what is there is dropped, and the layers gather for themselves until the next forward from
+the start.
+
 [Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
 last reduce-scatter: no compute is left when it is launched.
 """
@@ -91,7 +97,8 @@ class ISPCommunicator(WPCommunicator):
         ...                                           # n times forward and backward
         communicator.finish()                         # the gradients are delivered
 
-    Who does not call `begin` gets the plan of one forward and one backward, again and again.
+    Who does not call `begin` gets the plan of one forward and one backward, again and again, as
+    long as layers come in its order [Note: Unannounced].
     `overlap` and `enable_memory_pool` change when and where things happen, never a bit of the
     result. Several communicators may live in one process; each serves one thread.
     """
@@ -335,10 +342,9 @@ class ISPCommunicator(WPCommunicator):
         self._check()
         phase = self._true(phase)
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
-        if found is None and self._automatic and self._starts(key, phase):
-            self._begin(self._one_pass())
-            assert self._cursor is not None
-            found = self._cursor.arrive(key, phase)
+        is_next = found is not None and not found[1]
+        if self._automatic and phase is Phase.FORWARD and not is_next:
+            found = self._new_pass(key)
         if found is None:
             return None
         step, skipped = found
@@ -347,10 +353,17 @@ class ISPCommunicator(WPCommunicator):
             self._execute((*passed.before, *passed.after))
         return step
 
-    def _starts(self, key: Hashable, phase: Phase) -> bool:
-        """Whether this is the first visit of a forward."""
-        first = next(self._declared(), None)
-        return phase is Phase.FORWARD and first is not None and key == self._key_at(first[0])
+    def _new_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
+        """Begin a pass that nobody announced, at `key` [Note: Unannounced]."""
+        keys = [self._key_at(place) for place, *_ in self._declared()]
+        if key not in keys:  # a layer that nobody has declared is in no plan
+            return None
+        self.drain()
+        if key != keys[0]:
+            return None
+        self._begin(self._one_pass())
+        assert self._cursor is not None
+        return self._cursor.arrive(key, Phase.FORWARD)
 
     def _one_pass(self) -> tuple[Action, ...]:
         """What is expected when nobody says: all chunks forward, then back."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.weights.declare import WeightHolder
+from isp.weights.optimizer_steps import optimizer_steps
 from isp.weights.phase import Phase
 from isp.weights.pool import Lease, MemoryPool
 from isp.weights.rows import joined, pad_rows, piece_shape
@@ -20,12 +21,14 @@ __all__ = ["GatheredLayer", "WeightGatherer"]
 class _Full:
     """A full tensor, flying or there.
 
-    [Note: Versions] torch counts the in-place changes of a tensor. A full tensor whose shard has
-    changed since its gather was launched is stale: it is not used, but gathered anew.
+    [Note: Versions] torch counts the in-place changes of a tensor, but not those of fused
+    optimizers. A full tensor is stale if since the launch of its gather its shard has changed or
+    any optimizer has stepped: it is not used, but gathered anew. What is written through `.data`
+    nobody sees: that is for `begin` and `drain`.
     """
 
     shard: nn.Parameter
-    version: int
+    version: tuple[int, int]
     pending: Pending
     lease: Lease | None
 
@@ -45,8 +48,8 @@ class GatheredLayer:
 
     @property
     def stale(self) -> bool:
-        """Whether a shard has changed since its gather was launched."""
-        return any(full.shard._version != full.version for full in self._parts)
+        """Whether a shard may have changed since its gather was launched."""
+        return any(_version(full.shard) != full.version for full in self._parts)
 
     @property
     def _parts(self) -> tuple[_Full, ...]:
@@ -95,7 +98,7 @@ class WeightGatherer:
         return GatheredLayer(weight, bias)
 
     def _launch(self, shard: nn.Parameter, layer: WeightHolder, local: str) -> _Full:
-        version, source = shard._version, shard.detach()
+        version, source = _version(shard), shard.detach()
         if self.channel.size == 1:
             return _Full(shard, version, Pending.ready(source), None)
         layout = layer.layouts[local]
@@ -113,3 +116,8 @@ class WeightGatherer:
                 lease.tensor, piece, label=f"{layer.name}.{local}"
             )
         return _Full(shard, version, pending.then(lambda full: joined(full, layout)), lease)
+
+
+def _version(shard: nn.Parameter) -> tuple[int, int]:
+    """What changes with each write that can be seen [Note: Versions]."""
+    return shard._version, optimizer_steps().count

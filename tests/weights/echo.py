@@ -24,7 +24,7 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes"]
+__all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]
 
 CPU = torch.device("cpu")
 D = 4
@@ -120,6 +120,12 @@ def echo_layers(
     )
 
 
+def plain_linear(x: Tensor, layer: ParallelLinear) -> Tensor:
+    """A layer in plain torch, its full weight the shard twice, as an echo gathers it."""
+    bias = None if layer.bias is None else layer.bias.repeat(2)
+    return F.linear(x, layer.weight.repeat(2, 1), bias)
+
+
 class Core(nn.Module):
     """What lies between the two linears of a block: a launch point without a weight."""
 
@@ -140,6 +146,11 @@ class NetBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.wo(self.core(self.wqkv(x)))
         return x if self.w1 is None else x + torch.sin(self.w1(x))
+
+    def plainly(self, x: Tensor) -> Tensor:
+        """The same in plain torch; see `Net.plainly`."""
+        x = x + plain_linear(torch.tanh(plain_linear(x, self.wqkv)), self.wo)
+        return x if self.w1 is None else x + torch.sin(plain_linear(x, self.w1))
 
     def visits(self) -> tuple[DeclaredVisit, ...]:
         at = LaunchPoint
@@ -191,17 +202,11 @@ class Net(nn.Module):
 
     def plainly(self, ids: Tensor) -> Tensor:
         """The same in plain torch, with each full tensor the shard twice, as an echo gathers it."""
-
-        def linear(x: Tensor, layer: ParallelLinear) -> Tensor:
-            bias = None if layer.bias is None else layer.bias.repeat(2)
-            return F.linear(x, layer.weight.repeat(2, 1), bias)
-
         x = F.embedding(ids, self.embedding.weight.repeat(2, 1))
         for block in self.blocks:
             if block is not self.leave_out:
-                x = x + linear(torch.tanh(linear(x, block.wqkv)), block.wo)
-                x = x if block.w1 is None else x + torch.sin(linear(x, block.w1))
-        return linear(x, self.head)
+                x = block.plainly(x)
+        return plain_linear(x, self.head)
 
     def declared(self) -> tuple[DeclaredBlock, ...]:
         table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
