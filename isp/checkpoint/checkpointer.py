@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.background import Flight, Staging
 from isp.checkpoint.choice import CheckpointInfo, choose
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import Damaged, FileRecord, Manifest
+from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
 from isp.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
 from isp.checkpoint.shards import Shard
@@ -136,7 +135,7 @@ class Checkpointer:
             step=step,
             tokens=tokens,
             num_updates=-1 if optimizer is None else optimizer.state_dict()["step"],
-            topology=_plain_topology(state),
+            topology=SavedTopology.of(state.topology),
             shared=dict(shared or {}),
             saved_at=time.time(),
             files={},
@@ -178,7 +177,7 @@ class Checkpointer:
             files = {
                 name: FileRecord(*record) for answer in answers for name, record in answer.items()
             }
-            complete = dataclasses.replace(manifest, files=files)
+            complete = manifest.model_copy(update={"files": files})
             attempt_first(self._channel, what, lambda: self._publish(complete))
         except CheckpointError as error:
             if self._first:
@@ -238,14 +237,14 @@ class Checkpointer:
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
-        same_layout = manifest.topology == _plain_topology(state)
+        same_layout = manifest.topology == SavedTopology.of(state.topology)
         key = local_key(self._channel.rank)
         local = torch.empty(0, dtype=torch.uint8)
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
 
         def prepare() -> None:
             nonlocal local
-            metadata = read_metadata(info.path)
+            metadata = read_metadata(info.path, manifest.files)
             if optimizer is not None and manifest.num_updates < 0:
                 raise CheckpointError("it was saved without an optimizer")
             shards, sources, required = targets_for(state, metadata)
@@ -290,13 +289,6 @@ def _own_channel(world: Channel, timeout_seconds: float) -> Channel:
         use_local_synchronization=True,
     )
     return Channel(group, name="checkpoint")
-
-
-def _plain_topology(state: TrainState) -> dict[str, Any]:
-    return {
-        key: value if isinstance(value, int) else str(value)
-        for key, value in dataclasses.asdict(state.topology).items()
-    }
 
 
 @contextmanager

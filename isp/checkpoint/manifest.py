@@ -1,52 +1,103 @@
-"""`manifest.json`: the files of a checkpoint with their checksums, and plain values."""
+"""`manifest.json`: the files of a checkpoint with their checksums, and plain values.
+
+[Note: What a manifest may say] A checkpoint may come from a stranger, or be half written. So a
+manifest is read up to a size, its values have to be of their types, and the files that it names are
+regular files beside it, whose sizes are compared before anything is read.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from isp.checkpoint.plain import from_json, to_json
+from isp.parallel import Topology
 
-__all__ = ["MANIFEST", "Damaged", "FileRecord", "Manifest", "file_sha256", "sync_folder"]
+__all__ = [
+    "MANIFEST",
+    "Damaged",
+    "FileRecord",
+    "Manifest",
+    "SavedTopology",
+    "file_sha256",
+    "open_regular",
+    "sync_folder",
+]
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**28
+"""A file of 200 bytes for each of a million ranks."""
 _FORMAT = 1
 _READ_BYTES = 2**20
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Damaged(Exception):
     """A checkpoint is not what its manifest says; the text says how."""
 
 
+def _is_beside(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_is_beside)]
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1)]
+
+
 class FileRecord(NamedTuple):
     """A file as it was written."""
 
-    num_bytes: int
-    sha256: str
+    num_bytes: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class SavedTopology(BaseModel):
+    """Sizes and mode of the run that saved a checkpoint; see `isp.parallel.Topology`."""
+
+    model_config = _STRICT
+
+    world_size: Size
+    mode: str
+    tensor: Size
+    weight: Size
+    pipeline: Size
+    zero1: Size
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """As a checkpoint keeps `topology`."""
+        return cls(**{**asdict(topology), "mode": str(topology.mode)})
+
+
+class Manifest(BaseModel):
     """What a checkpoint consists of. Without a sound manifest a folder is no checkpoint."""
 
-    step: int
+    model_config = _STRICT
+
+    step: Count
     """Steps done when it was saved."""
-    tokens: int
+    tokens: Count
     """Tokens consumed until then."""
-    num_updates: int
-    """Updates made by the optimizer: the steps without the skipped ones."""
-    topology: Mapping[str, Any]
+    num_updates: Annotated[int, Field(ge=-1)]
+    """Updates made by the optimizer: the steps without the skipped ones; -1: it was not saved."""
+    topology: SavedTopology
     """Sizes and mode of the run that saved it."""
     shared: Mapping[str, Any]
     """Plain values that are the same on all ranks."""
     saved_at: float
     """Seconds since 1970."""
-    files: Mapping[str, FileRecord]
+    files: Mapping[FileName, FileRecord]
     """By file name."""
 
     @property
@@ -56,7 +107,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `folder`/manifest.json, through to the disk."""
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content = {**dict(self), "topology": self.topology.model_dump()}
         content["files"] = {name: list(record) for name, record in self.files.items()}
         text = to_json({"format": _FORMAT, **content})
         whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
@@ -68,20 +119,35 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest in `folder`. Raises Damaged if there is none or it is not as written."""
+        with open_regular(folder / MANIFEST) as file:
+            if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
+                raise Damaged(f"{MANIFEST} has {num_bytes} bytes, which none of ours has")
+            data = file.read()
         try:
-            whole = json.loads((folder / MANIFEST).read_bytes())
+            whole = json.loads(data)
             text, digest = whole["content"], whole["sha256"]
-        except FileNotFoundError:
-            raise Damaged(f"{MANIFEST} is missing") from None
-        except (ValueError, KeyError, TypeError):
+            has_digest = hashlib.sha256(text.encode()).hexdigest() == digest
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise Damaged(f"{MANIFEST} is not readable: cut off or overwritten") from None
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
+        if not has_digest:
             raise Damaged(f"{MANIFEST} has a wrong checksum")
-        content = from_json(text)
-        if (version := content.pop("format")) != _FORMAT:
+        return cls._of_content(text)
+
+    @classmethod
+    def _of_content(cls, text: str) -> Self:
+        try:
+            content = from_json(text)
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{MANIFEST} has a content that is none: {error}") from None
+        version = content.pop("format", None) if isinstance(content, dict) else None
+        if version != _FORMAT:
             raise Damaged(f"{MANIFEST} has format {version}, this version reads {_FORMAT}")
-        files = {name: FileRecord(*record) for name, record in content.pop("files").items()}
-        return cls(files=files, **content)
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(str(part) for part in fault["loc"])
+            raise Damaged(f"{MANIFEST}: {place}: {fault['msg']}") from None
 
     def check(
         self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True
@@ -91,23 +157,36 @@ class Manifest:
         Compares sizes, and checksums if `contents`, which reads every byte.
         """
         for name in self.files if names is None else names:
-            record, path = self.files[name], folder / name
-            try:
-                num_bytes = path.stat().st_size
-            except FileNotFoundError:
-                raise Damaged(f"{name} is missing") from None
-            if num_bytes != record.num_bytes:
-                raise Damaged(f"{name} has {num_bytes} bytes instead of {record.num_bytes}")
-            if contents and file_sha256(path) != record.sha256:
-                raise Damaged(f"{name} has a wrong checksum")
+            record = self.files[name]
+            with open_regular(folder / name) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                if num_bytes != record.num_bytes:
+                    raise Damaged(f"{name} has {num_bytes} bytes instead of {record.num_bytes}")
+                if contents and file_sha256(file) != record.sha256:
+                    raise Damaged(f"{name} has a wrong checksum")
 
 
-def file_sha256(path: Path) -> str:
-    """The checksum of a file's contents."""
+def open_regular(path: Path) -> BinaryIO:
+    """The file at `path`, to be read. Raises Damaged if there is none, or no regular file."""
+    try:
+        # Without waiting for who writes to a pipe, and not through a link.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise Damaged(f"{path.name} is not a regular file")
+    return file
+
+
+def file_sha256(file: BinaryIO) -> str:
+    """The checksum of what is left of an open file."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
+    while block := file.read(_READ_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ def to_json(value: Plain) -> str:
 
 
 def from_json(text: str) -> Any:
-    """What `to_json` was given; tensors are on CPU."""
+    """What `to_json` was given; tensors are on CPU.  Raises ValueError for any other text."""
     return json.loads(text, object_hook=_decode)
 
 
@@ -58,15 +59,23 @@ def _encode(value: Plain, place: str) -> Any:
 
 
 def _decode(encoded: dict[str, Any]) -> Any:
-    if len(encoded) == 1:
-        ((tag, content),) = encoded.items()
-        match tag:
-            case "$bytes":
-                return base64.b64decode(content)
-            case "$tuple":
-                return tuple(content)
-            case "$tensor":
-                dtype, shape, data = content
-                flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8)
-                return flat.view(getattr(torch, dtype)).view(shape)
+    match encoded:
+        case {"$bytes": str(data), **rest} if not rest:
+            return base64.b64decode(data)
+        case {"$tuple": list(content), **rest} if not rest:
+            return tuple(content)
+        case {"$tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
+            return _tensor(dtype, shape, base64.b64decode(data))
+    if odd := [key for key in encoded if key.startswith("$")]:
+        raise ValueError(f"{', '.join(odd)} stands for no value")
     return encoded
+
+
+def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:
+    dtype = vars(torch).get(name)
+    whole = all(type(size) is int and size >= 0 for size in shape)
+    if not isinstance(dtype, torch.dtype) or not whole:
+        raise ValueError(f"{name} {shape} is not a tensor's dtype and shape")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"a tensor of {name} {shape} does not have {len(data)} bytes")
+    return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)

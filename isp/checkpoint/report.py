@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +77,10 @@ def _details(folder: Path) -> str:
     if fault := _fault(folder, contents=False):
         return f"{folder}\n{fault}"
     manifest = Manifest.read(folder)
+    try:
+        metadata = read_metadata(folder, manifest.files)
+    except pickle.UnpicklingError as fault:
+        return f"{folder}\ndamaged: {fault}"
     updates = f", {manifest.num_updates:,} updates" if manifest.num_updates >= 0 else ""
     return "\n".join(
         [
@@ -84,7 +89,7 @@ def _details(folder: Path) -> str:
             f"{_size(manifest)}, written by {_layout(manifest)}",
             f"kept values: {', '.join(manifest.shared) or 'none'}",
             "",
-            *_table(read_metadata(folder)),
+            *_table(metadata),
             "",
             "complete; only `verify` reads every byte",
         ]
@@ -129,6 +134,7 @@ def _size(manifest: Manifest) -> str:
 
 
 def _layout(manifest: Manifest) -> str:
+    saved = manifest.topology
     sizes = ("world_size", "pipeline", "tensor", "weight", "zero1")
-    text = ", ".join(f"{name} {manifest.topology[name]}" for name in sizes)
-    return f"{manifest.topology['mode']}: {text}"
+    text = ", ".join(f"{name} {getattr(saved, name)}" for name in sizes)
+    return f"{saved.mode}: {text}"

@@ -2,8 +2,9 @@
 
 [Note: What is pickled] torch keeps a checkpoint's table of contents in `.metadata`, which is a
 pickle by its design. It is read here by an unpickler that knows only the handful of classes which
-such a table consists of, so that a file from a stranger can run no code. Tensors are read by
-`torch.load(weights_only=True)`, and everything else is JSON.
+such a table consists of, so that a file from a stranger can run no code. It has to consist of
+tensors in files of the checkpoint's manifest; torch would open any other, wherever it lies. Tensors
+are read by `torch.load(weights_only=True)`, and everything else is JSON.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
+    _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from isp.checkpoint.manifest import FileRecord
+from isp.checkpoint.manifest import FileRecord, open_regular
 
 __all__ = ["CheckedWriter", "SafeReader", "read_metadata"]
 
@@ -77,20 +84,56 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The table of contents of the checkpoint in `folder`.
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """The table of contents of the checkpoint in `folder`, whose manifest names `files`.
 
-    Raises pickle.UnpicklingError if it contains what does not belong there.
+    Raises pickle.UnpicklingError if it contains what does not belong there, or is not readable.
     """
-    with (folder / METADATA).open("rb") as file:
-        return cast(Metadata, _MetadataUnpickler(file).load())
+    if METADATA not in files:
+        raise pickle.UnpicklingError(f"{METADATA} is not among the files of the manifest")
+    with open_regular(folder / METADATA) as file:
+        try:
+            found = _MetadataUnpickler(file).load()
+        except Exception as error:  # pickle says that there is no end of kinds
+            raise pickle.UnpicklingError(f"{METADATA} is not readable: {error}") from None
+    if not (isinstance(found, Metadata) and _is_table(found)):
+        raise pickle.UnpicklingError(f"{METADATA} is not a table of tensors")
+    for info in found.storage_data.values():
+        if info.relative_path not in files:
+            raise pickle.UnpicklingError(
+                f"{METADATA} names {info.relative_path!r}, which is not in the manifest"
+            )
+    return found
+
+
+def _is_table(found: Metadata) -> bool:
+    """Whether every value is a tensor's, and has a place in a file."""
+    tensors, places = vars(found).get("state_dict_metadata"), vars(found).get("storage_data")
+    return (
+        isinstance(tensors, dict)
+        and isinstance(places, dict)
+        and all(isinstance(key, str) and _is_tensor(value) for key, value in tensors.items())
+        and all(isinstance(value, _StorageInfo) for value in places.values())
+        and all(isinstance(vars(value).get("relative_path"), str) for value in places.values())
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    if not isinstance(value, TensorStorageMetadata):
+        return False
+    properties, size = vars(value).get("properties"), vars(value).get("size")
+    return (
+        isinstance(properties, TensorProperties)
+        and isinstance(vars(properties).get("dtype"), torch.dtype)
+        and isinstance(size, torch.Size)
+    )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = name in _ALLOWED.get(module, ())
         if not allowed and not (module == "torch" and _is_dtype(name)):
-            raise pickle.UnpicklingError(f"{METADATA} must not contain {module}.{name}")
+            raise pickle.UnpicklingError(f"it must not contain {module}.{name}")
         return super().find_class(module, name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -159,6 +161,105 @@ def test_ranks_agree_on_what_is_good(folder: Path, name: str) -> None:
     assert f"{name} has a wrong checksum" in answers[0][1][0]
 
 
+def _change(path: Path, **changes: object) -> None:
+    """Write the manifest of a checkpoint anew, with `changes` of its keys, None being left out."""
+    whole = json.loads((path / MANIFEST).read_text())
+    content = {**json.loads(whole["content"]), **changes}
+    text = json.dumps({key: value for key, value in content.items() if value is not None})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / MANIFEST).write_text(json.dumps({"sha256": digest, "content": text}))
+
+
+def _add_file(path: Path, name: str, num_bytes: int = 0) -> None:
+    files = Manifest.read(path).files
+    record = [num_bytes, hashlib.sha256(b"").hexdigest()]
+    _change(path, files={**{k: list(v) for k, v in files.items()}, name: record})
+
+
+def _add_link(path: Path) -> None:
+    (path / "link").symlink_to("/dev/zero")
+    _add_file(path, "link")
+
+
+def _add_pipe(path: Path) -> None:
+    os.mkfifo(path / "pipe")
+    _add_file(path, "pipe")
+
+
+def _lead_away(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).symlink_to("/dev/zero")
+
+
+def _grow_manifest(path: Path) -> None:
+    os.truncate(path / MANIFEST, 2**40)  # without a block on the disk
+
+
+CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "device": (lambda path: _add_file(path, "/dev/zero"), "is not the name of a file"),
+    "outside": (lambda path: _add_file(path, "../secret"), "is not the name of a file"),
+    "link": (_add_link, "link cannot be read"),
+    "pipe": (_add_pipe, "pipe is not a regular file"),
+    "folder": (lambda path: _add_file(path, ".."), "is not the name of a file"),
+    "endless manifest": (_lead_away, f"{MANIFEST} cannot be read"),
+    "large manifest": (_grow_manifest, f"{MANIFEST} has {2**40} bytes"),
+    "no files": (lambda path: _change(path, files=None), "files: Field required"),
+    "odd record": (lambda path: _change(path, files={"a": 3}), "files.a"),
+    "negative size": (lambda path: _add_file(path, "a", -1), "files.a.0: Input should be greater"),
+    "odd step": (lambda path: _change(path, step="30"), "step: Input should be a valid integer"),
+    "no mode": (lambda path: _change(path, topology={"tensor": 1}), "topology.world_size"),
+    "odd value": (lambda path: _change(path, shared={"$tensor": ["load", [2], ""]}), "load [2]"),
+    "other values": (lambda path: _change(path, shared=[1]), "shared: Input should be"),
+    "a list": (lambda path: _change(path, format=[]), "has format []"),
+}
+
+
+@pytest.mark.timeout(60)  # instead of reading for ever
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_a_crafted_manifest_is_passed_over(folder: Path, craft: str) -> None:
+    """Catches what lies elsewhere being read, an endless read, and errors of a program."""
+    act, reason = CRAFTED[craft]
+    (folder / "secret").write_bytes(b"")
+    act(folder / "step_30")
+    info = _choose(folder)
+    assert info is not None
+    assert info.step == 20
+    assert reason in info.passed_over[0]
+    assert "Error" not in info.passed_over[0]
+    assert not verify(folder / "step_30").good
+    assert reason in inspect(folder / "step_30")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../step_20/__0_0.distcp"])
+def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
+    """Catches a table of contents, a stranger's, that has another file read as weights."""
+    path = folder / "step_30"
+    metadata = read_metadata(path, [METADATA, DATA])
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    data = pickle.dumps(metadata)
+    (path / METADATA).write_bytes(data)
+    files = {key: list(record) for key, record in Manifest.read(path).files.items()}
+    files[METADATA] = [len(data), hashlib.sha256(data).hexdigest()]
+    _change(path, files=files)
+    run = make_run(0, Layout(), torch.float32)
+    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
+    info = checkpointer.choose()
+    assert info is not None
+    assert info.step == 30, "every byte is as its manifest says"
+    with pytest.raises(CheckpointError, match="which is not in the manifest"):
+        checkpointer.load(info, run.state)
+    assert f"damaged: {METADATA} names" in inspect(path)
+
+
+@pytest.mark.parametrize("value", [b"", b"nothing", pickle.dumps(torch.Size([1]))])
+def test_another_table_is_no_table(folder: Path, value: bytes) -> None:
+    """Catches a traceback for what only looks like a table of contents."""
+    (folder / "step_30" / METADATA).write_bytes(value)
+    with pytest.raises(pickle.UnpicklingError, match=METADATA):
+        read_metadata(folder / "step_30", [METADATA, DATA])
+
+
 class _Harmful:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, ("exit 1",)
@@ -168,7 +269,7 @@ def test_a_harmful_file_runs_no_code(folder: Path) -> None:
     """Catches a checkpoint from a stranger that runs commands when it is read."""
     (folder / "step_30" / METADATA).write_bytes(pickle.dumps(_Harmful()))
     with pytest.raises(pickle.UnpicklingError, match=r"must not contain posix\.system"):
-        read_metadata(folder / "step_30")
+        read_metadata(folder / "step_30", [METADATA])
 
 
 def test_inspect_says_what_is_in_it(folder: Path) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, file_sha256
+from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, SavedTopology
+from isp.parallel import ParallelConfig, Topology
 
 
 def _write(folder: Path, step: int, content: str = "weights") -> None:
     """A sound checkpoint of one file."""
     (folder / "data").write_text(content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
     manifest = Manifest(
         step=step,
         tokens=0,
         num_updates=step,
-        topology={},
+        topology=SavedTopology.of(Topology.create(1, ParallelConfig())),
         shared={},
         saved_at=0.0,
-        files={"data": FileRecord(len(content), file_sha256(folder / "data"))},
+        files={"data": FileRecord(len(content), digest)},
     )
     manifest.write(folder)
 
