@@ -155,7 +155,10 @@ class Trainer:
         logger.info("resumed from %s", info.describe())
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
-        """One step, its record and its checkpoint. Returns why the run is to stop, if it is."""
+        """One step, its checkpoint and its record. Returns why the run is to stop, if it is.
+
+        Raises CheckpointError if the last checkpoint of the run cannot be written.
+        """
         config = self.config
         lr = learning_rate(
             self.step,
@@ -178,11 +181,14 @@ class Trainer:
         facts = self._agree(batches)
         stopped = self._why_stop(facts)
         self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
-        last = stopped is not None or self.step == config.training.steps
-        self._report(outcome, lr, loss_scale, outputs, last=last)
-        self._warn(outcome, facts)
-        if config.checkpoint.interval and self.step % config.checkpoint.interval == 0 and not last:
+        # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
+        if stopped is not None or self.step == config.training.steps:
+            self._save(wait=True)
+            self._leave_phase()
+        elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
             self._save_and_go_on()
+        self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
+        self._warn(outcome, facts)
         return stopped
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
@@ -220,13 +226,15 @@ class Trainer:
         loss_scale: float | None,
         outputs: StepOutputs,
         *,
-        last: bool,
+        stopped: bool,
     ) -> None:
         eta_seconds = self._pace.seconds_left(self.step)
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
+        finished = self.step == self.config.training.steps
         freq = self.config.validation.freq
-        evaluates = freq > 0 and (self.step % freq == 0 or last)
-        if not (evaluates or last or self.step % self.config.metrics.log_freq == 0):
+        evaluates = freq > 0 and (self.step % freq == 0 or finished)
+        is_told = stopped or finished or self.step % self.config.metrics.log_freq == 0
+        if not (evaluates or is_told):
             return
         memory = self._meter.memory_gib()
         record = self._meter.record(
@@ -249,14 +257,17 @@ class Trainer:
         begin = time.perf_counter()
         val_loss = self.train_step.evaluate(self.data.validation())
         seconds = time.perf_counter() - begin
-        self.clock.enter(RunPhase.OTHER)
-        self._meter.leave_out()
+        self._leave_phase()
         return dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
 
     def _profile(self, outcome: StepOutcome) -> None:
         """Write the profile of the step that has just been taken; no part of its time."""
         self.clock.enter(RunPhase.PROFILE)
         self._profiler.end(self.step, outcome.loss)
+        self._leave_phase()
+
+    def _leave_phase(self) -> None:
+        """What has been done since the step is over, and was no part of it."""
         self.clock.enter(RunPhase.OTHER)
         self._meter.leave_out()
 
@@ -282,12 +293,10 @@ class Trainer:
             self._save()
         except CheckpointError as error:
             logger.error("%s The run goes on.", error)
-        self.clock.enter(RunPhase.OTHER)
-        self._meter.leave_out()
+        self._leave_phase()
 
     def _end(self, stopped: str | None) -> None:
-        """Save what the run has come to. Raises CheckpointError if that fails."""
-        self._save(wait=True)
+        """Tell how far the run has come."""
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:

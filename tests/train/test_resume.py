@@ -32,10 +32,12 @@ from isp.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 from isp.metrics import StepRecord, read_metrics
 from isp.parallel import Mode, PipelineConfig, TensorConfig, WeightConfig
 from isp.train import main
+from isp.train.data import StepData
 from tests.ranks import run_ranks
 
 STEPS = 8
@@ -255,6 +257,29 @@ def test_a_finished_run_started_again_is_a_new_run(config):
     assert (first / "metrics.jsonl").read_text() == before
     assert [r.step for r in _numbers(second)] == [1, 2]
     assert [r.loss for r in _numbers(second)] == [r.loss for r in _numbers(first)]
+
+
+def _evaluating(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """A job that evaluates at its end alone; the rank dies in it."""
+    monkeypatch.setattr(StepData, "validation", lambda self: _die())
+    data = replace(config.data, valid_fraction=0.2)
+    one = replace(config, parallel=ParallelConfig(), data=data)
+    return replace(one, validation=ValidationConfig(freq=1000))
+
+
+def test_a_stop_saves_without_evaluating(config, monkeypatch):
+    """Catches a run that is stopped, and takes its time for an evaluation that is not due."""
+    stopped = _run(1, _evaluating(config, monkeypatch), 3, _stop)
+    (saved,) = CheckpointFolder(stopped / "checkpoint").steps()
+    assert 3 <= saved < STEPS
+    assert [r.step for r in _numbers(stopped)] == list(range(1, saved + 1))
+
+
+def test_the_last_save_comes_before_the_last_evaluation(config, monkeypatch):
+    """Catches steps that are lost with a run that ends, or is ended, while it evaluates."""
+    with pytest.raises(RuntimeError, match="rank 0 died"):
+        _run(1, _evaluating(config, monkeypatch))
+    assert CheckpointFolder(_latest(config) / "checkpoint").steps() == [STEPS]
 
 
 def test_more_steps_continue_a_finished_run(config):
