@@ -343,6 +343,8 @@ class CheckpointConfig:
     """Go on from the newest checkpoint where there is one."""
     folder: str | None = None
     """Folder of the checkpoints; null: `checkpoint/` in the run's own folder."""
+    last_save_retry_seconds: int = 600
+    """How long the last save of a run is tried again where it fails, on a full disk; 0: not."""
 
     def __post_init__(self) -> None:
         load_step = 0 if self.load_step is None else self.load_step
@@ -351,6 +353,7 @@ class CheckpointConfig:
             _at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0, " (0: keep all)"),
             _at_least("checkpoint.load_step", load_step, 0, ", or null for the newest"),
             _unless(self.folder != "", "checkpoint.folder", "''", "must name a folder, or be null"),
+            _at_least("checkpoint.last_save_retry_seconds", self.last_save_retry_seconds, 0),
         )
 
 

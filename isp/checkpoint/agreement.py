@@ -17,8 +17,8 @@ __all__ = ["CheckpointError", "attempt", "attempt_first", "exchange"]
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; raised on all ranks alike.
+class CheckpointError(OSError):
+    """A checkpoint could not be written or read, in words for people; raised on all ranks alike.
 
     The run itself is unharmed, and so are the checkpoints that were there before.
     """

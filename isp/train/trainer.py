@@ -40,6 +40,9 @@ __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 10
+"""From one attempt at the last save to the next."""
+
 
 class Trainer:
     """Model, optimizer and checkpoints of a run on this rank, and the loop over its steps."""
@@ -183,8 +186,7 @@ class Trainer:
         self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
         # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
         if stopped is not None or self.step == config.training.steps:
-            self._save(wait=True)
-            self._leave_phase()
+            self._save_at_last()
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
             self._save_and_go_on()
         self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
@@ -287,6 +289,28 @@ class Trainer:
             local={"rng": generator_states(self.device)},
             wait=wait,
         )
+
+    def _save_at_last(self) -> None:
+        """Save what nobody will save again: if that fails, for a while once more.
+
+        Raises CheckpointError if it still does then.
+        """
+        given = left = self.config.checkpoint.last_save_retry_seconds
+        while True:
+            try:
+                self._save(wait=True)
+                break
+            except CheckpointError as error:
+                if left <= 0:
+                    raise CheckpointError(
+                        f"{error} The last save of the run was tried for {given} s"
+                        f" (checkpoint.last_save_retry_seconds): steps after them are lost."
+                    ) from None
+                logger.error("%s Trying again for %.0f s: make room there.", error, left)
+            # Not by the clock: all ranks have to come to the same number of attempts.
+            time.sleep(min(left, RETRY_SECONDS))
+            left -= RETRY_SECONDS
+        self._leave_phase()
 
     def _save_and_go_on(self) -> None:
         try:

@@ -36,7 +36,7 @@ from isp.config import (
 )
 from isp.metrics import StepRecord, read_metrics
 from isp.parallel import Mode, PipelineConfig, TensorConfig, WeightConfig
-from isp.train import main
+from isp.train import main, trainer
 from isp.train.data import StepData
 from tests.ranks import run_ranks
 
@@ -280,6 +280,43 @@ def test_the_last_save_comes_before_the_last_evaluation(config, monkeypatch):
     with pytest.raises(RuntimeError, match="rank 0 died"):
         _run(1, _evaluating(config, monkeypatch))
     assert CheckpointFolder(_latest(config) / "checkpoint").steps() == [STEPS]
+
+
+class _MakeRoom(logging.Handler):
+    """Removes `obstacle` when a failing save has been told twice."""
+
+    def __init__(self, obstacle: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._obstacle, self._told = obstacle, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._told += "Trying again for" in record.getMessage()
+        if self._told == 2:
+            self._obstacle.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
+    """Catches the last steps lost because a disk was full for a moment; and an endless wait."""
+    monkeypatch.setattr(trainer, "RETRY_SECONDS", 0.25)
+    obstacle = Path(config.job.dump_folder) / "isp" / "latest" / f"checkpoint/step_{STEPS}.tmp"
+
+    def obstruct() -> None:
+        obstacle.write_text("a file is in the way")
+        if makes_room:
+            logging.getLogger("isp.train.trainer").addHandler(_MakeRoom(obstacle))
+
+    checkpoint = replace(config.checkpoint, last_save_retry_seconds=1)
+    one = replace(config, parallel=MTP_2, checkpoint=checkpoint)
+    if makes_room:
+        run = _run(2, one, STEPS - 1, obstruct)
+        assert CheckpointFolder(run / "checkpoint").steps() == [STEPS]
+    else:
+        with pytest.raises(RuntimeError, match=r"step_8 failed on rank 0.*was tried for 1 s"):
+            _run(2, one, STEPS - 1, obstruct)
+        log = (_latest(one) / "logs/rank_0.log").read_text()
+        assert log.count("Trying again for") == 4
+        assert "done:" not in log
 
 
 def test_more_steps_continue_a_finished_run(config):
