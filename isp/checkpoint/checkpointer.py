@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.background import Flight, Staging
-from isp.checkpoint.choice import CheckpointInfo, choose
+from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
@@ -225,46 +225,68 @@ class Checkpointer:
     def choose(
         self, load_step: int | None = None, *, launched_at: float = math.inf
     ) -> CheckpointInfo | None:
-        """The checkpoint to go on from; see `isp.checkpoint.choice.choose`."""
+        """The checkpoint to go on from, None if there is none at all; every byte is verified.
+
+        Which that is, see `isp.checkpoint.choice.candidates_in`. Raises CheckpointError if there is
+        none of `load_step`, or none is good.
+        """
         if self._flight is not None:
             self._flight.join()
-        return choose(self.folder, self._channel, load_step, launched_at=launched_at)
+        return choose(
+            lambda: candidates_in(self.folder, load_step, launched_at=launched_at), self._channel
+        )
 
-    def load(self, info: CheckpointInfo, state: TrainState) -> Resumed:
+    def choose_initial(self, path: Path) -> CheckpointInfo:
+        """The checkpoint at `path`, the newest good one if it is a folder of them or of a run."""
+        found = choose(lambda: candidates_at(path), self._channel)
+        assert found is not None
+        return found
+
+    def load(
+        self, info: CheckpointInfo, state: TrainState, *, weights_only: bool = False
+    ) -> Resumed:
         """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
 
+        With `weights_only` the optimizer gets master weights, and is else left as it was.
         Raises CheckpointError on all ranks if it is not of this model, or cannot be read.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
         same_layout = manifest.topology == SavedTopology.of(state.topology)
+        has_local = same_layout and not weights_only
         key = local_key(self._channel.rank)
-        local = torch.empty(0, dtype=torch.uint8)
+        local, values = torch.empty(0, dtype=torch.uint8), None
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
 
         def prepare() -> None:
             nonlocal local
             metadata = read_metadata(info.path, manifest.files)
-            if optimizer is not None and manifest.num_updates < 0:
+            if optimizer is not None and manifest.num_updates < 0 and not weights_only:
                 raise CheckpointError("it was saved without an optimizer")
-            shards, sources, required = targets_for(state, metadata)
-            if same_layout:
-                local = local.new_empty(num_elements(metadata, key))
+            shards, sources, required = targets_for(state, metadata, weights_only=weights_only)
+            if has_local:
+                local = local.new_empty(num_elements(metadata, key, most=manifest.num_bytes))
                 shards[key], sources[key] = Shard.whole(key, local), key
             planner = BoxLoadPlanner(sources, required=required)
             tasks.append((shards, planner, SafeReader(info.path, metadata)))
 
+        def decode() -> None:
+            nonlocal values
+            values = from_tensor(local) if has_local else None
+
         attempt(self._channel, what, prepare)
         attempt(self._channel, what, lambda: self._read(*tasks[0]))
+        attempt(self._channel, what, decode)
         if optimizer is not None:
             loaded = optimizer.state_dict()
-            loaded["step"] = manifest.num_updates
+            if not weights_only:
+                loaded["step"] = manifest.num_updates
             optimizer.load_state_dict(loaded)
         return Resumed(
             step=manifest.step,
             tokens=manifest.tokens,
             shared=manifest.shared,
-            local=from_tensor(local) if same_layout else None,
+            local=values,
         )
 
     def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:

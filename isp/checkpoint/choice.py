@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
-from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.folder import CheckpointFolder, checkpoints_at
 from isp.checkpoint.manifest import Damaged, Manifest
 from isp.comm import Channel
 
-__all__ = ["CheckpointInfo", "choose"]
+__all__ = [
+    "Candidates",
+    "CheckpointInfo",
+    "candidates_at",
+    "candidates_in",
+    "choose",
+    "preview",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint whose every byte has been verified."""
+    """A checkpoint that has been looked at, or verified byte by byte."""
 
     path: Path
     manifest: Manifest
@@ -36,27 +45,34 @@ class CheckpointInfo:
         return f"{self.path}, {self.reason}{skipped}"
 
 
-def choose(
-    folder: CheckpointFolder,
-    channel: Channel,
-    load_step: int | None = None,
-    *,
-    launched_at: float = math.inf,
-) -> CheckpointInfo | None:
-    """The checkpoint of `load_step`, or the newest good one; None if there is none at all.
+class Candidates(NamedTuple):
+    """Checkpoints that may be the one, the best first."""
+
+    place: str
+    """Where they were looked for."""
+    paths: list[str]
+    reason: str
+    """Why they are these."""
+    leftovers: list[str]
+    """What else is there: a line each."""
+
+
+def candidates_in(
+    folder: CheckpointFolder, load_step: int | None = None, *, launched_at: float = math.inf
+) -> Candidates:
+    """The checkpoint of `load_step`, or all from the newest on; to be called on one rank.
 
     Those that were saved after `launched_at` (seconds since 1970) come before `load_step`: the run
-    has gone back to it already, and was then started again. A collective; reads and verifies every
-    byte, each rank a share. Raises ValueError if there is no checkpoint of `load_step`, and
-    CheckpointError if it is damaged or all are.
+    has gone back to it already, and was then started again. Raises ValueError if there is no
+    checkpoint of `load_step`.
     """
-    since = math.inf if load_step is None else launched_at
-    steps, newer, leftovers = attempt_first(
-        channel, f"reading {folder.path}", lambda: _listing(folder, since)
-    )
-    passed_over = [f"{name}: left over from a save that did not end" for name in leftovers]
-    reason = "the newest good one"
+    folder.restore()
+    steps, reason = folder.steps(), "the newest good one"
+    leftovers = [
+        f"{path.name}: left over from a save that did not end" for path in folder.leftovers()
+    ]
     if load_step is not None:
+        newer = [step for step in steps if _saved_at(folder, step) > launched_at]
         if load_step not in steps and not newer:
             there = ", ".join(str(s) for s in steps) or "none at all"
             raise ValueError(
@@ -67,23 +83,61 @@ def choose(
         if newer:
             reason = f"the newest good one since the run went back to load_step={load_step}"
         steps = [*newer, *({load_step} & set(steps) - set(newer))]
-    for step in steps:
-        path = folder.published(step)
+    paths = [str(folder.published(step)) for step in steps]
+    return Candidates(str(folder.path), paths, reason, leftovers)
+
+
+def candidates_at(path: Path) -> Candidates:
+    """What `checkpoint.initial_load_path` names. Raises ValueError if that is no checkpoint."""
+    try:
+        found = checkpoints_at(path)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.initial_load_path: {error}") from None
+    return Candidates(str(path), [str(p) for p in found], "as initial_load_path says", [])
+
+
+def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:
+    """The first good one of what `find` gives on rank 0; None if it gives none at all.
+
+    A collective; reads and verifies every byte, each rank a share. Raises CheckpointError if
+    `find` raises, or all are damaged.
+    """
+    found = Candidates(*attempt_first(channel, "looking for checkpoints", find))
+    return _first_good(found, lambda path: _verified(path, channel))
+
+
+def preview(found: Candidates) -> CheckpointInfo | None:
+    """What `choose` would give, as far as manifests and the sizes of files tell."""
+    return _first_good(found, _looked_at)
+
+
+def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> CheckpointInfo | None:
+    passed_over = list(found.leftovers)
+    for path in map(Path, found.paths):
         try:
-            manifest = _verified(path, channel)
+            manifest = verify(path)
         except CheckpointError as fault:
             passed_over.append(f"{path.name}: {fault}")
             continue
         return CheckpointInfo(
-            path=path, manifest=manifest, reason=reason, passed_over=tuple(passed_over)
+            path=path, manifest=manifest, reason=found.reason, passed_over=tuple(passed_over)
         )
-    if steps:
+    if found.paths:
         reasons = "".join(f"\n  {line}" for line in passed_over)
         raise CheckpointError(
-            f"no good checkpoint in {folder.path}, where there should be one:{reasons}\n"
+            f"no good checkpoint in {found.place}, where there should be one:{reasons}\n"
             f"choose another by checkpoint.load_step, or start anew in another folder"
         )
     return None
+
+
+def _looked_at(path: Path) -> Manifest:
+    try:
+        manifest = Manifest.read(path)
+        manifest.check(path, contents=False)
+    except Damaged as fault:
+        raise CheckpointError(str(fault)) from None
+    return manifest
 
 
 def _verified(path: Path, channel: Channel) -> Manifest:
@@ -101,14 +155,6 @@ def _verified(path: Path, channel: Channel) -> Manifest:
 
     attempt(channel, "verifying", check_share)
     return manifests[0]
-
-
-def _listing(folder: CheckpointFolder, since: float) -> tuple[list[int], list[int], list[str]]:
-    """The published steps, newest first; those saved later than `since`; what else is there."""
-    folder.restore()
-    steps = folder.steps()
-    newer = [step for step in steps if since < math.inf and _saved_at(folder, step) > since]
-    return steps, newer, [path.name for path in folder.leftovers()]
 
 
 def _saved_at(folder: CheckpointFolder, step: int) -> float:

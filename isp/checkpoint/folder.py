@@ -4,8 +4,9 @@
     step_30.tmp          one that is being written, or was when the run died
     step_20.old          one that is being replaced; its name is given back if the run dies there
     step_10.deleted      one that is being deleted
+    .lock                held by the run that saves here: see `lock.py`
 
-Only rank 0 calls what changes anything.
+Only rank 0 calls what changes anything, once it holds the lock.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from isp.checkpoint.manifest import Damaged, Manifest, sync_folder
+from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest, sync_folder
 
-__all__ = ["CheckpointFolder"]
+__all__ = ["CheckpointFolder", "checkpoints_at", "describe_contents"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ class CheckpointFolder:
         return self.path / f"step_{step}.tmp"
 
     def steps(self) -> list[int]:
-        """The steps that have been published, newest (highest) first."""
-        matches = [_PUBLISHED.fullmatch(path.name) for path in self._subfolders()]
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        """The steps that have been published, newest (highest) first; also what `restore` finds."""
+        names = [path.name.removesuffix(".old") for path in self._subfolders()]
+        matches = [_PUBLISHED.fullmatch(name) for name in names]
+        return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def leftovers(self) -> list[Path]:
         """What saves that did not come to an end have left behind."""
@@ -124,3 +126,44 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         return sorted(path for path in self.path.iterdir() if path.is_dir())
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at `path`, or all in it, newest first, if it is a folder of them or a run's.
+
+    Raises ValueError if there is none, with what there is.
+    """
+    if (path / MANIFEST).exists():
+        return [path]
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoint")):
+        if found := [folder.published(step) for step in folder.steps()]:
+            return found
+    if CheckpointFolder.names(path):  # one that has lost its manifest
+        return [path]
+    raise ValueError(
+        f"{path} is not a checkpoint, and has none in it: it {describe_contents(path)}"
+    )
+
+
+def describe_contents(path: Path) -> str:
+    """What is at `path`, as what a sentence says of it."""
+    if not path.is_dir():
+        return "is not a folder" if path.exists() else "does not exist"
+    names = visible_names(path)
+    if not names:
+        return "is empty"
+    if MANIFEST in names:
+        return "is a checkpoint itself"
+    weights = [name for name in names if name.endswith((".safetensors", ".bin", ".index.json"))]
+    if "config.json" in names and weights:
+        return f"holds a Hugging Face model (config.json, {weights[0]}), which is not read"
+    if "config.yaml" in names and "checkpoint" in names:
+        return "is the folder of a run"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"holds {', '.join(names[:3])}{more}"
+
+
+def visible_names(folder: Path) -> list[str]:
+    """The names in `folder`, without hidden files and what a disk of its own has."""
+    names = (path.name for path in folder.iterdir())
+    return sorted(name for name in names if name[0] != "." and name != "lost+found")

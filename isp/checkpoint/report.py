@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest
+from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.manifest import Damaged, Manifest
 from isp.checkpoint.state import MODEL, model_key, optimizer_key
 from isp.checkpoint.storage import read_metadata
 
@@ -32,7 +32,7 @@ def inspect(path: Path | str) -> str:
     `path` is a checkpoint, a folder of checkpoints, or the folder of a run. Compares file sizes but
     reads no tensor. Raises ValueError if there is no checkpoint.
     """
-    found = _find(Path(path))
+    found = checkpoints_at(Path(path))
     return _details(found[0]) if found == [Path(path)] else "\n".join(_summary(p) for p in found)
 
 
@@ -41,20 +41,9 @@ def verify(path: Path | str) -> Verdict:
 
     `path` as for `inspect`. Raises ValueError if there is no checkpoint.
     """
-    faults = {folder: _fault(folder, contents=True) for folder in _find(Path(path))}
+    faults = {folder: _fault(folder, contents=True) for folder in checkpoints_at(Path(path))}
     lines = [f"{folder}: {fault or 'good'}" for folder, fault in faults.items()]
     return Verdict(not any(faults.values()), "\n".join(lines))
-
-
-def _find(path: Path) -> list[Path]:
-    if (path / MANIFEST).exists():
-        return [path]
-    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoint")):
-        if steps := folder.steps():
-            return [folder.published(step) for step in steps]
-    if CheckpointFolder.names(path):  # one that has lost its manifest
-        return [path]
-    raise ValueError(f"{path} is not a checkpoint, and has none in it")
 
 
 def _fault(folder: Path, *, contents: bool) -> str:

@@ -77,15 +77,15 @@ def saved_shards(state: TrainState) -> dict[str, Shard]:
     return _by_key(_shards(state))
 
 
-def targets_for(state: TrainState, metadata: Metadata) -> Targets:
-    """Where each tensor of `state` comes from in a checkpoint.
+def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
+    """Where each tensor of `state`, or its weights and master weights, comes from in a checkpoint.
 
     Weights whose dtype is not the saved one come from the master weights if there are any, and
     master weights that were not saved, because they were the parameters, from the parameters.
     Raises ValueError, with the names, if something is not in the checkpoint.
     """
     saved = metadata.state_dict_metadata
-    shards = _by_key(_shards(state))
+    shards = _by_key(_shards(state, weights_only=weights_only))
     sources = {key: key for key in shards}
     for item in state.parameters:
         weights, master = model_key(item.name), optimizer_key(item.name, "master")
@@ -102,7 +102,7 @@ def targets_for(state: TrainState, metadata: Metadata) -> Targets:
     return Targets(shards, sources, required)
 
 
-def _shards(state: TrainState) -> Iterator[Shard]:
+def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]:
     for name, parameter, layout in state.parameters:
         yield Shard.of_rows(model_key(name), parameter, layout)
     if state.optimizer is None:
@@ -111,7 +111,8 @@ def _shards(state: TrainState) -> Iterator[Shard]:
     for name, parameter, layout in state.parameters:
         part = own[name]
         start, stop = part["rows"]
-        tensors = {"exp_avg": part["exp_avg"], "exp_avg_sq": part["exp_avg_sq"]}
+        moments = {"exp_avg": part["exp_avg"], "exp_avg_sq": part["exp_avg_sq"]}
+        tensors = {} if weights_only else moments
         if part["master"].dtype != parameter.dtype:  # else it is the parameter itself
             tensors["master"] = part["master"]
         for kind, tensor in tensors.items():
@@ -132,8 +133,10 @@ def _shortened(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
-def num_elements(metadata: Metadata, key: str) -> int:
-    """Elements of a saved tensor."""
-    saved = metadata.state_dict_metadata[key]
-    assert isinstance(saved, TensorStorageMetadata)
-    return math.prod(saved.size)
+def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
+    """Elements of a saved tensor of bytes.  Raises ValueError if it is absent or has too many."""
+    saved = metadata.state_dict_metadata.get(key)
+    count = -1 if not isinstance(saved, TensorStorageMetadata) else math.prod(saved.size)
+    if not 0 <= count <= most:
+        raise ValueError(f"the checkpoint lacks {key}, or says that it is larger than all files")
+    return count

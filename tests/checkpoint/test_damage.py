@@ -113,7 +113,7 @@ def test_a_step_can_be_asked_for(folder: Path) -> None:
     assert info is not None
     assert info.step == 10
     assert "as load_step=10 says" in info.describe()
-    with pytest.raises(ValueError, match=r"load_step=15: .* there are: 30, 20, 10"):
+    with pytest.raises(CheckpointError, match=r"load_step=15: .* there are: 30, 20, 10"):
         _choose(folder, load_step=15)
     (folder / "step_10" / DATA).unlink()
     with pytest.raises(CheckpointError, match=r"step_10: .*is missing"):

@@ -85,6 +85,29 @@ def test_weights_alone(tmp_path: Path) -> None:
         only.load(info, run.state)
 
 
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_a_warm_start_takes_weights_alone(
+    tmp_path: Path, saved: torch.dtype, loaded: torch.dtype
+) -> None:
+    """Catches moments or updates taken along, and master weights left at their first values."""
+    _save(tmp_path, saved)
+    run = make_run(0, ONE, loaded)
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.choose_initial(tmp_path / "step_20")
+    resumed = checkpointer.load(info, run.state, weights_only=True)
+    assert resumed.local is None
+    state = run.optimizer.state_dict()
+    assert state["step"] == 0
+    for name, parameter, layout in run.state.parameters:
+        part = state["parameters"][name]
+        master = whole_value(name, "master", layout.global_shape).float()
+        assert torch.equal(part["master"], master), name
+        assert torch.equal(parameter.detach(), master.to(loaded)), name
+        assert not part["exp_avg"].any()
+        assert not part["exp_avg_sq"].any()
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     """Catches parts of another model loaded, or left over, without a word."""
     _save(tmp_path, torch.float32)
