@@ -47,6 +47,7 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "load_config",
+    "to_plain",
     "to_yaml",
 ]
 
@@ -153,10 +154,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     raise ConfigError("\n  ".join([f"{path}: {len(faults)} faults", *faults]))
 
 
+def to_plain(config: JobConfig) -> dict[str, Any]:
+    """`config` as sections of plain values, with every default spelled out."""
+    plain: dict[str, Any] = TypeAdapter(JobConfig).dump_python(config, mode="json")
+    return plain
+
+
 def to_yaml(config: JobConfig) -> str:
     """`config` with every default spelled out; loading it gives an equal config."""
-    plain = TypeAdapter(JobConfig).dump_python(config, mode="json")
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def _fill_preset(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:

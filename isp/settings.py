@@ -341,8 +341,16 @@ class CheckpointConfig:
     """Go on from the checkpoint of this step; null: from the newest, if `auto_resume`."""
     auto_resume: bool = True
     """Go on from the newest checkpoint where there is one."""
+    allow_changes: bool = False
+    """Go on from a checkpoint even if the model, the data or their order is not as it was then."""
     folder: str | None = None
-    """Folder of the checkpoints; null: `checkpoint/` in the run's own folder."""
+    """Folder of the checkpoints, to save to and go on from; null: `checkpoint/` in the run's own
+    folder."""
+    initial_load_path: str | None = None
+    """What a run without checkpoints of its own begins from: a checkpoint, a folder of them, or the
+    folder of a run, of any layout; null: random weights.  Names: torchtitan."""
+    initial_load_model_only: bool = True
+    """Take only the weights from there and begin at step 0; false: go on with all there is."""
     last_save_retry_seconds: int = 600
     """How long the last save of a run is tried again where it fails, on a full disk; 0: not."""
 
@@ -353,6 +361,12 @@ class CheckpointConfig:
             _at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0, " (0: keep all)"),
             _at_least("checkpoint.load_step", load_step, 0, ", or null for the newest"),
             _unless(self.folder != "", "checkpoint.folder", "''", "must name a folder, or be null"),
+            _unless(
+                self.initial_load_path != "",
+                "checkpoint.initial_load_path",
+                "''",
+                "must name a checkpoint, or be null",
+            ),
             _at_least("checkpoint.last_save_retry_seconds", self.last_save_retry_seconds, 0),
         )
 

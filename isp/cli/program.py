@@ -168,9 +168,13 @@ def _train(args: argparse.Namespace) -> int:
     if ranks is not None and args.nproc is not None:
         raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
     config = load_config(args.config, args.overrides)
-    config.topology(ranks or args.nproc or 1)  # every error before any process starts
+    topology = config.topology(ranks or args.nproc or 1)  # every error before any process starts
     config.require_packages()
     _check_param_groups(config)
+    if ranks is None:
+        from isp.train.resume import check_start
+
+        check_start(config, topology)
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         _note_unused(config)
     if args.nproc is not None:

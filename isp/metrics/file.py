@@ -6,8 +6,6 @@ and is passed over in reading and removed when the file is opened to write on.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -21,9 +19,6 @@ from isp.metrics.record import StepRecord
 __all__ = ["MetricsFile", "read_metrics"]
 
 logger = logging.getLogger(__name__)
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system without locks answers to a request for one."""
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
@@ -45,7 +40,7 @@ class MetricsFile:
 
     Lines of steps after `last_step` are removed first: that is where the run goes on from, 0 for a
     new one. While the disk is full, lines wait here and are tried again with each new one.
-    Raises ValueError if another run is writing to the file, or it is not a file of metrics.
+    One run at a time: see `isp.checkpoint.lock`. Raises ValueError if it is no file of metrics.
     """
 
     def __init__(self, path: str | Path, *, last_step: int = 0) -> None:
@@ -54,7 +49,6 @@ class MetricsFile:
         self._failing = False
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(self._fd, self._path)
             self._size = _size_up_to(self._path, last_step)
             os.ftruncate(self._fd, self._size)
         except BaseException:
@@ -111,20 +105,6 @@ class MetricsFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _lock(fd: int, path: Path) -> None:
-    """Keep other runs off the file until this process ends, where the file system has locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"another run is writing to {path}: wait until it has ended, or start a new one with"
-            " checkpoint.auto_resume=false"
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _size_up_to(path: Path, last_step: int) -> int:

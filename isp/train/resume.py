@@ -9,44 +9,153 @@ died before they opened a folder does not take another's for theirs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, preview
+from isp.checkpoint.folder import CheckpointFolder, describe_contents
+from isp.checkpoint.lock import folder_lock
+from isp.checkpoint.shapes import check_shapes
 from isp.config import JobConfig
+from isp.parallel import Topology
 from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
+from isp.train.changes import check_changes
+from isp.train.param_names import parameter_shapes
 
-__all__ = ["Start", "open_run"]
+__all__ = ["Start", "check_start", "open_run"]
 
 
 class Start(NamedTuple):
     """Where a run is written to, and how it begins."""
 
     folder: RunFolder
+    checkpoints: Path
+    """The folder that it saves to."""
     resumes: bool
-    """Whether there may be checkpoints in the folder to go on from."""
+    """Whether there may be checkpoints in it to go on from."""
     launched_at: float
     """When the run was started, by the clock; an earlier one's restarts do not count."""
 
 
-def open_run(config: JobConfig) -> Start:
-    """Make or reopen the folder of the run; to be called on one rank.
+class _Place(NamedTuple):
+    """Where a run was found; nothing has been made for it yet."""
 
-    Raises ValueError if it cannot be written to, or there is nothing where `load_step` asks for it.
+    run: RunFolder | None
+    """None if a new one is to be made."""
+    checkpoints: Path | None
+    """None if they go to a new run's own folder."""
+    launched_at: float | None
+    """When it was, if these ranks have been started again; else None."""
+
+
+def check_start(config: JobConfig, topology: Topology) -> None:
+    """Raise what `open_run` would, as far as that is known without making anything.
+
+    To be called before the ranks start.
     """
+    with _claimed(config, topology):
+        pass
+
+
+@contextmanager
+def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
+    """Make or reopen the folder of the run, and keep other runs out of its checkpoints meanwhile.
+
+    To be called on one rank. Raises ValueError or OSError, in words for people, if a folder cannot
+    be written to, another run is at work there, or what is to be gone on from is not there, not
+    good, or of a run with another model or other data.
+    """
+    with _claimed(config, topology) as place, ExitStack() as held:
+        run = place.run
+        folder = (
+            RunFolder.create(config.job, run_name()) if run is None else RunFolder.reopen(run.path)
+        )
+        checkpoints = place.checkpoints or folder.checkpoint_folder
+        if place.checkpoints is None or not place.checkpoints.exists():
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(checkpoints))
+        resumes = place.checkpoints is not None
+        launched_at = place.launched_at
+        if launched_at is None:
+            launched_at = time.time()
+            folder.write_launch(json.dumps({"id": _launch_id(), "at": launched_at}))
+        yield Start(folder, checkpoints, resumes, launched_at)
+
+
+@contextmanager
+def _claimed(config: JobConfig, topology: Topology) -> Iterator[_Place]:
+    """Where the run goes on, locked, and looked at for whether it may."""
+    place = _find(config)
+    with ExitStack() as held:
+        if place.checkpoints is not None and place.checkpoints.exists():
+            held.enter_context(folder_lock(place.checkpoints))
+        _check(config, topology, place)
+        yield place
+
+
+def _find(config: JobConfig) -> _Place:
+    folder = config.checkpoint.folder
+    given = None if folder is None else Path(folder)
+    if given is not None:
+        _check_folder(given)
     interrupted = _interrupted(config)
     if interrupted is not None:
         launched_at = float(_launch(interrupted).get("at", 0.0))
-        return Start(RunFolder.reopen(interrupted.path), resumes=True, launched_at=launched_at)
+        return _Place(interrupted, given or interrupted.checkpoint_folder, launched_at)
     earlier = _to_resume(config)
-    if earlier is None:
-        folder = RunFolder.create(config.job, run_name())
-    else:
-        folder = RunFolder.reopen(earlier.path)
-    start = Start(folder, resumes=earlier is not None, launched_at=time.time())
-    folder.write_launch(json.dumps({"id": _launch_id(), "at": start.launched_at}))
-    return start
+    if earlier is not None:
+        return _Place(earlier, earlier.checkpoint_folder, None)
+    return _Place(None, given, None)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError unless checkpoints can be saved to `folder`, or are in it already."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    checkpoints = CheckpointFolder(folder)
+    contents = describe_contents(there)
+    ours = bool(checkpoints.steps() or checkpoints.leftovers())
+    empty = contents == "is empty"
+    if not there.is_dir() or (there == folder and not (ours or empty)):
+        raise ValueError(
+            f"checkpoint.folder={folder}: {there} {contents}: name a folder of checkpoints, an"
+            " empty one, or one to be made; checkpoint.initial_load_path names what to begin from"
+        )
+
+
+def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
+    """Raise ValueError or OSError if the run cannot, or must not, begin as it would."""
+    own, checkpoint = _own_checkpoint(config, place), config.checkpoint
+    if own is not None:
+        check_changes(own, config, topology)
+        check_shapes(own, parameter_shapes(config))
+    elif checkpoint.initial_load_path is not None:
+        initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
+        assert initial is not None
+        if not checkpoint.initial_load_model_only:
+            check_changes(initial, config, topology)
+        check_shapes(initial, parameter_shapes(config))
+
+
+def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
+    """The checkpoint that the run would go on from, if there is one."""
+    if place.checkpoints is None:
+        return None
+    launched_at = math.inf if place.launched_at is None else place.launched_at
+    folder = CheckpointFolder(place.checkpoints)
+    found = candidates_in(folder, config.checkpoint.load_step, launched_at=launched_at)
+    asked = config.checkpoint.auto_resume or config.checkpoint.load_step is not None
+    if found.paths and not asked and place.run is None:
+        raise ValueError(
+            f"checkpoint.auto_resume=false, but checkpoint.folder={place.checkpoints} has"
+            f" checkpoints, up to step {folder.steps()[0]}: name another folder, or leave out"
+            " auto_resume to go on from them"
+        )
+    return preview(found)
 
 
 def _interrupted(config: JobConfig) -> RunFolder | None:
@@ -62,9 +171,7 @@ def _to_resume(config: JobConfig) -> RunFolder | None:
     if config.checkpoint.folder is not None or not _goes_on(config):
         return None
     for run in earlier_runs(config.job):
-        checkpoints = CheckpointFolder(run.checkpoint_folder)
-        checkpoints.restore()
-        if steps := checkpoints.steps():
+        if steps := CheckpointFolder(run.checkpoint_folder).steps():
             finished = wanted is None and steps[0] >= config.training.steps
             return None if finished else run
     if wanted is not None:

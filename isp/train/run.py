@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from isp.checkpoint.agreement import exchange
-from isp.comm import Channel, Mesh, RollCall, World
+from isp.comm import Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
 from isp.environment import Environment, RankPlace
 from isp.run_folder import RunFolder
@@ -50,7 +50,7 @@ def main(config: JobConfig) -> None:
     with ExitStack() as stack:
         stack.enter_context(world)
         mesh = Mesh(topology, world.rank)
-        start = _open_run(config, mesh.host)
+        start = _open_run(config, mesh, stack)
         folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
@@ -69,6 +69,7 @@ def main(config: JobConfig) -> None:
             mesh,
             device,
             folder=folder,
+            checkpoints=start.checkpoints,
             data=data,
             stop=stop,
             hostnames=[place.hostname for place in places],
@@ -110,16 +111,17 @@ def _snapshots(config: JobConfig, folder: RunFolder) -> Path | None:
     return folder.path / profiler.save_memory_snapshot_folder
 
 
-def _open_run(config: JobConfig, host: Channel) -> Start:
-    """What `open_run` gives on rank 0, on all ranks."""
-    path, resumes, launched_at, fault = None, False, 0.0, None
+def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
+    """What `open_run` gives on rank 0, which enters it on `stack`, on all ranks."""
+    host, opened, fault = mesh.host, None, None
     if host.rank == 0:
         try:
-            folder, resumes, launched_at = open_run(config)
-            path = str(folder.path)
-        except ValueError as error:
+            start = stack.enter_context(open_run(config, mesh.topology))
+            opened = (str(start.folder.path), str(start.checkpoints), *start[2:])
+        except (ValueError, OSError) as error:
             fault = str(error)
-    path, resumes, launched_at, fault = exchange(host, (path, resumes, launched_at, fault))[0]
+    opened, fault = exchange(host, (opened, fault))[0]
     if fault is not None:
         raise ValueError(fault)
-    return Start(RunFolder.join(path), resumes=resumes, launched_at=launched_at)
+    path, checkpoints, resumes, launched_at = opened
+    return Start(RunFolder.join(path), Path(checkpoints), resumes, launched_at)

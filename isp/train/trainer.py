@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from isp.checkpoint import Checkpointer, CheckpointError, TrainState
+from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed, TrainState
+from isp.checkpoint.agreement import attempt
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
@@ -21,6 +22,7 @@ from isp.rng import generator_states, restore_generators
 from isp.run_folder import RunFolder
 from isp.signals import StopRequest
 from isp.train.agreement import StepFacts, agree
+from isp.train.changes import check_changes, saved_values
 from isp.train.data import StepData
 from isp.train.make_step import make_train_step
 from isp.train.memory import MemoryOwner, memory_owners
@@ -54,6 +56,7 @@ class Trainer:
         device: torch.device,
         *,
         folder: RunFolder,
+        checkpoints: Path,
         data: StepData,
         stop: StopRequest,
         hostnames: Sequence[str],
@@ -75,12 +78,7 @@ class Trainer:
             optimizer=self.optimizer,
             topology=mesh.topology,
         )
-        checkpoints = config.checkpoint.folder
-        self.checkpointer = Checkpointer(
-            folder.checkpoint_folder if checkpoints is None else Path(checkpoints),
-            config.checkpoint,
-            world=mesh[Axis.WORLD],
-        )
+        self.checkpointer = Checkpointer(checkpoints, config.checkpoint, world=mesh[Axis.WORLD])
         self._profiler = StepProfiler(config, self.train_step, device, folder)
         self.step = 0
         """Steps done."""
@@ -127,11 +125,10 @@ class Trainer:
     def run(self, start: Start) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.
 
-        Goes on from the run's own checkpoints if `start` says so; those in `checkpoint.folder` are
-        looked at in any case.
+        Goes on from the run's own checkpoints if there are any, else begins from those that
+        `checkpoint.initial_load_path` names, else from random weights.
         """
-        if start.resumes or self.config.checkpoint.folder is not None:
-            self._resume(start.launched_at)
+        self._begin(start)
         stopped: str | None = None
         rank = self.mesh.rank
         with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
@@ -143,19 +140,42 @@ class Trainer:
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
 
-    def _resume(self, launched_at: float) -> None:
-        load_step = self.config.checkpoint.load_step
-        info = self.checkpointer.choose(load_step, launched_at=launched_at)
-        if info is None:
-            return
+    def _begin(self, start: Start) -> None:
+        """Load what the run begins from."""
+        checkpoint, own = self.config.checkpoint, None
+        if start.resumes:
+            own = self.checkpointer.choose(checkpoint.load_step, launched_at=start.launched_at)
+        if own is None and checkpoint.initial_load_path is not None:
+            initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
+            if checkpoint.initial_load_model_only:
+                self.checkpointer.load(initial, self.state, weights_only=True)
+                self.train_step.weights_changed()
+                logger.info("begins at step 0 with the weights of %s", initial.describe())
+            else:
+                self._go_on_from(initial)
+        elif own is not None:
+            self._go_on_from(own)
+        elif start.resumes:
+            folder = self.checkpointer.folder.path
+            logger.info("no checkpoint in %s: begins from random weights", folder)
+
+    def _go_on_from(self, info: CheckpointInfo) -> None:
+        """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
+        changes = check_changes(info, self.config, self.mesh.topology)
         resumed = self.checkpointer.load(info, self.state)
         self.step, self.tokens = resumed.step, resumed.tokens
+        attempt(self.mesh.host, f"loading {info.path}", lambda: self._restore(resumed))
+        self.train_step.weights_changed()
+        logger.info("resumed from %s", info.describe())
+        for change in changes:
+            logger.info("  %s", change)
+
+    def _restore(self, resumed: Resumed) -> None:
+        """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
         if "skips" in resumed.shared:
             self.optimizer.load_skip_state(resumed.shared["skips"])
         if resumed.local is not None:
             restore_generators(self.device, resumed.local["rng"])
-        self.train_step.weights_changed()
-        logger.info("resumed from %s", info.describe())
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
         """One step, its checkpoint and its record. Returns why the run is to stop, if it is.
@@ -285,7 +305,10 @@ class Trainer:
             self.step,
             self.state,
             tokens=self.tokens,
-            shared={"skips": self.optimizer.skip_state()},
+            shared={
+                "skips": self.optimizer.skip_state(),
+                **saved_values(self.config, self.mesh.topology),
+            },
             local={"rng": generator_states(self.device)},
             wait=wait,
         )

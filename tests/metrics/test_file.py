@@ -90,16 +90,6 @@ def test_broken_line_is_named_and_nothing_is_lost(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_one_writer_at_a_time(path: Path) -> None:
-    """Catches two runs that resume from the same folder and mix their lines."""
-    with MetricsFile(path, last_step=4) as metrics:
-        with pytest.raises(ValueError, match=r"another run is writing to .*auto_resume=false"):
-            MetricsFile(path, last_step=1)
-        metrics.write(record(5))
-    MetricsFile(path, last_step=5).close()
-    assert steps(path) == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("room", [0, 1, 100])
 def test_full_disk_is_waited_for(path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
     """Catches a run killed by a full disk, a warning a step, a torn or a missing line."""

@@ -1,25 +1,57 @@
-"""Which folder a run is written to, when it is started, and when torchrun starts it again."""
+"""Which folder a run is written to and what it begins from, known before any rank starts."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from isp.checkpoint import CheckpointError
+from isp.checkpoint.choice import candidates_at, preview
+from isp.checkpoint.lock import folder_lock
 from isp.config import JobConfig, load_config
-from isp.train.resume import open_run
-from tests.train.jobs import run_folders, write_job
+from isp.train.changes import check_changes
+from isp.train.resume import Start, check_start, open_run
+from tests.train.jobs import run_folders, run_forked, write_job
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 8 steps on 2 ranks, with a run called trained that has ended after one."""
+    job = write_job(tmp_path_factory.mktemp("job"))
+    run_forked(job, "--training.steps", "1", "--job.name", "trained")
+    return job
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
+def trained(job: Path) -> Path:
+    """A checkpoint."""
+    return run_folders(job, "trained")[0] / "checkpoint" / "step_1"
 
 
 @pytest.fixture
-def config(job: Path) -> JobConfig:
-    """Of 8 steps."""
-    return load_config(job)
+def load(job: Path, tmp_path: Path) -> Callable[..., JobConfig]:
+    """The job with other keys, and a folder of its own for its runs."""
+    return lambda *words: load_config(job, ["--job.dump_folder", str(tmp_path / "out"), *words])
+
+
+@pytest.fixture
+def config(load: Callable[..., JobConfig]) -> JobConfig:
+    return load()
+
+
+def _open(config: JobConfig) -> Start:
+    """As a run that has ended, or died, again."""
+    with open_run(config, config.topology(2)) as start:
+        return start
+
+
+def _check(config: JobConfig) -> None:
+    check_start(config, config.topology(2))
 
 
 def _launch(monkeypatch: pytest.MonkeyPatch, name: str, restarts: int) -> None:
@@ -28,33 +60,32 @@ def _launch(monkeypatch: pytest.MonkeyPatch, name: str, restarts: int) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
 
 
-def test_a_checkpoint_that_was_being_replaced_counts(job: Path, config: JobConfig) -> None:
+def test_a_checkpoint_that_was_being_replaced_counts(config: JobConfig, trained: Path) -> None:
     """Catches a run begun anew because it died between the two renames of its only checkpoint."""
-    first = open_run(config)
-    (first.folder.checkpoint_folder / "step_4.old").mkdir()
-    again = open_run(config)
+    first = _open(config)
+    shutil.copytree(trained, first.checkpoints / "step_4.old")
+    again = _open(config)
     assert (again.folder, again.resumes) == (first.folder, True)
-    assert [path.name for path in first.folder.checkpoint_folder.iterdir()] == ["step_4"]
-    assert run_folders(job) == [first.folder.path]
+    assert [path.name for path in first.checkpoints.glob("step_*")] == ["step_4"]
 
 
 def test_a_restart_is_in_the_run_of_its_launch(
-    config: JobConfig, monkeypatch: pytest.MonkeyPatch
+    config: JobConfig, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches restarts that take the last, finished run for theirs, or do not know their own."""
     _launch(monkeypatch, "first", 0)
-    finished = open_run(config)
-    (finished.folder.checkpoint_folder / "step_8").mkdir()
+    finished = _open(config)
+    shutil.copytree(trained, finished.checkpoints / "step_8")
     _launch(monkeypatch, "second", 1)  # the ranks before died before they had opened a folder
-    own = open_run(config)
+    own = _open(config)
     assert own.folder != finished.folder
     assert not own.resumes
     _launch(monkeypatch, "second", 2)
-    again = open_run(config)
+    again = _open(config)
     assert again == own._replace(resumes=True), "also the time at which it was launched"
-    (own.folder.checkpoint_folder / "step_4").mkdir()
+    shutil.copytree(trained, own.checkpoints / "step_4")
     _launch(monkeypatch, "third", 0)
-    later = open_run(config)
+    later = _open(config)
     assert (later.folder, later.resumes) == (own.folder, True)
     assert later.launched_at > own.launched_at
 
@@ -64,7 +95,164 @@ def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
 ) -> None:
     """Catches a restart that fails, again and again, on what a full disk has left."""
     _launch(monkeypatch, "one", 0)
-    first = open_run(config)
+    first = _open(config)
     first.folder.launch_file.write_text('{"id')
     _launch(monkeypatch, "one", 1)
-    assert open_run(config).folder != first.folder
+    assert _open(config).folder != first.folder
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from isp.checkpoint.lock import folder_lock
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
+    """Catches two runs in one folder; and a lock, or a trace of the second, that outlives them."""
+    first = _open(config)
+    shutil.copytree(trained, first.checkpoints / "step_4")
+    before = sorted(path for path in first.folder.path.parent.rglob("*"))
+    command = [sys.executable, "-c", HOLD, str(first.checkpoints)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        for begin in (_check, _open):
+            with pytest.raises(ValueError, match=rf"another run saves to .*\(process {other.pid}"):
+                begin(config)
+        other.kill()
+    assert sorted(path for path in first.folder.path.parent.rglob("*")) == before
+    assert _open(config).folder == first.folder
+    with folder_lock(first.checkpoints):
+        pass
+
+
+def _hugging_face(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def _strangers(path: Path) -> None:
+    path.mkdir()
+    for name in "abcde":
+        (path / name).touch()
+
+
+OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file": (lambda path: path.write_text(""), "is not a folder"),
+    "device": (lambda path: path.symlink_to("/dev/null"), "is not a folder"),
+    "Hugging Face": (_hugging_face, r"holds a Hugging Face model \(config.json, model.safetens"),
+    "other files": (_strangers, "holds a, b, c and 2 more"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_folder_of_other_things_is_refused(
+    load: Callable[..., JobConfig], tmp_path: Path, other: str
+) -> None:
+    """Catches random weights trained, and saved, where something else was meant to be loaded."""
+    make, found = OTHERS[other]
+    make(tmp_path / "there")
+    for name in ("there", "there/below") if other in ("file", "device") else ("there",):
+        with pytest.raises(ValueError, match=f"checkpoint.folder=.*{found}"):
+            _check(load("--checkpoint.folder", str(tmp_path / name)))
+    with pytest.raises(ValueError, match=f"initial_load_path: .*{found}"):
+        _check(load("--checkpoint.initial_load_path", str(tmp_path / "there")))
+
+
+def test_a_checkpoint_or_a_run_is_no_folder_of_checkpoints(
+    load: Callable[..., JobConfig], trained: Path
+) -> None:
+    """Catches a run that saves into another's checkpoint, or beside it, and does not go on."""
+    with pytest.raises(ValueError, match=r"is a checkpoint itself: .*initial_load_path names"):
+        _check(load("--checkpoint.folder", str(trained)))
+    with pytest.raises(ValueError, match="is the folder of a run"):
+        _check(load("--checkpoint.folder", str(trained.parent.parent)))
+
+
+def test_an_absent_or_empty_folder_is_a_beginning(
+    load: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    """Catches a first run that is refused, and a look that makes what it looks for."""
+    folder = tmp_path / "a" / "b"
+    config = load("--checkpoint.folder", str(folder))
+    _check(config)
+    assert list(tmp_path.iterdir()) == []
+    assert _open(config).checkpoints == folder
+    assert folder.is_dir()
+    _check(config)
+    with pytest.raises(ValueError, match=r"load_step=3: .* no such .* there are: none at all"):
+        _check(load("--checkpoint.folder", str(folder), "--checkpoint.load_step", "3"))
+    with pytest.raises(ValueError, match=r"load_step=3: no run of job.name=job"):
+        _check(load("--checkpoint.load_step", "3"))
+
+
+def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
+    """Catches auto_resume=false that goes on all the same, or mixes two runs' checkpoints."""
+    folder = str(trained.parent)
+    with pytest.raises(ValueError, match=r"auto_resume=false, but .* up to step 1: name another"):
+        _check(load("--checkpoint.folder", folder, "--checkpoint.auto_resume", "false"))
+    _check(load("--checkpoint.folder", folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--data.seq_len", "128"], "data.seq_len: 64 there, 128 now"),
+        (["--training.seed", "1"], "training.seed: 0 there, 1 now"),
+        (["--data.pack", "false"], "data.pack: True there, False now"),
+        (["--data.micro_num", "2"], "sequences in a step, over all ranks: 1 there, 2 now"),
+        (["--model.rope_theta", "5e5"], "model.rope_theta: 10000.0 there, 500000.0 now"),
+        (["--model.hidden_size", "32"], "model.hidden_size: 16 there, 32 now"),
+    ],
+)
+def test_another_model_or_other_data_is_refused(
+    load: Callable[..., JobConfig], trained: Path, words: list[str], refused: str
+) -> None:
+    """Catches a resumed run that is another one without a word."""
+    words = ["--checkpoint.folder", str(trained.parent), *words]
+    with pytest.raises(ValueError, match=r"of a run with another model, or other") as caught:
+        _check(load(*words))
+    assert str(caught.value).splitlines()[1] == f"  {refused}"
+    assert "checkpoint.allow_changes=true" in str(caught.value)
+    words += ["--checkpoint.allow_changes", "true"]
+    if "model.hidden_size" in refused:
+        with pytest.raises(ValueError, match=r"by the shapes .*\n  embedding.weight: \(272, 16\)"):
+            _check(load(*words))
+    else:
+        _check(load(*words))
+
+
+def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -> None:
+    """Catches a change of layout or schedule that is refused, or that nobody is told of."""
+    config = load("--parallel.tensor.mode", "msp", "--optimizer.lr", "0.5", "--model.checkpoint=1")
+    info = preview(candidates_at(trained))
+    assert info is not None
+    lines = check_changes(info, config, config.topology(2))
+    for line in ("parallel.tensor.mode: isp there, msp now", "optimizer.lr: 0.01 there, 0.5 now"):
+        assert line in lines
+
+
+def test_what_to_begin_from_has_to_be_there(
+    load: Callable[..., JobConfig], trained: Path, tmp_path: Path
+) -> None:
+    """Catches random weights in place of those asked for, or another model's."""
+    key = "--checkpoint.initial_load_path"
+    for path in (trained, trained.parent, trained.parent.parent):
+        _check(load(key, str(path), "--data.seq_len", "128"))  # only weights: data may change
+    with pytest.raises(ValueError, match="does not exist"):
+        _check(load(key, str(tmp_path / "absent")))
+    with pytest.raises(ValueError, match="is of another model"):
+        _check(load(key, str(trained), "--model.num_layers", "2"))
+    all_of_it = [key, str(trained), "--checkpoint.initial_load_model_only", "false"]
+    _check(load(*all_of_it))
+    with pytest.raises(ValueError, match="with another model, or other data"):
+        _check(load(*all_of_it, "--data.seq_len", "128"))
+    shutil.copytree(trained, tmp_path / "damaged")
+    (tmp_path / "damaged" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*damaged"):
+        _check(load(key, str(tmp_path / "damaged")))

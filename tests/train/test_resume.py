@@ -338,3 +338,50 @@ def test_skipped_steps_are_counted_on(config):
     config = replace(config, training=replace(config.training, steps=6))
     run = _run(4, config)
     assert f"({before + 2} steps were skipped so far)" in (run / "logs/rank_0.log").read_text()
+
+
+def test_a_run_begins_from_anothers_weights(config):
+    """Catches a longer context begun from random weights, in another's run, or at its step."""
+    first = _run(4, config)
+    checkpoint = replace(config.checkpoint, initial_load_path=str(first))
+    longer = replace(
+        _elsewhere(config, "longer"),
+        parallel=ParallelConfig(),
+        data=replace(config.data, seq_len=64),
+        training=replace(config.training, steps=2, seed=4),
+        checkpoint=checkpoint,
+    )
+    run = _run(1, longer)
+    numbers = _numbers(run)
+    assert [(r.step, r.tokens) for r in numbers] == [(1, 64), (2, 128)]
+    assert numbers[0].lr < config.optimizer.lr, "the warm-up of a run of its own"
+    assert numbers[0].loss < _numbers(first)[2].loss
+    log = (run / "logs/rank_0.log").read_text()
+    assert f"begins at step 0 with the weights of {first}/checkpoint/step_{STEPS}" in log
+    again = _run(1, replace(longer, training=replace(longer.training, steps=3)))
+    assert again == run
+    assert [r.step for r in _numbers(again)] == [1, 2, 3]
+    assert f"resumed from {run}/checkpoint/step_2" in (run / "logs/rank_0.log").read_text()
+
+
+def test_a_run_goes_on_from_all_of_another(config):
+    """Catches a fork without moments or step, or that goes on in the run it is a fork of."""
+    one = replace(config, parallel=ParallelConfig(), checkpoint=CheckpointConfig(interval=4))
+    first = _run(1, one)
+    checkpoint = CheckpointConfig(
+        initial_load_path=str(first / "checkpoint/step_4"), initial_load_model_only=False
+    )
+    fork = _run(1, replace(_elsewhere(one, "fork"), checkpoint=checkpoint))
+    wanted = [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(first)[4:]]
+    assert [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(fork)] == wanted
+
+
+def test_what_has_changed_is_told(config):
+    """Catches a resumed run with another layout or schedule that looks like the same one."""
+    one = replace(config, parallel=ParallelConfig(), training=replace(config.training, steps=2))
+    run = _run(1, one)
+    other = replace(one, training=replace(one.training, steps=3, max_norm=0.5))
+    assert _run(1, other) == run
+    log = (run / "logs/rank_0.log").read_text()
+    assert "training.steps: 2 there, 3 now" in log
+    assert "training.max_norm: 1.0 there, 0.5 now" in log

@@ -109,3 +109,15 @@ def test_a_killed_rank_ends_the_others_and_keeps_the_checkpoint(start: Start, fo
     assert again.returncode == 0, err
     assert "resumed from" in out
     assert f"step: {steps}/{steps}" in out
+
+
+def test_damaged_checkpoints_are_told(start: Start, folder: Path) -> None:
+    """A traceback, an abort or ranks that start, where a line says what is wrong."""
+    checkpoint = folder / "out/job/2026-11-21_03-06-12/checkpoint/step_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    run = start()
+    _, err = run.communicate(timeout=100)
+    assert run.returncode == 2
+    assert err.startswith("error: no good checkpoint in")
+    assert "Traceback" not in err
