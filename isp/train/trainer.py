@@ -10,19 +10,16 @@ from pathlib import Path
 
 import torch
 
-from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed, TrainState
-from isp.checkpoint.agreement import attempt
+from isp.checkpoint import CheckpointError
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
 from isp.optim import learning_rate
 from isp.parallel import Axis
-from isp.rng import generator_states, restore_generators
 from isp.run_folder import RunFolder
 from isp.signals import StopRequest
 from isp.train.agreement import StepFacts, agree
-from isp.train.changes import check_changes, saved_values
 from isp.train.data import StepData
 from isp.train.make_step import make_train_step
 from isp.train.memory import MemoryOwner, memory_owners
@@ -32,6 +29,7 @@ from isp.train.pace import Pace
 from isp.train.phases import PhaseClock, RunPhase
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
+from isp.train.saving import Progress, RunCheckpoints
 from isp.train.skips import check_skips, describe_skip
 from isp.train.step import StepOutcome
 from isp.train.waiting import describe_waits
@@ -41,9 +39,6 @@ from model.flops import FLOP_RULE
 __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
-
-RETRY_SECONDS = 10
-"""From one attempt at the last save to the next."""
 
 
 class Trainer:
@@ -73,12 +68,8 @@ class Trainer:
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(config, mesh, device, clock=self.clock)
         self.optimizer = self.train_step.optimizer
-        self.state = TrainState(
-            parameters=self.train_step.gradients.parameters,
-            optimizer=self.optimizer,
-            topology=mesh.topology,
-        )
-        self.checkpointer = Checkpointer(checkpoints, config.checkpoint, world=mesh[Axis.WORLD])
+        self._checkpoints = RunCheckpoints(checkpoints, config, self.train_step, mesh, device)
+        self.checkpointer = self._checkpoints.checkpointer
         self._profiler = StepProfiler(config, self.train_step, device, folder)
         self.step = 0
         """Steps done."""
@@ -125,10 +116,9 @@ class Trainer:
     def run(self, start: Start) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.
 
-        Goes on from the run's own checkpoints if there are any, else begins from those that
-        `checkpoint.initial_load_path` names, else from random weights.
+        What it begins from, see `RunCheckpoints.begin`.
         """
-        self._begin(start)
+        self.step, self.tokens = self._checkpoints.begin(start)
         stopped: str | None = None
         rank = self.mesh.rank
         with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
@@ -139,43 +129,6 @@ class Trainer:
                 if self.step == first:
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
-
-    def _begin(self, start: Start) -> None:
-        """Load what the run begins from."""
-        checkpoint, own = self.config.checkpoint, None
-        if start.resumes:
-            own = self.checkpointer.choose(checkpoint.load_step, launched_at=start.launched_at)
-        if own is None and checkpoint.initial_load_path is not None:
-            initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
-            if checkpoint.initial_load_model_only:
-                self.checkpointer.load(initial, self.state, weights_only=True)
-                self.train_step.weights_changed()
-                logger.info("begins at step 0 with the weights of %s", initial.describe())
-            else:
-                self._go_on_from(initial)
-        elif own is not None:
-            self._go_on_from(own)
-        elif start.resumes:
-            folder = self.checkpointer.folder.path
-            logger.info("no checkpoint in %s: begins from random weights", folder)
-
-    def _go_on_from(self, info: CheckpointInfo) -> None:
-        """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
-        changes = check_changes(info, self.config, self.mesh.topology)
-        resumed = self.checkpointer.load(info, self.state)
-        self.step, self.tokens = resumed.step, resumed.tokens
-        attempt(self.mesh.host, f"loading {info.path}", lambda: self._restore(resumed))
-        self.train_step.weights_changed()
-        logger.info("resumed from %s", info.describe())
-        for change in changes:
-            logger.info("  %s", change)
-
-    def _restore(self, resumed: Resumed) -> None:
-        """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
-        if "skips" in resumed.shared:
-            self.optimizer.load_skip_state(resumed.shared["skips"])
-        if resumed.local is not None:
-            restore_generators(self.device, resumed.local["rng"])
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
         """One step, its checkpoint and its record. Returns why the run is to stop, if it is.
@@ -206,9 +159,9 @@ class Trainer:
         self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
         # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
         if stopped is not None or self.step == config.training.steps:
-            self._save_at_last()
+            self._save(last=True)
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
-            self._save_and_go_on()
+            self._save(last=False)
         self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
         self._warn(outcome, facts)
         return stopped
@@ -299,47 +252,17 @@ class Trainer:
         logger.warning("%s", describe_skip(optimizer, step=self.step, grad_norm=outcome.grad_norm))
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
-    def _save(self, *, wait: bool = False) -> None:
+    def _save(self, *, last: bool) -> None:
+        """Save. Raises CheckpointError if that fails, and it is the last one."""
         self.clock.enter(RunPhase.CHECKPOINT)
-        self.checkpointer.save(
-            self.step,
-            self.state,
-            tokens=self.tokens,
-            shared={
-                "skips": self.optimizer.skip_state(),
-                **saved_values(self.config, self.mesh.topology),
-            },
-            local={"rng": generator_states(self.device)},
-            wait=wait,
-        )
-
-    def _save_at_last(self) -> None:
-        """Save what nobody will save again: if that fails, for a while once more.
-
-        Raises CheckpointError if it still does then.
-        """
-        given = left = self.config.checkpoint.last_save_retry_seconds
-        while True:
+        done = Progress(self.step, self.tokens)
+        if last:
+            self._checkpoints.save_at_last(done)
+        else:
             try:
-                self._save(wait=True)
-                break
+                self._checkpoints.save(done)
             except CheckpointError as error:
-                if left <= 0:
-                    raise CheckpointError(
-                        f"{error} The last save of the run was tried for {given} s"
-                        f" (checkpoint.last_save_retry_seconds): steps after them are lost."
-                    ) from None
-                logger.error("%s Trying again for %.0f s: make room there.", error, left)
-            # Not by the clock: all ranks have to come to the same number of attempts.
-            time.sleep(min(left, RETRY_SECONDS))
-            left -= RETRY_SECONDS
-        self._leave_phase()
-
-    def _save_and_go_on(self) -> None:
-        try:
-            self._save()
-        except CheckpointError as error:
-            logger.error("%s The run goes on.", error)
+                logger.error("%s The run goes on.", error)
         self._leave_phase()
 
     def _end(self, stopped: str | None) -> None:

@@ -36,7 +36,7 @@ from isp.config import (
 )
 from isp.metrics import StepRecord, read_metrics
 from isp.parallel import Mode, PipelineConfig, TensorConfig, WeightConfig
-from isp.train import main, trainer
+from isp.train import main, saving
 from isp.train.data import StepData
 from tests.ranks import run_ranks
 
@@ -298,13 +298,13 @@ class _MakeRoom(logging.Handler):
 @pytest.mark.parametrize("makes_room", [True, False])
 def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
     """Catches the last steps lost because a disk was full for a moment; and an endless wait."""
-    monkeypatch.setattr(trainer, "RETRY_SECONDS", 0.25)
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.25)
     obstacle = Path(config.job.dump_folder) / "isp" / "latest" / f"checkpoint/step_{STEPS}.tmp"
 
     def obstruct() -> None:
         obstacle.write_text("a file is in the way")
         if makes_room:
-            logging.getLogger("isp.train.trainer").addHandler(_MakeRoom(obstacle))
+            logging.getLogger("isp.train.saving").addHandler(_MakeRoom(obstacle))
 
     checkpoint = replace(config.checkpoint, last_save_retry_seconds=1)
     one = replace(config, parallel=MTP_2, checkpoint=checkpoint)

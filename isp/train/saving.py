@@ -1,0 +1,138 @@
+"""What a run keeps of itself, where it begins, and how hard it tries to save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed, TrainState
+from isp.checkpoint.agreement import attempt
+from isp.comm import Mesh
+from isp.config import JobConfig
+from isp.parallel import Axis
+from isp.rng import generator_states, restore_generators
+from isp.train.changes import check_changes, saved_values
+from isp.train.resume import Start
+from isp.train.step import TrainStep
+
+__all__ = ["Progress", "RunCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 10
+"""From one attempt at the last save to the next."""
+
+
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    step: int
+    """Steps done."""
+    tokens: int
+    """Tokens that all ranks have trained on in them."""
+
+
+class RunCheckpoints:
+    """Saves and loads a run in `folder`: its tensors, skipped steps, random states and keys.
+
+    All methods are collectives over the world.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: JobConfig,
+        train_step: TrainStep,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._device = device
+        self._train_step = train_step
+        self._optimizer = train_step.optimizer
+        self._state = TrainState(
+            parameters=train_step.gradients.parameters,
+            optimizer=train_step.optimizer,
+            topology=mesh.topology,
+        )
+        self.checkpointer = Checkpointer(folder, config.checkpoint, world=mesh[Axis.WORLD])
+
+    def begin(self, start: Start) -> Progress:
+        """Load what the run begins from, and how far that has come.
+
+        That are the run's own checkpoints if there are any, else those that
+        `checkpoint.initial_load_path` names, else random weights.
+        """
+        checkpoint, own = self._config.checkpoint, None
+        if start.resumes:
+            own = self.checkpointer.choose(checkpoint.load_step, launched_at=start.launched_at)
+        if own is not None:
+            return self._go_on_from(own)
+        if checkpoint.initial_load_path is not None:
+            initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
+            if not checkpoint.initial_load_model_only:
+                return self._go_on_from(initial)
+            self.checkpointer.load(initial, self._state, weights_only=True)
+            self._train_step.weights_changed()
+            logger.info("begins at step 0 with the weights of %s", initial.describe())
+        elif start.resumes:
+            folder = self.checkpointer.folder.path
+            logger.info("no checkpoint in %s: begins from random weights", folder)
+        return Progress(0, 0)
+
+    def save(self, done: Progress, *, wait: bool = False) -> None:
+        """Save; see `Checkpointer.save`, also for what it raises."""
+        self.checkpointer.save(
+            done.step,
+            self._state,
+            tokens=done.tokens,
+            shared={
+                "skips": self._optimizer.skip_state(),
+                **saved_values(self._config, self._mesh.topology),
+            },
+            local={"rng": generator_states(self._device)},
+            wait=wait,
+        )
+
+    def save_at_last(self, done: Progress) -> None:
+        """Save what nobody will save again: if that fails, for a while once more.
+
+        Raises CheckpointError if it still does then.
+        """
+        given = left = self._config.checkpoint.last_save_retry_seconds
+        while True:
+            try:
+                return self.save(done, wait=True)
+            except CheckpointError as error:
+                if left <= 0:
+                    raise CheckpointError(
+                        f"{error} The last save of the run was tried for {given} s"
+                        f" (checkpoint.last_save_retry_seconds): steps after them are lost."
+                    ) from None
+                logger.error("%s Trying again for %.0f s: make room there.", error, left)
+            # Not by the clock: all ranks have to come to the same number of attempts.
+            time.sleep(min(left, RETRY_SECONDS))
+            left -= RETRY_SECONDS
+
+    def _go_on_from(self, info: CheckpointInfo) -> Progress:
+        """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
+        changes = check_changes(info, self._config, self._mesh.topology)
+        resumed = self.checkpointer.load(info, self._state)
+        attempt(self._mesh.host, f"loading {info.path}", lambda: self._restore(resumed))
+        self._train_step.weights_changed()
+        logger.info("resumed from %s", info.describe())
+        for change in changes:
+            logger.info("  %s", change)
+        return Progress(resumed.step, resumed.tokens)
+
+    def _restore(self, resumed: Resumed) -> None:
+        """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
+        if "skips" in resumed.shared:
+            self._optimizer.load_skip_state(resumed.shared["skips"])
+        if resumed.local is not None:
+            restore_generators(self._device, resumed.local["rng"])
