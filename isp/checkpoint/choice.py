@@ -92,7 +92,10 @@ def candidates_at(path: Path) -> Candidates:
     try:
         found = checkpoints_at(path)
     except ValueError as error:
-        raise ValueError(f"checkpoint.initial_load_path: {error}") from None
+        raise ValueError(
+            f"checkpoint.initial_load_path: {error}: name a checkpoint of this project, a folder of"
+            " them, or the folder of a run"
+        ) from None
     return Candidates(str(path), [str(p) for p in found], "as initial_load_path says", [])
 
 
