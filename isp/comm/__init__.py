@@ -1,5 +1,6 @@
 """Collectives as pending tensors, and the log of what they cost."""
 
+from isp.comm import streams
 from isp.comm.channel import Channel, CollectiveError
 from isp.comm.link import Link
 from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
@@ -20,4 +21,5 @@ __all__ = [
     "RollCall",
     "Transfer",
     "World",
+    "streams",
 ]

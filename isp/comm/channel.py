@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isp.comm import streams
 from isp.comm.link import Link
 from isp.comm.log import CommLog, Transfer
 from isp.comm.pending import Pending
@@ -89,6 +90,7 @@ class Channel:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
         self.launched = 0
         """Collectives so far."""
+        self._on_streams = group is not None and streams.serve(group)
         self.sums_locally = sum_locally
         """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
@@ -156,7 +158,7 @@ class Channel:
             sent,
             lambda: _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True),
             lambda: out,
-            keep=(x,),
+            keep=(x, out),
         )
 
     def reduce_scatter_into(
@@ -179,7 +181,7 @@ class Channel:
                 sent,
                 lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=True),
                 lambda: _sum_in_rank_order(parts.view(self.size, *out.shape), out),
-                keep=(x,),
+                keep=(x, parts, out),
             )
         wide = x if x.dtype == out.dtype else x.to(out.dtype)
         sent = _num_bytes(wide) // self.size * (self.size - 1)
@@ -189,7 +191,7 @@ class Channel:
             sent,
             lambda: _reduce_scatter(out.view(-1), wide.view(-1), group=self.group, async_op=True),
             lambda: out,
-            keep=(wide,),
+            keep=(wide, out),
         )
 
     def all_to_all_into(
@@ -223,7 +225,7 @@ class Channel:
                 async_op=True,
             ),
             lambda: out,
-            keep=(x,),
+            keep=(x, out),
         )
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", label: str = "") -> Pending:
@@ -238,6 +240,7 @@ class Channel:
             sent,
             lambda: dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True),
             lambda: x,
+            keep=(x,),
         )
 
     def broadcast_(self, x: Tensor, *, source: int = 0, label: str = "") -> Pending:
@@ -253,6 +256,7 @@ class Channel:
             sent,
             lambda: dist.broadcast(x, src=global_source, group=self.group, async_op=True),
             lambda: x,
+            keep=(x,),
         )
 
     # -- inside ------------------------------------------------------------------------------
@@ -274,30 +278,33 @@ class Channel:
         sent_bytes: int,
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
-        keep: tuple[Tensor, ...] = (),
+        keep: tuple[Tensor, ...],
     ) -> Pending:
         self.launched += 1
         transfer = self.log.start(kind, self.name, label, sent_bytes)
         arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
-        if torch.cuda.is_available() and dist.get_backend(self.group) == "nccl":
-            return Pending(self._wait_on_device(transfer, start, result), keep=keep)
+        if self._on_streams:
+            device = keep[0].device
+            return Pending(self._wait_on_device(transfer, start, result, device), keep=keep)
         return Pending(self._wait_on_host(transfer, start(), result, arrival), keep=keep)
 
     def _wait_on_device(
-        self, transfer: Transfer, start: Callable[[], dist.Work], result: Callable[[], Tensor]
+        self,
+        transfer: Transfer,
+        start: Callable[[], dist.Work],
+        result: Callable[[], Tensor],
+        device: torch.device,
     ) -> Callable[[], Tensor]:
         """Launch on the current stream's order and time the wait by events, without a host sync."""
-        launch, end, begin, finish = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        launch.record()
-        work = start()
-        with torch.cuda.stream(self.log.side_stream()):
+        launch, work = streams.mark(device, timed=True), start()
+        with streams.on(self.log.side_stream(device)):
             work.wait()
-            end.record()
+            end = streams.mark(device, timed=True)
 
         def wait() -> Tensor:
-            begin.record()
+            begin = streams.mark(device, timed=True)
             work.wait()
-            finish.record()
+            finish = streams.mark(device, timed=True)
             self.log.defer(transfer, (launch, end, begin, finish))
             return result()
 

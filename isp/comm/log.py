@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from isp.comm import streams
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
 
@@ -101,8 +103,8 @@ class CommLog:
     block: str = ""
     """The part of the model that is computed, while somebody observes."""
     observer: Observer | None = None
-    _device_times: list[tuple[Transfer, tuple[torch.cuda.Event, ...]]] = field(default_factory=list)
-    _side_stream: torch.cuda.Stream | None = None
+    _device_times: list[tuple[Transfer, tuple[Any, ...]]] = field(default_factory=list)
+    _side_stream: streams.Stream | None = None
 
     def start(self, kind: str, channel: str, label: str, sent_bytes: int) -> Transfer:
         """A new record, launched now."""
@@ -119,13 +121,13 @@ class CommLog:
         if self.observer is not None:
             self.observer.entered(phase, block)
 
-    def side_stream(self) -> torch.cuda.Stream:
+    def side_stream(self, device: torch.device) -> streams.Stream | None:
         """A stream that does nothing but see transfers end."""
         if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream()
+            self._side_stream = streams.new(device)
         return self._side_stream
 
-    def defer(self, transfer: Transfer, events: tuple[torch.cuda.Event, ...]) -> None:
+    def defer(self, transfer: Transfer, events: tuple[Any, ...]) -> None:
         """Take the times of `transfer` from (launch, end, wait begin, wait end) events later."""
         transfer.waited = True
         self._device_times.append((transfer, events))
@@ -180,7 +182,7 @@ class CommLog:
         )
 
 
-def _is_over(events: tuple[torch.cuda.Event, ...]) -> bool:
+def _is_over(events: tuple[Any, ...]) -> bool:
     """Whether the device has come to the end of a transfer and of the wait for it."""
     _, end, _, finish = events
     return bool(end.query() and finish.query())

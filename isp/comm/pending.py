@@ -6,14 +6,21 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from isp.comm import streams
+
 __all__ = ["Pending"]
 
 
 class Pending:
     """A tensor on its way; `wait()` gives it.
 
-    `wait` may be called again and gives the same tensor at no cost. Until then the inputs and
-    buffers of the transfer are kept alive here, and whoever holds the `Pending` owns the transfer.
+    `wait` may be called again and gives the same tensor at no cost. Whoever holds the `Pending`
+    owns the transfer.
+
+    [Note: Lifetime of what travels] Until the wait all that the transfer reads and writes is kept
+    alive here. On CUDA the transfer may not be over then: the stream that waits is only told to.
+    So the allocator is told that this stream uses it all, and lends nothing of it again, to
+    whatever stream, before that one has come to the end of the transfer.
     """
 
     __slots__ = ("_finish", "_keep", "_result")
@@ -47,6 +54,8 @@ class Pending:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
+            for tensor in self._keep:
+                streams.in_use(tensor)
             self._keep = ()
         if self._result is None:
             raise RuntimeError("this transfer failed when it was first waited for")

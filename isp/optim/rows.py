@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
+from isp.comm import Channel, Pending, streams
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
@@ -67,7 +67,7 @@ class _Bucket:
     length: int
     label: str
     pending: Pending | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: streams.Event | None = None
 
     def launch(self, channel: Channel) -> Pending:
         sent = self.slots[0].flat.new_empty(self.length)  # [L]
@@ -81,10 +81,7 @@ class _Bucket:
         """Make the parameters of the bucket usable, for this stream too; free if they are."""
         if self.pending is not None:
             gathered, self.pending = self.pending.wait(), None
-            if gathered.is_cuda:
-                gathered.record_stream(torch.cuda.current_stream())
-                self.arrived = torch.cuda.Event()
-                self.arrived.record()
+            self.arrived = streams.mark(gathered.device)
         if self.arrived is not None:
             self.arrived.wait()
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel
+from isp.comm import Channel, streams
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.weights.cursor import PlanCursor
 from isp.weights.declare import (
@@ -126,7 +126,7 @@ class ISPCommunicator(WPCommunicator):
         """What gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
-        self._stream = torch.cuda.Stream(config.device) if config.device.type == "cuda" else None
+        self._stream = streams.new(config.device)
         self._gatherer = WeightGatherer(channel, self.pool, self._stream)
         self._reducer = GradientReducer(
             reduce_channel or channel,
@@ -320,8 +320,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _wait_for_writers(self) -> None:
         """Let gathers wait for what is queued now, such as an update of the weights."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        streams.follow(self._stream)
 
     def _enter(self, layer: WeightHolder, phase: Phase) -> _Visit:
         self._leave()
@@ -400,7 +399,7 @@ class ISPCommunicator(WPCommunicator):
     def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:
         with self._fails_for_good():
             # On the gathers' own stream, so that these wait for it and compute does not.
-            with torch.cuda.stream(self._stream):
+            with streams.on(self._stream):
                 for fn in self._prerequisites:
                     fn(block)
             return self._gatherer.launch(layer, with_bias=with_bias)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
+from isp.comm import Channel, Pending, streams
 from isp.weights.declare import WeightHolder
 from isp.weights.optimizer_steps import optimizer_steps
 from isp.weights.phase import Phase
@@ -82,7 +81,7 @@ class WeightGatherer:
     """
 
     def __init__(
-        self, channel: Channel, pool: MemoryPool, stream: torch.cuda.Stream | None = None
+        self, channel: Channel, pool: MemoryPool, stream: streams.Stream | None = None
     ) -> None:
         self.channel = channel
         self.pool = pool
@@ -105,13 +104,10 @@ class WeightGatherer:
         rows, *rest = piece_shape(layout)
         # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
         # buffer, and what published the weight. It does not wait for compute queued before it.
-        reader = None if self.stream is None else torch.cuda.current_stream()
-        with torch.cuda.stream(self.stream):
+        with streams.on(self.stream):
             shape = (self.channel.size * rows, *rest)
             lease = self.pool.lease(shape, shard.dtype, shard.device)
             piece = pad_rows(source.movedim(layout.dim, 0), rows)
-            if reader is not None:
-                piece.record_stream(reader)  # a padded copy is free when the reader has waited
             pending = self.channel.all_gather_into(
                 lease.tensor, piece, label=f"{layer.name}.{local}"
             )

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isp.comm import streams
+
 __all__ = ["Lease", "MemoryPool", "PoolCounters"]
 
 
@@ -69,7 +71,7 @@ class MemoryPool:
 
     reuse: bool = True
     poison: bool = False
-    _free: dict[_Key, list[tuple[Tensor, torch.cuda.Event | None]]] = field(
+    _free: dict[_Key, list[tuple[Tensor, streams.Event | None]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     _reserved: int = 0
@@ -119,12 +121,7 @@ class MemoryPool:
             tensor.fill_(math.nan)
         if not self.reuse:
             self._reserved -= tensor.nbytes
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream())
+            streams.in_use(tensor)
             return
-        last_use = None
-        if tensor.is_cuda:
-            last_use = torch.cuda.Event()
-            last_use.record()
         key = (tensor.dtype, tensor.device, tensor.numel())
-        self._free[key].append((tensor.view(-1), last_use))
+        self._free[key].append((tensor.view(-1), streams.mark(tensor.device)))

@@ -1,0 +1,63 @@
+"""Streams and events, with which a device does several things at once: the one door to CUDA's.
+
+Other devices do everything in order. There a stream and an event are None, `on(None)` changes
+nothing, and nothing has to wait.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Event", "Stream", "current", "follow", "in_use", "mark", "new", "on", "serve"]
+
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
+
+
+def new(device: torch.device) -> Stream | None:
+    """Another stream."""
+    return Stream(device) if device.type == "cuda" else None
+
+
+def current(device: torch.device) -> Stream | None:
+    """The stream on which things are queued now."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on(stream: Stream | None) -> AbstractContextManager[None]:
+    """Within it things are queued on `stream`."""
+    return torch.cuda.stream(stream)
+
+
+def follow(stream: Stream | None) -> None:
+    """Let `stream` wait for what is queued on the current stream now."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+
+def mark(device: torch.device, *, timed: bool = False) -> Event | None:
+    """An event that is over when all that is queued on the current stream now is."""
+    if device.type != "cuda":
+        return None
+    event = Event(enable_timing=timed)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def in_use(tensor: Tensor) -> None:
+    """Tell the allocator that the current stream uses `tensor`.
+
+    Memory that is freed is lent again to the stream it was made on, without a wait for any other.
+    Told of another one, the allocator waits for what is queued there when the memory is freed.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def serve(group: dist.ProcessGroup) -> bool:
+    """Whether transfers of `group` run on streams, and a wait for one makes a stream wait."""
+    return dist.get_backend(group) == "nccl"

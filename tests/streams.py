@@ -1,0 +1,314 @@
+"""A device with streams that is not there: who may touch what memory when, followed on the CPU.
+
+Within `Device` the project queues its work on streams as on CUDA, and NCCL's transfers are those of
+gloo. All of it is really done at once and in order, so the numbers are right whatever the code
+forgets. What the order of a device would be is followed beside it: each stream counts what is
+queued on it, and what waits for another takes over that one's counts (a vector clock). Noted are
+
+- a tensor that is read before what wrote it, or written before what reads it, would be over;
+- memory that is freed while its allocator would lend it again too early: to the stream it was made
+  on, which has not waited for all that touches it.
+
+Source: Lamport 1978; the rules of memory are those of torch's CUDACachingAllocator, those of
+transfers of ProcessGroupNCCL, which keeps what travels until something first waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from isp.comm import streams
+
+__all__ = ["Device"]
+
+Counts = dict["Stream", int]
+"""Up to which of its entries each stream is known to be over."""
+
+_WITHOUT_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_OF_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2")
+"""What gives the host a value, and so makes it wait for the current stream."""
+_TRANSFERS = {
+    "_allgather_base": 1,
+    "all_gather_single": 1,
+    "_reduce_scatter_base": 1,
+    "reduce_scatter_single": 1,
+    "alltoall_base": 1,
+    "all_to_all_single": 1,
+    "allreduce": 1,
+    "all_reduce": 1,
+    "broadcast": 1,
+    "recv": 1,
+    "send": 0,
+}
+"""Methods of a process group, and how many of their first arguments are written."""
+
+
+class Stream:
+    """A queue of the device."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.seen: Counts = {}
+
+    def advance(self) -> int:
+        """Queue something; its number."""
+        _join(self.seen, self.device.host)
+        self.seen[self] = self.seen.get(self, 0) + 1
+        return self.seen[self]
+
+    def wait_for(self, counts: Counts) -> None:
+        """What is queued from here on begins when `counts` are over."""
+        _join(self.seen, counts)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.counts = dict(device.current.seen)
+        self.at = time.perf_counter()
+
+    def wait(self) -> None:
+        self.device.current.wait_for(self.counts)
+
+    def synchronize(self) -> None:
+        _join(self.device.host, self.counts)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class Work:
+    """A transfer of gloo's as NCCL's: a wait makes the current stream wait."""
+
+    def __init__(self, device: Device, real: dist.Work, wire: Stream, stash: list[Tensor]) -> None:
+        self.device, self.real, self.stash = device, real, stash
+        self.counts = dict(wire.seen)
+
+    def wait(self, *args: Any) -> bool:
+        with _disable_current_modes():  # what gloo does to its end is no work of a stream
+            self.real.wait(*args)
+        self.device.current.wait_for(self.counts)
+        self.stash = []
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What has touched a piece of memory."""
+
+    shape: tuple[int, ...]
+    made_by: str
+    owner: Stream
+    """The stream it was made on, which may have it again."""
+    users: set[Stream] = field(default_factory=set)
+    """Whom the allocator was told of."""
+    written: Counts = field(default_factory=dict)
+    """The last entry that wrote it."""
+    read: Counts = field(default_factory=dict)
+    """Entries that have read it since then."""
+    whom: dict[Stream, str] = field(default_factory=dict)
+    """What touched it last on each stream."""
+
+    def late(self, entries: Counts, over: Counts) -> list[str]:
+        """Those of `entries` that are not known to be over."""
+        late = (s for s, number in entries.items() if over.get(s, 0) < number)
+        return [f"{self.whom[s]} on {s}" for s in late]
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} of {self.made_by} on {self.owner}"
+
+
+class Device(TorchDispatchMode):
+    """While entered, this process has streams; `faults` are what a real device might get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+        self.host: Counts = {}
+        """What the host has waited for."""
+        self.compute = self.current = Stream(self, "compute")
+        self.touched = 0
+        """Entries that were followed, over all streams."""
+        self.timed: list[Event] = []
+        """The events that were asked to know their time."""
+        self._memory: dict[int, _Memory] = {}
+        self._wires: dict[Any, Stream] = {}
+        self._named = 0
+        self._freeing = True
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        seam: dict[str, Callable[..., Any]] = {
+            "new": self._new,
+            "current": lambda device: self.current,
+            "on": self._on,
+            "follow": self._follow,
+            "mark": self._mark,
+            "in_use": self._in_use,
+            "serve": lambda group: True,
+        }
+        self._patches.enter_context(mock.patch.multiple(streams, **seam))
+        for name, written in _TRANSFERS.items():
+            if real := getattr(dist.ProcessGroup, name, None):
+                transfer = self._transfer(name, real, written)
+                self._patches.enter_context(mock.patch.object(dist.ProcessGroup, name, transfer))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._freeing = False  # the process ends
+        super().__exit__(*error)
+        self._patches.close()
+
+    # -- what the project asks for -----------------------------------------------------------
+
+    def _new(self, device: torch.device) -> Stream:
+        self._named += 1
+        return Stream(self, f"stream {self._named}")
+
+    @contextmanager
+    def _on(self, stream: Stream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def _follow(self, stream: Stream | None) -> None:
+        if stream is not None:
+            stream.wait_for(self.current.seen)
+
+    def _mark(self, device: torch.device, *, timed: bool = False) -> Event:
+        event = Event(self)
+        if timed:
+            self.timed.append(event)
+        return event
+
+    def _in_use(self, tensor: Tensor) -> None:
+        self._of(tensor).users.add(self.current)
+
+    # -- what torch does ---------------------------------------------------------------------
+
+    def _transfer(self, name: str, real: Callable[..., Any], written: int) -> Callable[..., Any]:
+        def launch(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+            wire = self._wires.get(group.group_name) or Stream(self, f"wire {len(self._wires) + 1}")
+            self._wires[group.group_name] = wire
+            wire.wait_for(self.current.seen)
+            self._touch(wire, name, _tensors(args), _tensors(args[:written]))
+            with _disable_current_modes():
+                work = real(group, *args, **options)
+            return Work(self, work, wire, _tensors(args))
+
+        return launch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        inputs = {_address(x) for x in given}
+        changed = _written(func, args, kwargs)
+        fresh = [x for x in _tensors(found) if _address(x) not in inputs]
+        name = str(func.overloadpacket).removeprefix("aten.")
+        if fresh and name in _WITHOUT_MEMORY:
+            for x in fresh:
+                self._of(x, name)
+        elif fresh or changed or not _tensors(found):
+            for x in fresh:
+                self._of(x, name)
+            self._touch(self.current, name, given, changed + fresh)
+        if name in _OF_HOST:
+            _join(self.host, self.current.seen)
+        return found
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def _of(self, tensor: Tensor, name: str = "before") -> _Memory:
+        """The memory of `tensor`, made now if it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._memory:
+            made = _Memory(tuple(tensor.shape), name, self.current)
+            self._memory[address] = made
+            weakref.finalize(storage, partial(self._free, address)).atexit = False
+        return self._memory[address]
+
+    def _touch(
+        self, stream: Stream, name: str, used: Iterable[Tensor], written: Iterable[Tensor]
+    ) -> None:
+        """`stream` reads `used`, but for what it writes, and writes `written`."""
+        number = stream.advance()
+        self.touched += 1
+        writes = {id(m): m for m in map(self._of, written)}
+        reads = {id(m): m for m in map(self._of, used) if id(m) not in writes}
+        for memory in reads.values():
+            self._expect(memory, memory.late(memory.written, stream.seen), f"{name} on {stream}")
+            memory.read[stream], memory.whom[stream] = number, name
+        for memory in writes.values():
+            late = memory.late({**memory.written, **memory.read}, stream.seen)
+            self._expect(memory, late, f"{name} on {stream}")
+            memory.written, memory.read = {stream: number}, {}
+            memory.whom[stream] = name
+
+    def _expect(self, memory: _Memory, late: list[str], who: str) -> None:
+        if late:
+            self.faults.append(f"{who} does not wait for {', '.join(late)}: {memory}")
+
+    def _free(self, address: int) -> None:
+        memory = self._memory.pop(address)
+        if not self._freeing:
+            return
+        over = dict(memory.owner.seen)
+        for counts in (self.host, *(user.seen for user in memory.users)):
+            _join(over, counts)
+        if late := memory.late({**memory.written, **memory.read}, over):
+            self.faults.append(f"freed before {', '.join(late)} is over: {memory}")
+
+
+def _join(counts: Counts, others: Counts) -> None:
+    for stream, number in others.items():
+        counts[stream] = max(counts.get(stream, 0), number)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes."""
+    changed = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            changed += _tensors(value)
+    return changed

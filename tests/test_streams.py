@@ -1,0 +1,154 @@
+"""Order and lifetimes on the streams of a device: the checker itself, and real steps under it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isp.comm import streams
+from isp.parallel import Mode, PipelineSchedule, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit
+from model.config import ModelConfig
+from tests.ranks import run_ranks
+from tests.streams import Device
+from tests.train.runs import Layout, Meshes, Task, make_run
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    vocab_size=30, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=24
+)
+TASK = Task(model=MODEL)
+
+# -- the checker ---------------------------------------------------------------------------------
+
+
+def test_what_is_ordered_and_kept_is_no_fault() -> None:
+    """Catches a checker that sees faults where there are none."""
+    with Device() as device:
+        side, x = streams.new(CPU), torch.ones(4)
+        streams.follow(side)
+        with streams.on(side):
+            y = x * 2
+            streams.in_use(x)
+            done = streams.mark(CPU)
+        del x  # `side` still reads it, and the allocator knows
+        assert done is not None
+        done.wait()
+        y.add_(1)
+        streams.follow(side)
+        with streams.on(side):
+            y.zero_()
+        del y  # made on `side`, which has it again
+        z = torch.ones(4)
+        streams.follow(side)
+        with streams.on(side):
+            z.add_(1)
+            done = streams.mark(CPU)
+        assert done is not None
+        done.synchronize()
+        del z  # the host has seen the end of it
+    assert device.faults == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("read", "mul on stream 1 does not wait for ones on compute"),
+        ("write", "add_ on compute does not wait for mul on stream 1"),
+        ("overwrite", "fill_ on compute does not wait for add_ on stream 1"),
+        ("free", "freed before mul on stream 1 is over"),
+    ],
+)
+def test_each_kind_of_fault_is_seen(fault: str, words: str) -> None:
+    """Catches a rule that the checker does not keep to."""
+    with Device() as device:
+        side, x = streams.new(CPU), torch.ones(4)
+        if fault != "read":
+            streams.follow(side)
+        with streams.on(side):
+            _ = x.add_(2) if fault == "overwrite" else x * 2
+        if fault == "write":
+            x.add_(1)
+        elif fault == "overwrite":
+            x.fill_(0)
+        if fault != "free":
+            streams.in_use(x)
+            with streams.on(side):
+                streams.in_use(x)
+        del x
+    assert [fault.startswith(words) for fault in device.faults] == [True]
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+CASES = {
+    "isp": (Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, zero1=2, micro=2), TASK),
+    **{mode: (Layout(mode=mode, tensor=2, data=2), TASK) for mode in Mode if mode is not Mode.ISP},
+    "pipeline": (
+        Layout(mode=Mode.ISP, tensor=1, weight=2, data=2, pipeline=2, micro=2, zero1=1),
+        TASK,
+    ),
+    "zero bubble": (
+        Layout(
+            mode=Mode.ISP,
+            tensor=2,
+            weight=2,
+            pipeline=2,
+            schedule=PipelineSchedule.ZBV,
+            chunks=2,
+            micro=4,
+        ),
+        Task(model=replace(MODEL, num_layers=4)),
+    ),
+}
+ISP, _ = CASES["isp"]
+OPTIONS = [
+    WeightConfig(memory_pool=False, reduce_by="reduce_scatter"),
+    WeightConfig(overlap=False, reduce_by="all_to_all"),
+    WeightConfig(own_reduce_group=True, launch_allgather_before=LaunchPoint.WQKV),
+    WeightConfig(forward_overlap_per=OverlapUnit.MODULE, vocab_parallel_loss=True),
+]
+
+
+def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[str], int]:
+    """What went wrong in three steps and an evaluation, and how much was followed."""
+    with Device() as device:
+        run = make_run(Meshes(rank).of(layout), layout, task, dtype=torch.bfloat16)
+        if timed:
+            run.step.mesh.log.collect(CPU)
+        for step in range(3):
+            run.numbers(range(step, step + 1))
+            if step == 1:
+                run.step.evaluate([task.batch(0, place) for place in range(layout.micro)])
+        return device.faults, device.touched
+
+
+def _check(layout: Layout, task: Task, *, timed: bool) -> None:
+    for faults, touched in run_ranks(layout.world, _faults, layout, task, timed):
+        assert touched > 1000
+        assert faults == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_stream_takes_from_another_what_it_needs(case: str) -> None:
+    """Catches what is read before it is there, and memory that is given away too early."""
+    _check(*CASES[case], timed=False)
+
+
+@pytest.mark.parametrize("case", ["isp", "pipeline"])
+def test_who_times_transfers_adds_no_fault(case: str) -> None:
+    """Catches tensors that NCCL lets go of because a stream that only takes the time has waited."""
+    _check(*CASES[case], timed=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: str(replace(ISP, options=o)))
+def test_options_of_the_weights(options: WeightConfig) -> None:
+    """Catches a buffer of one of the other routes of weights and gradients that does not live."""
+    _check(replace(ISP, options=options), TASK, timed=False)
+
+
+def test_recomputed_blocks() -> None:
+    """Catches weights of a recompute that are freed before the backward that shares them."""
+    _check(ISP, Task(model=replace(MODEL, checkpoint=0.5)), timed=False)
