@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Self
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -85,18 +86,21 @@ class Event:
         self.device = device
         self.counts = dict(device.current.seen)
         self.at = time.perf_counter()
+        self.over = True
+        """Whether the device has come to it; a test may say that it has not."""
 
     def wait(self) -> None:
         self.device.current.wait_for(self.counts)
 
     def synchronize(self) -> None:
+        assert self.over, "the host would wait here"
         _join(self.device.host, self.counts)
 
     def query(self) -> bool:
-        return True
+        return self.over
 
     def elapsed_time(self, other: Event) -> float:
-        return (other.at - self.at) * 1e3
+        return float(np.float32((other.at - self.at) * 1e3))  # as CUDA has it
 
 
 class Work:
@@ -154,11 +158,12 @@ class Device(TorchDispatchMode):
         self.compute = self.current = Stream(self, "compute")
         self.touched = 0
         """Entries that were followed, over all streams."""
+        self.made: list[Stream] = []
+        """The streams that were asked for."""
         self.timed: list[Event] = []
         """The events that were asked to know their time."""
         self._memory: dict[int, _Memory] = {}
         self._wires: dict[Any, Stream] = {}
-        self._named = 0
         self._freeing = True
         self._patches = ExitStack()
 
@@ -188,8 +193,8 @@ class Device(TorchDispatchMode):
     # -- what the project asks for -----------------------------------------------------------
 
     def _new(self, device: torch.device) -> Stream:
-        self._named += 1
-        return Stream(self, f"stream {self._named}")
+        self.made.append(Stream(self, f"stream {len(self.made) + 1}"))
+        return self.made[-1]
 
     @contextmanager
     def _on(self, stream: Stream | None) -> Iterator[None]:

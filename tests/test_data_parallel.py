@@ -115,7 +115,7 @@ def _launches(rank: int, kind: str) -> tuple[list[int], list[str]]:
     for name in ("last", "first"):
         module = model.module.get_submodule(name)
         module.register_full_backward_pre_hook(lambda *_: seen.append(len(log.transfers)))
-    log.take()
+    log.collect()
     x = batch(rank, 0).requires_grad_()
     model(x, True).square().sum().backward()
     return seen, [t.label.removeprefix("gradients ") for t in log.take()]

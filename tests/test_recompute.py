@@ -143,6 +143,7 @@ def test_what_is_kept() -> None:
 
 def _distributed(rank: int, world: int) -> tuple[int, list[str]]:
     channel = Channel(dist.group.WORLD)
+    channel.log.collect()
     net, other, whole = Net(rank), Net(rank), Net(rank)
     wanted, _ = net.run(plain(net))
     found, saved = other.run(checkpointed(other, channel))

@@ -118,6 +118,8 @@ def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[st
         run = make_run(Meshes(rank).of(layout), layout, task, dtype=torch.bfloat16)
         if timed:
             run.step.mesh.log.collect(CPU)
+        if timed:
+            run.step.mesh.log.collect(CPU)
         for step in range(3):
             run.numbers(range(step, step + 1))
             if step == 1:

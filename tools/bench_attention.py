@@ -156,7 +156,7 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
     error = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
     if error > 1e-3:
         raise RuntimeError(f"{case}: the two attentions differ by {error}")
-    channel.log.take()
+    channel.log.collect()
     run_once(attends[0], inputs, dout)
     sent = CommTotals(channel)
 

@@ -201,14 +201,14 @@ class Bench:
     def _timed(self, row: Row) -> Sample:
         if row.pool is not None:
             row.pool.reset_peak()
-        self.log.take()
+        self.log.collect()
         dist.barrier()
         begin, used, busy = time.perf_counter(), time.process_time(), _busy_seconds()
         result = row.step()
         end, used, busy = time.perf_counter(), time.process_time() - used, _busy_seconds() - busy
         if row.name.startswith("compute alone, "):
             end = result.forward_ended
-            self.log.take()
+            self.log.collect()
         transfers = list(self.log.transfers)
         self.traces[row.name] = (begin, result.forward_ended, end, transfers)
         totals = CommLog.totals(transfers)

@@ -94,7 +94,7 @@ class Contestant:
         """Seconds of a step on the slowest rank, and this rank's transfers of it."""
         world = self.mesh[Axis.WORLD]
         world.all_reduce(torch.zeros(1)).wait()
-        self.mesh.log.take()
+        self.mesh.log.collect()
         start = time.perf_counter()
         self.step(self.batches, 1e-4)
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)

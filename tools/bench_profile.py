@@ -101,7 +101,7 @@ def timed(step: TrainStep, batch: MicroBatch, recorder: Recorder | None) -> Cost
     if recorder is not None:
         recorder.begin_step()
         recorder.__exit__(None, None, None)
-    step.mesh.log.take()
+    step.mesh.log.collect()
     slowest = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return Cost(*slowest.tolist())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isp.comm import streams
 from isp.comm.link import Link
-from isp.comm.log import CommLog, Transfer
+from isp.comm.log import CommLog, DeviceClock, Transfer
 from isp.comm.pending import Pending
 
 __all__ = ["Channel", "CollectiveError", "Place"]
@@ -91,6 +91,7 @@ class Channel:
         self.launched = 0
         """Collectives so far."""
         self._on_streams = group is not None and streams.serve(group)
+        self._ends: streams.Stream | None = None
         self.sums_locally = sum_locally
         """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
@@ -283,29 +284,51 @@ class Channel:
         self.launched += 1
         transfer = self.log.start(kind, self.name, label, sent_bytes)
         arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
-        if self._on_streams:
-            device = keep[0].device
-            return Pending(self._wait_on_device(transfer, start, result, device), keep=keep)
-        return Pending(self._wait_on_host(transfer, start(), result, arrival), keep=keep)
+        if not self._on_streams:
+            wait = self._wait_on_host(transfer, start(), result, arrival)
+        elif self.log.clock is None:
+            wait = self._wait_on_device(transfer, start(), result)
+        else:
+            wait = self._time_on_device(transfer, start, result, self.log.clock)
+        return Pending(wait, keep=keep)
 
     def _wait_on_device(
+        self, transfer: Transfer, work: dist.Work, result: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """A wait makes the stream that is current then wait, and not the host."""
+
+        def wait() -> Tensor:
+            work.wait()
+            transfer.waited = True
+            return result()
+
+        return wait
+
+    def _time_on_device(
         self,
         transfer: Transfer,
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
-        device: torch.device,
+        clock: DeviceClock,
     ) -> Callable[[], Tensor]:
-        """Launch on the current stream's order and time the wait by events, without a host sync."""
-        launch, work = streams.mark(device, timed=True), start()
-        with streams.on(self.log.side_stream(device)):
+        """As `_wait_on_device`, with events around the transfer and the wait.
+
+        A transfer ends where a stream that does nothing but wait for this channel's ends: they
+        follow each other there as they do on the wire, and hold up nothing else.
+        """
+        launch, work = clock.mark(), start()
+        self._ends = self._ends or streams.new(clock.device)
+        with streams.on(self._ends):
             work.wait()
-            end = streams.mark(device, timed=True)
+            end = clock.mark()
 
         def wait() -> Tensor:
-            begin = streams.mark(device, timed=True)
+            begin = finish = clock.mark()
             work.wait()
-            finish = streams.mark(device, timed=True)
-            self.log.defer(transfer, (launch, end, begin, finish))
+            if streams.current(clock.device) == clock.compute:
+                finish = clock.mark()
+            transfer.waited = True
+            self.log.defer(transfer, launch, end, begin, finish)
             return result()
 
         return wait

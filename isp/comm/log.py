@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from isp.comm import streams
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
+
+_RENEWED_AFTER_MS = 1000.0
+"""CUDA gives times between events in float32: their resolution falls with their length."""
 
 
 @dataclass(slots=True)
@@ -66,25 +69,33 @@ class CommTotals(NamedTuple):
 
 
 class DeviceClock:
-    """Events of this device as times of `time.perf_counter`; made while the device is idle."""
+    """Events of `device` as times of `time.perf_counter`; making one waits for the device."""
 
-    def __init__(self) -> None:
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = streams.current(device)
+        """The stream that was current then: a wait on another one holds up no compute."""
+        self._zero = self.mark()
         self._zero.synchronize()
         self._seconds = time.perf_counter()
 
-    def __call__(self, event: torch.cuda.Event) -> float:
-        """When `event`, which is over and was recorded after this was made, came about."""
+    def mark(self) -> streams.Event:
+        """A moment of the current stream."""
+        event = streams.mark(self.device, timed=True)
+        assert event is not None, "this device has no streams"
+        return event
+
+    def __call__(self, event: streams.Event) -> float:
+        """When `event`, which is over, came about."""
         milliseconds: float = self._zero.elapsed_time(event)
-        return self._seconds + milliseconds / 1e3
+        seconds = self._seconds + milliseconds / 1e3
+        if milliseconds > _RENEWED_AFTER_MS:
+            self._zero, self._seconds = event, seconds
+        return seconds
 
 
 class Observer(Protocol):
     """Somebody who is told what happens to a log, as it happens."""
-
-    clock: DeviceClock | None
-    """Puts the times of a CUDA device on the host's clock; None: the host's clock alone is used."""
 
     def launched(self, transfer: Transfer) -> None:
         """A transfer set off; its later times are filled in as they come about."""
@@ -93,24 +104,78 @@ class Observer(Protocol):
         """This is computed from here on."""
 
 
+class _Timed(NamedTuple):
+    """What a device says of a transfer that has been waited for."""
+
+    transfer: Transfer
+    clock: DeviceClock
+    launch: streams.Event
+    end: streams.Event
+    begin: streams.Event
+    """Of the wait."""
+    finish: streams.Event
+    """Of the wait; `begin` itself if compute did not wait."""
+
+    def is_over(self) -> bool:
+        """Whether the device has come to the end of the transfer and of the wait for it."""
+        return bool(self.end.query() and self.finish.query())
+
+    def settle(self) -> None:
+        """Fill in the times of the transfer (synchronises)."""
+        self.end.synchronize()  # on a stream of its own: `finish` does not say that it is over
+        self.finish.synchronize()
+        transfer = self.transfer
+        transfer.launched = self.clock(self.launch)
+        transfer.ended = transfer.launched + self.launch.elapsed_time(self.end) / 1e3
+        transfer.wait_began = transfer.launched + self.launch.elapsed_time(self.begin) / 1e3
+        transfer.exposed = self.begin.elapsed_time(self.finish) / 1e3
+
+
 @dataclass
 class CommLog:
-    """Collects the transfers of this rank, until `take` hands them out and starts afresh."""
+    """What crosses the channels of this rank, for those who ask beforehand.
+
+    Until `collect` or `watch` is called nothing is kept, and nothing is timed on a device.
+    """
 
     transfers: list[Transfer] = field(default_factory=list)
+    """Those kept since the last `take`."""
     phase: str = ""
     """The phase of the step: forward, loss, backward, recompute, optimizer or between."""
     block: str = ""
     """The part of the model that is computed, while somebody observes."""
     observer: Observer | None = None
-    _device_times: list[tuple[Transfer, tuple[Any, ...]]] = field(default_factory=list)
-    _side_stream: streams.Stream | None = None
+    clock: DeviceClock | None = None
+    """What transfers on streams are timed by; None: they are not."""
+    _collects: bool = False
+    _timed: list[_Timed] = field(default_factory=list)
+
+    def collect(self, device: torch.device | None = None) -> None:
+        """Keep what is launched from here on, until `take` hands it out.
+
+        Times of transfers on streams are those of `device`; without one they are not known.
+        """
+        self._collects, self.transfers = True, []
+        self._start_clock(device)
+
+    def watch(self, observer: Observer, device: torch.device) -> None:
+        """Tell `observer` of everything from here on, timed on `device`."""
+        assert self.observer is None, "this log is observed already"
+        self.observer = observer
+        self._start_clock(device)
+
+    def unwatch(self) -> None:
+        """The observer has seen enough."""
+        self.observer, self.block = None, ""
+        if not self._collects:
+            self.clock, self._timed = None, []
 
     def start(self, kind: str, channel: str, label: str, sent_bytes: int) -> Transfer:
         """A new record, launched now."""
         transfer = Transfer(kind, channel, label, sent_bytes, time.perf_counter())
         transfer.phase, transfer.block = self.phase, self.block
-        self.transfers.append(transfer)
+        if self._collects:
+            self.transfers.append(transfer)
         if self.observer is not None:
             self.observer.launched(transfer)
         return transfer
@@ -121,32 +186,30 @@ class CommLog:
         if self.observer is not None:
             self.observer.entered(phase, block)
 
-    def side_stream(self, device: torch.device) -> streams.Stream | None:
-        """A stream that does nothing but see transfers end."""
-        if self._side_stream is None:
-            self._side_stream = streams.new(device)
-        return self._side_stream
-
-    def defer(self, transfer: Transfer, events: tuple[Any, ...]) -> None:
-        """Take the times of `transfer` from (launch, end, wait begin, wait end) events later."""
-        transfer.waited = True
-        self._device_times.append((transfer, events))
+    def defer(
+        self,
+        transfer: Transfer,
+        launch: streams.Event,
+        end: streams.Event,
+        begin: streams.Event,
+        finish: streams.Event,
+    ) -> None:
+        """Take the times of `transfer` later from events: its own, and those of the wait for it."""
+        if self.clock is not None:
+            self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
 
     def settle(self) -> None:
         """Fill in the device times of all transfers waited for so far (synchronises on CUDA)."""
-        clock = None if self.observer is None else self.observer.clock
-        for transfer, (launch, end, begin, finish) in self._device_times:
-            end.synchronize()  # on a stream of its own: `finish` does not say that it is over
-            finish.synchronize()
-            if clock is not None:
-                transfer.launched = clock(launch)
-            transfer.ended = transfer.launched + launch.elapsed_time(end) / 1e3
-            transfer.wait_began = transfer.launched + launch.elapsed_time(begin) / 1e3
-            transfer.exposed = begin.elapsed_time(finish) / 1e3
-        self._device_times = []
+        for timed in self._timed:
+            timed.settle()
+        self._timed = []
 
     def take(self) -> list[Transfer]:
-        """All transfers since the last call, with device times (synchronises on CUDA)."""
+        """All transfers since the last call, with device times (synchronises on CUDA).
+
+        Raises RuntimeError if nobody has called `collect`.
+        """
+        self._check_collects()
         self.settle()
         taken, self.transfers = self.transfers, []
         return taken
@@ -157,19 +220,30 @@ class CommLog:
         What travels between two steps so belongs to the step that waits for it. On CUDA nothing
         is synchronised: a wait that the device has not come to yet is left, too.
         """
-        waits = self._device_times
-        over = [_is_over(events) for _, events in waits]
-        self._device_times = [wait for wait, done in zip(waits, over, strict=True) if done]
-        under_way = [wait for wait, done in zip(waits, over, strict=True) if not done]
-        self.settle()
-        self._device_times = under_way
-        left = {id(transfer) for transfer, _ in under_way}
+        self._check_collects()
+        under_way = []
+        for timed in self._timed:
+            if timed.is_over():
+                timed.settle()
+            else:
+                under_way.append(timed)
+        self._timed = under_way
+        unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
         complete: list[Transfer] = []
         for transfer in taken:
-            done = transfer.waited and id(transfer) not in left
+            done = transfer.waited and id(transfer) not in unsettled
             (complete if done else self.transfers).append(transfer)
         return complete
+
+    def _start_clock(self, device: torch.device | None) -> None:
+        self.clock = None
+        if device is not None and streams.current(device) is not None:
+            self.clock = DeviceClock(device)
+
+    def _check_collects(self) -> None:
+        if not self._collects:
+            raise RuntimeError("nothing was kept of what crossed: call collect() before it does")
 
     @staticmethod
     def totals(transfers: list[Transfer]) -> CommTotals:
@@ -180,12 +254,6 @@ class CommLog:
             comm_seconds=_covered(transfers),
             exposed_seconds=sum(t.exposed for t in transfers),
         )
-
-
-def _is_over(events: tuple[Any, ...]) -> bool:
-    """Whether the device has come to the end of a transfer and of the wait for it."""
-    _, end, _, finish = events
-    return bool(end.query() and finish.query())
 
 
 def _covered(transfers: list[Transfer]) -> float:

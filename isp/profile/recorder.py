@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from isp.comm import CommLog, DeviceClock, Transfer
+from isp.comm import CommLog, DeviceClock, Transfer, streams
 from isp.metrics import MemoryMeter, peak_memory_gib
 
 __all__ = ["Mark", "RankRecord", "Recorder"]
@@ -50,7 +50,7 @@ class _Moment(NamedTuple):
     """A mark whose time is known once the device has come by."""
 
     at: float
-    event: torch.cuda.Event | None
+    event: streams.Event | None
     phase: str
     block: str
     site: str
@@ -70,7 +70,7 @@ class Recorder:
     device: torch.device
     parts: Mapping[str, nn.Module]
     sites: Iterable[tuple[str, nn.Module]] = ()
-    clock: DeviceClock | None = field(default=None, init=False)
+    _clock: DeviceClock | None = field(default=None, init=False)
     _transfers: list[Transfer] = field(default_factory=list, init=False)
     _moments: list[_Moment] = field(default_factory=list, init=False)
     _begins: list[_Moment] = field(default_factory=list, init=False)
@@ -78,10 +78,8 @@ class Recorder:
     _memory: MemoryMeter = field(init=False)
 
     def __enter__(self) -> Self:
-        assert self.log.observer is None, "this log is observed already"
-        if self.device.type == "cuda":
-            self.clock = DeviceClock()
-        self.log.observer, self._memory = self, MemoryMeter(self.device)
+        self.log.watch(self, self.device)
+        self._clock, self._memory = self.log.clock, MemoryMeter(self.device)
         for name, part in self.parts.items():
             self._handles.append(part.register_forward_pre_hook(self._begins_forward(name)))
             self._handles.append(part.register_forward_hook(self._begins_backward(name)))
@@ -97,7 +95,7 @@ class Recorder:
     ) -> None:
         if kind is None:
             self.log.settle()
-        self.log.observer, self.log.block = None, ""
+        self.log.unwatch()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -153,15 +151,12 @@ class Recorder:
         return hook
 
     def _moment(self, phase: str, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
-        event = None
-        if self.clock is not None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
+        event = None if self._clock is None else self._clock.mark()
         return _Moment(time.perf_counter(), event, phase, block, site, memory)
 
     def _time(self, moment: _Moment) -> float:
         if moment.event is None:
             return moment.at
-        assert self.clock is not None
+        assert self._clock is not None
         moment.event.synchronize()
-        return self.clock(moment.event)
+        return self._clock(moment.event)

@@ -52,6 +52,7 @@ class StepMeter:
         self._own_seconds = 0.0
         self.last_transfers: list[Transfer] = []
         """Those that the last step waited for."""
+        log.collect(device)
         self.restart()
 
     def restart(self) -> None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from isp.comm import streams
+
 __all__ = ["PhaseClock", "PhaseTimes", "RunPhase", "training_seconds"]
 
 
@@ -51,7 +53,7 @@ class _Mark(NamedTuple):
     """A moment, on the host and (on CUDA) in the stream of compute."""
 
     host: float
-    event: torch.cuda.Event | None
+    event: streams.Event | None
 
 
 class PhaseClock:
@@ -66,9 +68,9 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._seconds: PhaseTimes = dict.fromkeys(RunPhase, 0.0)
-        self._on_device: list[tuple[RunPhase, torch.cuda.Event, torch.cuda.Event]] = []
+        self._on_device: list[tuple[RunPhase, streams.Event, streams.Event]] = []
         self._since = self._mark()
         self.current = RunPhase.OTHER
 
@@ -92,8 +94,4 @@ class PhaseClock:
         return taken
 
     def _mark(self) -> _Mark:
-        event = None
-        if self._on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        return _Mark(time.perf_counter(), event)
+        return _Mark(time.perf_counter(), streams.mark(self._device, timed=True))

@@ -173,7 +173,6 @@ def _profile_mode(
             config=config.lr_scheduler,
         )
         losses.append(step(data.training(number), lr).loss)
-        mesh.log.take_waited()  # which does not wait for the device
 
     last = options.warmup_steps + options.steps
     watched = max(0, options.warmup_steps - 1)  # its end launches the first measured gathers

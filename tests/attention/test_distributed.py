@@ -184,6 +184,7 @@ def _count_transfers(
     rank: int, world: int, case: Case, together: int
 ) -> list[tuple[str, str, int]]:
     channel = _channel(world)
+    channel.log.collect()
     attention = DistributedAttention(CpuAttention(), channel, together_below_bytes=together)
     shards = _shards(case.inputs, channel)
     out = attention(*shards, mask=case.mask)
@@ -235,11 +236,12 @@ def _record_order(rank: int, world: int, case: Case) -> tuple[list[str], list[st
     def launched() -> list[str]:
         return [t.label for t in channel.log.transfers]
 
+    channel.log.collect()
     query = attention.launch(shards[0], num_kv_heads=2)
     before_kv = launched()
     k, v = shards[1] * 2, shards[2] * 2  # stands for their projection
     out = attention.finish(query, k, v, mask=case.mask)
-    channel.log.take()
+    channel.log.collect()
     events: list[str] = []
     k.register_hook(lambda _: events.append(f"dk after {launched()}"))
     query_grad = shards[0].register_hook(lambda _: events.append("dq"))
@@ -260,6 +262,7 @@ def test_projection_of_k_and_v_runs_while_q_travels() -> None:
 def test_size_one_calls_local_attention_alone() -> None:
     """Catches a world of one that copies, logs or goes another way."""
     channel = Channel.solo()
+    channel.log.collect()
     seen = []
 
     def local(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:

@@ -21,6 +21,7 @@ def _channel(world: int) -> Channel:
 
 def _run_shapes(rank: int, world: int) -> list[bool]:
     channel = _channel(world)
+    channel.log.collect()
     good = []
     for shape, scatter, gather in SHAPES:
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)

@@ -147,7 +147,7 @@ def _check_case(case: Case, rank: int, world: int, *, uneven: bool, strided: boo
     dxs = _model(case.backward, dys, case.dim, parts)
     x, dy = xs[rank].clone(memory_format=torch.preserve_format).requires_grad_(), dys[rank]
     dy_before = dy.clone()
-    channel.log.take()
+    channel.log.collect()
     y = case.function(x, channel, **options)
     there = [t.kind for t in channel.log.take()]
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -280,6 +280,7 @@ def test_sizes_that_do_not_fit_and_second_derivatives_are_refused() -> None:
 def test_a_group_of_one_costs_nothing(name: str) -> None:
     """Catches a copy, a node of the graph or a transfer where nothing has to move."""
     channel = Channel.solo()
+    channel.log.collect()
     x = torch.randn(2, 4, 6, requires_grad=True)
     assert CASES[name].function(x, channel, **CASES[name].options) is x
     assert channel.log.take() == []

@@ -36,6 +36,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
         group = dist.new_group(ranks)
         if rank in ranks:
             channel, seed = Channel(group), number
+    channel.log.collect()
     first = channel.rank == 0
     data = batch(seed) if first else None
     found: dict[str, object] = {}
@@ -55,7 +56,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     shared = broadcast_data(["tokens"], mine, torch.int64, channel=channel)
     assert shared["tokens"].tolist() == [ranks_of_groups[seed][0]] * 3
     assert broadcast_data([], None, torch.int64, channel=channel) == {}
-    channel.log.take()
+    channel.log.collect()
     faults = []
     wrong = {"tokens": batch(0)["tokens"], "labels": torch.zeros(2), "deep": torch.zeros((1,) * 9)}
     for keys, dtype in (
@@ -99,6 +100,7 @@ def test_all_ranks_get_what_the_first_one_has(groups: list[list[int]]) -> None:
 def test_a_group_of_one_gets_its_own_tensors() -> None:
     """Catches copies, and checks left out, where nothing has to travel."""
     data, channel = batch(1), Channel.solo()
+    channel.log.collect()
     got = broadcast_data(INTS, data, torch.int64, channel=channel)
     assert all(got[key] is data[key] for key in INTS)
     assert channel.log.take() == []

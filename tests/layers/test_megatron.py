@@ -665,6 +665,7 @@ def test_a_checkpoint_loads_over_another_group(tmp_path: Path) -> None:
 
 def _loss(rank: int, smoothing: float, vocab: int) -> None:
     log = CommLog()
+    log.collect()
     channel = group(log)
     logits = drawn(S, B, vocab) * 5
     target = torch.randint(vocab, (S, B), generator=torch.Generator().manual_seed(7))

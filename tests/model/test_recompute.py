@@ -109,7 +109,7 @@ def _all_layouts(rank: int) -> dict[tuple[str, str], tuple[bool, int, bool]]:
             if not _fits(name, mode):
                 continue
             built = _build(mesh, options, parallel)
-            mesh.log.take()
+            mesh.log.collect()
             numbers, saved = _step(built, mesh)
             weights = _gathers(built, mesh)
             wanted, gathers = wanted or numbers, gathers or weights

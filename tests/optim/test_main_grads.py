@@ -183,7 +183,7 @@ def _reduce_on(rank: int, bucket_bytes: int, overlap: bool) -> tuple[list[list],
     channels = {Axis.DATA: Channel(torch.distributed.group.WORLD, log=log), Axis.STAGE: stage}
     gradients = MainGradients(items, channels, bucket_bytes=bucket_bytes)
     for step in range(2):
-        log.take()
+        log.collect()
         gradients.zero()
         for last in (False, True):
             if last and overlap:
@@ -230,6 +230,7 @@ def _launches_seen_in_backward(rank: int) -> list[int]:
     for item in items:
         x = x * item.parameter
         x.register_hook(lambda _: seen.append(len(log.transfers)))
+    log.collect()
     x.sum().backward()
     gradients.reduce()
     return seen

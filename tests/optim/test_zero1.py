@@ -257,7 +257,7 @@ def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
 
     loss(items, SPECS, mesh, 1).backward()
     gradients.reduce()
-    mesh.log.take()
+    mesh.log.collect()
     optimizer.step(CONFIG.lr, wait=False)
     labels = [f"{t.kind} {t.label}" for t in mesh.log.take()]
     seen = [arrived()]

@@ -99,7 +99,7 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         mesh = meshes.of(layout)
         run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
         run.numbers(range(1))  # its first gathers were launched before the log was emptied
-        mesh.log.take()
+        mesh.log.collect()
         with _Sends() as sends:
             first = rank % layout.tensor == 0
             read = [task.batch(1, place) for place in range(layout.micro)] if first else None

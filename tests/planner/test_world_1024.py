@@ -74,7 +74,7 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
 
     run.optimizer.grad_norm = finite  # type: ignore[method-assign]
     run.numbers(range(1))
-    mesh.log.take()
+    mesh.log.collect()
     run.numbers(range(2, 3))
     calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for transfer in mesh.log.take():

@@ -46,7 +46,10 @@ def test_times_are_the_devices():
         torch.cuda._sleep(LONG_CYCLES)
         channel.log.enter("forward", "b")
         transfer = channel.log.start("all_gather", "weight", "b.weight", 1)
-        wait = channel._wait_on_device(transfer, lambda: _Copy(stream), lambda: x)
+        assert channel.log.clock is not None
+        wait = channel._time_on_device(
+            transfer, lambda: _Copy(stream), lambda: x, channel.log.clock
+        )
         torch.cuda._sleep(LONG_CYCLES // 4)
         wait()
         recorder.begin_step()

@@ -84,7 +84,7 @@ def _train(meshes: Meshes, case: Case, micro: int, dtype: torch.dtype) -> Result
     layout = Layout(tensor=2, weight=4, data=2, micro=micro, options=case.weight)
     mesh = meshes.of(layout)
     run = make_run(mesh, layout, case.task(), dtype=dtype)
-    mesh.log.take()
+    mesh.log.collect()
     numbers = run.numbers(STEPS[:1])
     departures = tuple(t.label for t in mesh.log.take())
     numbers += run.numbers(STEPS[1:])
