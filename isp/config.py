@@ -90,6 +90,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_layout(self.model, self.parallel, self.row_tokens)
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
+        self.model.attention_backend.check_fits(self.training.device, self.training.dtype)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = self.lr_scheduler.num_decay_steps(steps)
@@ -120,6 +121,13 @@ class JobConfig:
                 "metrics.enable_tensorboard=true needs the tensorboard package: pip install"
                 " 'isp[tensorboard]' (or pip install tensorboard), or use false; metrics.jsonl has"
                 " the same numbers"
+            )
+        package = self.model.attention_backend.package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"model.attention_backend={self.model.attention_backend} needs the package"
+                f" {package}, which is not installed: use auto, which takes the fastest that is"
+                f" there"
             )
 
     def unused(self) -> list[str]:

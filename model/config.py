@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isp.attention_backend import AttentionBackend
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import Mode, ParallelConfig, PipelineConfig
 
@@ -44,6 +45,9 @@ class ModelConfig:
     """Whether each head of q and k goes through RMSNorm (Qwen3)."""
     tie_embeddings: bool = False
     """Whether the logits use the embedding table."""
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
+    """What computes attention: auto (the fastest that runs here), torch's sdpa, cudnn or varlen, or
+    flash2, flash3 or flash4 of the flash-attention packages."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""

@@ -10,9 +10,11 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.parallel import Mode
+from isp.train.run import choose_device
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
@@ -296,3 +298,35 @@ def test_every_config_fits_its_ranks():
         config = load_config(folder / name)
         assert config.topology(world).world_size == world
         assert config.unused() == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "device", "words"),
+    [
+        ("flash2", "float32", "auto", "model.attention_backend=flash2 needs bfloat16 or float16"),
+        ("varlen", "bfloat16", "cpu", "not bfloat16 on cpu: use model.attention_backend=sdpa"),
+    ],
+)
+def test_an_attention_that_cannot_run_is_refused(write, backend, dtype, device, words):
+    """Catches a forced backend that is found impossible only by the ranks."""
+    keys = f"attention_backend={backend}", f"dtype={dtype}", f"device={device}"
+    overrides = [f"--{s}.{k}" for s, k in zip(("model", "training", "training"), keys, strict=True)]
+    assert words in faults_of(write(MINIMAL), *overrides)
+
+
+def test_an_attention_whose_package_is_missing_is_refused(write):
+    """Catches a forced backend that nobody installed, found out by every rank."""
+    overrides = ["--model.attention_backend=flash3", "--training.dtype=bfloat16"]
+    config = load_config(write(MINIMAL), overrides)
+    with pytest.raises(
+        ConfigError, match=r"flash3 needs the package flash_attn_interface, .* auto"
+    ):
+        config.require_packages()
+
+
+def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
+    """Catches training.device=auto that turns into cpu behind the check of the configuration."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    overrides = ["--model.attention_backend=varlen", "--training.dtype=bfloat16"]
+    with pytest.raises(ValueError, match="not bfloat16 on cpu"):
+        choose_device(load_config(write(MINIMAL), overrides))

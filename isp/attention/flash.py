@@ -28,8 +28,6 @@ class _FlashAttention:
     """What the three have in common: a dense and a packed function that take the same keywords."""
 
     module: str
-    name: str
-    remedy: str
     no_limit: int | None = -1
     """How an open side of a window is written."""
 
@@ -41,7 +39,7 @@ class _FlashAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
-        options = {
+        options: dict[str, Any] = {
             "softmax_scale": self.scale,
             "causal": mask.causal,
             "window_size": self._window(mask),
@@ -68,10 +66,7 @@ class _FlashAttention:
         try:
             found: Callable[..., Any] = getattr(import_module(self.module), function)
         except (ImportError, OSError, AttributeError) as error:
-            raise ValueError(
-                f"attention_backend={self.name} is not there ({error}): {self.remedy}, or use"
-                f" attention_backend=auto"
-            ) from error
+            raise ValueError(f"{self.module}.{function} is not there: {error}") from error
         return found
 
 
@@ -85,22 +80,16 @@ class Flash2Attention(_FlashAttention):
     """FlashAttention-2, for Ampere and later."""
 
     module = "flash_attn"
-    name = "flash2"
-    remedy = "pip install flash-attn --no-build-isolation"
 
 
 class Flash3Attention(_FlashAttention):
     """FlashAttention-3, for Hopper."""
 
     module = "flash_attn_interface"
-    name = "flash3"
-    remedy = "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention"
 
 
 class Flash4Attention(_FlashAttention):
     """FlashAttention-4, for Hopper and Blackwell."""
 
     module = "flash_attn.cute"
-    name = "flash4"
-    remedy = "pip install flash-attn-4"
     no_limit = None

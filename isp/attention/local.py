@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,8 +15,15 @@ from isp.attention.flash import Flash2Attention, Flash3Attention, Flash4Attentio
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import SdpaAttention, SdpaKernel
 from isp.attention.varlen import VarlenAttention
+from isp.attention_backend import AttentionBackend
 
-__all__ = ["AttentionBackend", "LocalAttention", "choose_backend", "make_local_attention"]
+__all__ = [
+    "AttentionBackend",
+    "LocalAttention",
+    "choose_backend",
+    "fault_on",
+    "make_local_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -33,41 +40,36 @@ class LocalAttention(Protocol):
         ...
 
 
-class AttentionBackend(StrEnum):
-    """What computes local attention (`attention_backend`)."""
-
-    AUTO = "auto"
-    """The fastest that is there."""
-    SDPA = "sdpa"
-    """torch's scaled dot product attention, document by document; the one that runs on CPU."""
-    CUDNN = "cudnn"
-    """The same with cuDNN's kernel."""
-    VARLEN = "varlen"
-    """torch.nn.attention.varlen."""
-    FLASH2 = "flash2"
-    """The flash_attn package."""
-    FLASH3 = "flash3"
-    """flash_attn_interface, FlashAttention-3 for Hopper."""
-    FLASH4 = "flash4"
-    """flash_attn.cute, FlashAttention-4 for Hopper and Blackwell."""
-
-
-_HALF = (torch.bfloat16, torch.float16)
+_KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
+    AttentionBackend.CUDNN: partial(SdpaAttention, SdpaKernel.CUDNN),
+    AttentionBackend.VARLEN: VarlenAttention,
+    AttentionBackend.FLASH2: Flash2Attention,
+    AttentionBackend.FLASH3: Flash3Attention,
+    AttentionBackend.FLASH4: Flash4Attention,
+}
+_REMEDIES = {
+    AttentionBackend.VARLEN: "install torch 2.11 or later",
+    AttentionBackend.FLASH2: "pip install flash-attn --no-build-isolation",
+    AttentionBackend.FLASH3: "build it in the `hopper` folder of"
+    " github.com/Dao-AILab/flash-attention",
+    AttentionBackend.FLASH4: "pip install flash-attn-4",
+}
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, *, is_there: Callable[[AttentionBackend], bool]
-) -> AttentionBackend:
-    """What AUTO stands for on this device, of the backends that `is_there` says can be imported."""
-    if device.type != "cuda" or dtype not in _HALF:
-        return AttentionBackend.SDPA
-    major, _ = torch.cuda.get_device_capability(device)
-    wanted = [AttentionBackend.FLASH2, AttentionBackend.VARLEN]
-    if major == 9:
-        wanted = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *wanted]
-    if major >= 10:
-        wanted = [AttentionBackend.FLASH4, *wanted]
-    return next((backend for backend in wanted if is_there(backend)), AttentionBackend.SDPA)
+    device: torch.device, dtype: torch.dtype, *, fault_of: Callable[[AttentionBackend], str]
+) -> tuple[AttentionBackend, dict[AttentionBackend, str]]:
+    """What AUTO stands for on this device, and what is wrong with those that would be faster.
+
+    `fault_of` says what is wrong with a backend here; empty: nothing.
+    """
+    faults: dict[AttentionBackend, str] = {}
+    for backend in _fastest_first(device, dtype):
+        fault = fault_of(backend)
+        if not fault:
+            return backend, faults
+        faults[backend] = fault
+    return AttentionBackend.SDPA, faults
 
 
 def make_local_attention(
@@ -75,53 +77,70 @@ def make_local_attention(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    head_dim: int = 64,
     scale: float | None = None,
 ) -> LocalAttention:
     """Local attention by `backend`, with logits multiplied by `scale` (None: 1 / sqrt(d)).
 
-    Says which one it is, once, at level info. Raises ValueError if `backend` is forced and cannot
-    run here, with the way to get it.
+    Says which one it is, once, at level info, and why not a faster one. Raises ValueError if
+    `backend` is forced and cannot run here, with the way to get it.
     """
     backend = AttentionBackend(backend)
-    chosen = backend
+    backend.check_fits(device.type, str(dtype).removeprefix("torch."))
+    fault_of = partial(fault_on, device=device, dtype=dtype, head_dim=head_dim)
     if backend is AttentionBackend.AUTO:
-        chosen = choose_backend(device, dtype, is_there=_can_be_made)
-    elif chosen is not AttentionBackend.SDPA:
-        _check_fits(chosen, device, dtype)
-    attention = _make(chosen, device, scale)
-    logger.info("attention: %s%s", chosen, " (auto)" if backend is AttentionBackend.AUTO else "")
-    return attention
-
-
-def _check_fits(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda" or dtype not in _HALF:
+        chosen, faults = choose_backend(device, dtype, fault_of=fault_of)
+        passed_over = "".join(f"; not {other}: {fault}" for other, fault in faults.items())
+        logger.info("attention: %s (auto%s)", chosen, passed_over)
+        return _make(chosen, device, scale)
+    if backend is not AttentionBackend.SDPA and (fault := fault_of(backend)):
+        remedy = f"{_REMEDIES[backend]}, or " if backend in _REMEDIES else ""
         raise ValueError(
-            f"attention_backend={backend} needs bfloat16 or float16 on a CUDA device, not {dtype}"
-            f" on {device.type}: use attention_backend=sdpa or auto"
+            f"model.attention_backend={backend} does not run here ({fault}): {remedy}use"
+            f" model.attention_backend=auto"
         )
+    logger.info("attention: %s", backend)
+    return _make(backend, device, scale)
 
 
-def _can_be_made(backend: AttentionBackend) -> bool:
+def fault_on(
+    backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str:
+    """What keeps `backend` from training on packed documents; empty: nothing.
+
+    Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
+    built for this device, know other keywords, or have no backward.
+    """
     try:
-        _make(backend, torch.device("cuda"), None)
-    except ValueError:
-        return False
-    return True
+        attend, mask = _make(backend, device, None), AttentionMask.of_documents([16, 32])
+        q, k, v = (
+            torch.zeros(1, 48, heads, head_dim, device=device, dtype=dtype, requires_grad=True)
+            for heads in (2, 1, 1)
+        )
+        with torch.enable_grad():
+            torch.autograd.grad(attend(q, k, v, mask=mask).sum(), (q, k, v))
+    except Exception as error:  # a package that compiles as it runs may raise anything
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line[:200]}"
+    return ""
+
+
+def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
+    """What may be faster than SDPA on a device of this kind."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return []
+    major, _ = torch.cuda.get_device_capability(device)
+    wanted = [AttentionBackend.FLASH2, AttentionBackend.VARLEN]
+    if major == 9:
+        wanted = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *wanted]
+    if major >= 10:
+        wanted = [AttentionBackend.FLASH4, *wanted]
+    return wanted
 
 
 def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:
-    match backend:
-        case AttentionBackend.FLASH2:
-            return Flash2Attention(scale=scale)
-        case AttentionBackend.FLASH3:
-            return Flash3Attention(scale=scale)
-        case AttentionBackend.FLASH4:
-            return Flash4Attention(scale=scale)
-        case AttentionBackend.VARLEN:
-            return VarlenAttention(scale=scale)
-        case AttentionBackend.CUDNN:
-            return SdpaAttention(SdpaKernel.CUDNN, scale=scale)
-        case _ if device.type == "cpu":
-            return CpuAttention(scale=scale)
-        case _:
-            return SdpaAttention(SdpaKernel.ANY, scale=scale)
+    if backend in _KINDS:
+        return _KINDS[backend](scale=scale)
+    if device.type == "cpu":
+        return CpuAttention(scale=scale)
+    return SdpaAttention(SdpaKernel.ANY, scale=scale)

@@ -28,10 +28,7 @@ class VarlenAttention:
         try:
             from torch.nn.attention.varlen import varlen_attn
         except ImportError as error:
-            raise ValueError(
-                "attention_backend=varlen is not there: it needs torch 2.10 or later, or use"
-                " attention_backend=auto"
-            ) from error
+            raise ValueError("torch.nn.attention.varlen is not there") from error
         self.scale = scale
         self._attend: Callable[..., Any] = varlen_attn
         self._parameters = frozenset(inspect.signature(varlen_attn).parameters)
@@ -62,7 +59,7 @@ class VarlenAttention:
             if mask.window is not None or self.scale is not None:
                 raise ValueError(
                     "torch 2.10's varlen attention has neither windows nor another scale: use"
-                    " torch 2.11 or later, or attention_backend=flash2 or sdpa"
+                    " torch 2.11 or later, or model.attention_backend=flash2 or sdpa"
                 )
             return {"is_causal": mask.causal}
         left = -1 if mask.window is None else mask.window - 1

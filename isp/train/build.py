@@ -66,7 +66,10 @@ def build_model(
         communicator = _communicator(parallel.weight, mesh, device)
     layers = _layers(parallel, mesh, communicator, device, dtype)
     core = DistributedAttention(
-        make_local_attention(device=device, dtype=dtype), layers.attention_channel
+        make_local_attention(
+            config.attention_backend, device=device, dtype=dtype, head_dim=config.head_size
+        ),
+        layers.attention_channel,
     )
     spans = stage_spans(config, order.num_stages)
     chunks: list[Decoder] = []

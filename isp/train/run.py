@@ -93,6 +93,7 @@ def choose_device(config: JobConfig) -> torch.device:
             " torch build for your CUDA driver"
         )
     if wanted == "cpu" or not available:
+        config.model.attention_backend.check_fits("cpu", config.training.dtype)
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:

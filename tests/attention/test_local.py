@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.attention import AttentionBackend, AttentionMask, CpuAttention, make_local_attention
-from isp.attention.local import LocalAttention, choose_backend
+from isp.attention.flash import Flash2Attention, Flash4Attention
+from isp.attention.local import LocalAttention, choose_backend, fault_on
 from isp.attention.sdpa import SdpaAttention
 from isp.attention.varlen import VarlenAttention
 from tests.attention.reference import attend, make_mask, random_inputs, with_gradients
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 BACKENDS: list[Callable[..., LocalAttention]] = [CpuAttention, SdpaAttention]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -217,10 +220,56 @@ def test_half_installed_package_counts_as_missing(
     """Catches a probe that only asks whether the package can be found."""
     _half_installed(tmp_path, error)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"flash2 is not there \(undefined symbol\): pip install"):
+    with pytest.raises(ValueError, match=r"flash2 .*not there: undefined symbol\): pip install"):
         make_local_attention(
             AttentionBackend.FLASH2, device=torch.device("cuda"), dtype=torch.bfloat16
         )
+
+
+_PACKAGE = """
+import torch
+from isp.attention import AttentionMask, CpuAttention
+
+def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size{keywords}):
+    return {dense}
+
+def flash_attn_varlen_func(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+    window_size{keywords}
+):
+    return {packed}
+"""
+_PACKED = """CpuAttention()(
+        *(x[None] for x in (q, k, v)), mask=AttentionMask(cu_seqlens=cu_seqlens_q)
+    )[0]"""
+
+
+def _installed(folder: Path, module: str, **parts: str) -> None:
+    """A flash-attn package whose functions return the expressions `parts`, computed on the CPU."""
+    path = folder.joinpath(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(_PACKAGE.format(**{"keywords": "", "dense": "q", "packed": _PACKED, **parts}))
+
+
+@pytest.mark.parametrize(
+    ("packed", "fault"),
+    [
+        (_PACKED, ""),
+        (f"{_PACKED}.detach()", "RuntimeError: element 0 of tensors does not require grad"),
+        (f"{_PACKED}.no_kernel()", "AttributeError: 'Tensor' object has no attribute 'no_kernel'"),
+    ],
+)
+def test_a_backend_is_tried_out(
+    packed: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a package that can be imported, and then cannot go forward or backward."""
+    _installed(tmp_path, "isp_test_flash", packed=packed)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Flash4Attention, "module", "isp_test_flash")
+    monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
+    found = fault_on(AttentionBackend.FLASH4, device=CPU, dtype=torch.float32, head_dim=8)
+    assert found.startswith(fault) if fault else found == ""
 
 
 @pytest.mark.parametrize(
@@ -240,9 +289,11 @@ def test_automatic_choice(
     """Catches a kernel chosen for the wrong generation of devices."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = torch.device("cuda")
-    is_there = lambda backend: backend.value in there  # noqa: E731
-    assert choose_backend(device, torch.bfloat16, is_there=is_there) == expected
-    assert choose_backend(device, torch.float32, is_there=is_there) == "sdpa"
+    fault_of = lambda backend: "" if backend.value in there else "missing"  # noqa: E731
+    chosen, faults = choose_backend(device, torch.bfloat16, fault_of=fault_of)
+    assert chosen == expected
+    assert faults.keys().isdisjoint(there)
+    assert choose_backend(device, torch.float32, fault_of=fault_of) == ("sdpa", {})
 
 
 def _varlen_2_10(

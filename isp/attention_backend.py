@@ -1,0 +1,46 @@
+"""What can compute attention on a rank (`model.attention_backend`); needs no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["AttentionBackend"]
+
+
+class AttentionBackend(StrEnum):
+    """What computes attention on a rank."""
+
+    AUTO = "auto"
+    """The fastest that is there."""
+    SDPA = "sdpa"
+    """torch's scaled dot product attention, document by document; the one that runs on CPU."""
+    CUDNN = "cudnn"
+    """The same with cuDNN's kernel."""
+    VARLEN = "varlen"
+    """torch.nn.attention.varlen."""
+    FLASH2 = "flash2"
+    """The flash_attn package."""
+    FLASH3 = "flash3"
+    """flash_attn_interface, FlashAttention-3 for Hopper."""
+    FLASH4 = "flash4"
+    """flash_attn.cute, FlashAttention-4 for Hopper and Blackwell."""
+
+    @property
+    def package(self) -> str | None:
+        """The package that has it; None: torch."""
+        packages = {
+            "flash2": "flash_attn",
+            "flash3": "flash_attn_interface",
+            "flash4": "flash_attn",
+        }
+        return packages.get(self)
+
+    def check_fits(self, device: str, dtype: str) -> None:
+        """Raise ValueError if it cannot compute in `dtype` on a `device` of this type."""
+        anywhere = self in (AttentionBackend.AUTO, AttentionBackend.SDPA)
+        if not anywhere and (device == "cpu" or dtype not in ("bfloat16", "float16")):
+            raise ValueError(
+                f"model.attention_backend={self} needs bfloat16 or float16 on a CUDA device, not"
+                f" {dtype} on {device}: use model.attention_backend=sdpa or auto, or another"
+                f" training.dtype or training.device"
+            )
