@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isp.attention.mask import AttentionMask
@@ -44,6 +45,8 @@ class _FlashAttention:
             "causal": mask.causal,
             "window_size": self._window(mask),
         }
+        if torch.are_deterministic_algorithms_enabled():  # as torch's own kernels do
+            options["deterministic"] = True
         if mask.cu_seqlens is None:
             return _only_output(self._dense(q, k, v, **options))
         ends = mask.cu_seqlens_on(q.device)

@@ -272,6 +272,28 @@ def test_a_backend_is_tried_out(
     assert found.startswith(fault) if fault else found == ""
 
 
+@pytest.mark.parametrize("keywords", ["", ", deterministic=False"])
+def test_deterministic_algorithms_reach_the_packages(
+    keywords: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run with training.deterministic whose attention adds up in any order."""
+    packed = f"{_PACKED} * (2 if deterministic else 1)" if keywords else _PACKED
+    _installed(tmp_path, "isp_test_flash", keywords=keywords, packed=packed)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Flash2Attention, "module", "isp_test_flash")
+    monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
+    (q, k, v), _ = random_inputs(1, 9, 2, 2)
+    plain = Flash2Attention()(q, k, v, mask=make_mask([4, 5]))
+    torch.use_deterministic_algorithms(True)
+    try:
+        fault = fault_on(AttentionBackend.FLASH2, device=CPU, dtype=torch.float32, head_dim=8)
+        assert ("unexpected keyword argument 'deterministic'" in fault) is not bool(keywords)
+        if keywords:
+            assert torch.equal(Flash2Attention()(q, k, v, mask=make_mask([4, 5])), 2 * plain)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     ("capability", "there", "expected"),
     [
