@@ -115,7 +115,10 @@ OPTIONS = [
 def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[str], int]:
     """What went wrong in three steps and an evaluation, and how much was followed."""
     with Device() as device:
-        run = make_run(Meshes(rank).of(layout), layout, task, dtype=torch.bfloat16)
+        mesh = Meshes(rank).of(
+            layout
+        )  # weights are published by several buckets, as large ones are
+        run = make_run(mesh, layout, task, dtype=torch.bfloat16, bucket_bytes=1000)
         if timed:
             run.step.mesh.log.collect(CPU)
         if timed:

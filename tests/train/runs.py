@@ -15,7 +15,7 @@ from isp.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
-from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
     Mode,
@@ -194,13 +194,19 @@ def make_run(
     *,
     dtype: torch.dtype = torch.float64,
     config: OptimizerConfig = OPTIMIZER,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Run:
     """A run on this rank."""
     built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=dtype)
     parameters = list(built.parameters)
     gradients = MainGradients(parameters, mesh)
     optimizer = Zero1Optimizer(
-        gradients, mesh, config, max_norm=MAX_NORM, counted_elsewhere=built.counted_elsewhere
+        gradients,
+        mesh,
+        config,
+        max_norm=MAX_NORM,
+        bucket_bytes=bucket_bytes,
+        counted_elsewhere=built.counted_elsewhere,
     )
     step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
     return Run(step, parameters, optimizer, layout, task)
