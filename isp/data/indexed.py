@@ -107,6 +107,10 @@ class IndexedDataset:
         assert 0 <= start <= stop <= int(self.lengths[document])
         return self._tokens[offset + start : offset + stop]
 
+    def where(self, document: int) -> str:
+        """The file and the place in it of a document."""
+        return f"{self.bin_path}, document {document}"
+
     def __iter__(self) -> Iterator[TokenArray]:
         """The tokens of each document, in the order of the file."""
         for document, length in enumerate(self.lengths):
@@ -217,8 +221,9 @@ class _Index(NamedTuple):
 
 def _read_index(path: Path) -> _Index:
     """Read and check an .idx; ValueError says what is wrong with it."""
-    data = np.fromfile(path, dtype=np.uint8)
-    dtype, num_sequences, num_indices = _read_header(path, data)
+    with path.open("rb") as file:
+        dtype, num_sequences, num_indices = _read_header(path, file.read(HEADER.size))
+    data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
     expected = HEADER.size + sum(sizes)
     # Multimodal sets have one more byte a sequence.
@@ -248,11 +253,11 @@ def _read_index(path: Path) -> _Index:
     return _Index(dtype, num_sequences, starts[documents])
 
 
-def _read_header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+def _read_header(path: Path, data: bytes) -> tuple[np.dtype[Any], int, int]:
     """The type of the ids, the number of sequences, and that of document indices."""
-    if data[: len(MAGIC)].tobytes() != MAGIC[: len(data)]:
+    if data[: len(MAGIC)] != MAGIC[: len(data)]:
         raise ValueError(
-            f"{path} is not a Megatron index, it begins with {data[: len(MAGIC)].tobytes()!r} "
+            f"{path} is not a Megatron index, it begins with {data[: len(MAGIC)]!r} "
             f"instead of {MAGIC!r}: {WAY_OUT}"
         )
     if len(data) < HEADER.size:
@@ -260,7 +265,7 @@ def _read_header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any]
             f"{path} is cut short: it has {len(data)} of the {HEADER.size} bytes of a header; "
             f"{WAY_OUT}"
         )
-    _, version, code, num_sequences, num_indices = HEADER.unpack(data[: HEADER.size].tobytes())
+    _, version, code, num_sequences, num_indices = HEADER.unpack(data)
     if version != VERSION:
         raise ValueError(f"{path} has version {version} where {VERSION} is known: {WAY_OUT}")
     if code not in DTYPES:

@@ -9,7 +9,7 @@ from isp.data.config import DataConfig
 from isp.data.dataset import PackedDataset
 from isp.data.documents import iterate_documents
 from isp.data.indexed import IndexedDataset, indexed_prefix, token_dtype
-from isp.data.stores import ConcatStore, MemoryStore, SubsetStore, TokenStore, held_out
+from isp.data.stores import ConcatStore, EndedStore, MemoryStore, SubsetStore, TokenStore, held_out
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "open_datasets", "open_store"]
@@ -46,7 +46,11 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
         None
         if store is None
         else PackedDataset(
-            store, tokenizer, seq_len=config.seq_len, pack=config.pack, seed=store_seed
+            store,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=config.seq_len,
+            pack=config.pack,
+            seed=store_seed,
         )
         for store, store_seed in ((train_store, seed), (valid_store, HELD_OUT_SEED))
     )
@@ -59,17 +63,19 @@ def open_store(
 ) -> TokenStore:
     """The documents of a source: text is tokenised into memory, a .bin/.idx pair is mapped.
 
-    `key` is the name of `source` in messages.
+    Each document ends with eos. `key` is the name of `source` in messages.
     """
     stores: list[TokenStore] = []
     for item in [source] if isinstance(source, str) else source:
+        opened: TokenStore
         prefix = indexed_prefix(item)
         if prefix is not None:
-            stores.append(IndexedDataset(prefix))
-            continue
-        documents = map(tokenizer.encode, iterate_documents(item, text_key=text_key, key=key))
-        name = f"{key}={item}"
-        stores.append(MemoryStore(name, documents, dtype=token_dtype(tokenizer.vocab_size)))
+            opened = IndexedDataset(prefix)
+        else:
+            documents = map(tokenizer.encode, iterate_documents(item, text_key=text_key, key=key))
+            dtype = token_dtype(tokenizer.vocab_size)
+            opened = MemoryStore(f"{key}={item}", documents, dtype=dtype)
+        stores.append(EndedStore(opened, tokenizer.eos_id))
     store = stores[0] if len(stores) == 1 else ConcatStore(stores)
     logger.info("%s: %d documents, %d tokens", store.name, len(store.lengths), store.lengths.sum())
     return store

@@ -1,5 +1,6 @@
-"""Stores of tokenised documents: in memory, joined, or a part of another one."""
+"""Stores of tokenised documents: in memory, joined, ended by eos, or a part of another one."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -8,7 +9,12 @@ import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
 
-__all__ = ["ConcatStore", "MemoryStore", "SubsetStore", "TokenStore", "held_out"]
+__all__ = ["ConcatStore", "EndedStore", "MemoryStore", "SubsetStore", "TokenStore", "held_out"]
+
+logger = logging.getLogger(__name__)
+
+EOS_PROBES = 256
+"""Documents looked at to learn whether a store ends its documents with eos by itself."""
 
 
 class TokenStore(Protocol):
@@ -24,6 +30,9 @@ class TokenStore(Protocol):
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         """Tokens [start, stop) of a document."""
+
+    def where(self, document: int) -> str:
+        """The source and the place in it, counted from 0, of a document."""
 
 
 class MemoryStore:
@@ -42,6 +51,50 @@ class MemoryStore:
         assert 0 <= start <= stop <= int(self.lengths[document])
         return self._tokens[offset + start : offset + stop]
 
+    def where(self, document: int) -> str:
+        """The source and the place in it of a document."""
+        return f"{self.name}, document {document}"
+
+
+class EndedStore:
+    """The documents of another store, each but the empty ones with eos at its end.
+
+    Whether eos is there already is a habit of the program that wrote the store, and reading the
+    last token of every document would read most of a large file. So `EOS_PROBES` of them are looked
+    at, and the others are taken to be like the most of these.
+    """
+
+    def __init__(self, store: TokenStore, eos_id: int) -> None:
+        self.name = store.name
+        self._store = store
+        self._eos_id = eos_id
+        documents = np.flatnonzero(store.lengths)
+        probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]
+        lacking = np.array([self._lacks_eos(document) for document in probes.tolist()], dtype=bool)
+        if len(probes) < len(documents) and len(set(lacking.tolist())) == 2:
+            logger.warning(
+                "%s: %d of %d documents looked at end with token %d, the tokenizer's end of"
+                " document: the others are taken to be like the most of them",
+                *(self.name, int((~lacking).sum()), len(probes), eos_id),
+            )
+        self.lengths = store.lengths.copy()
+        self.lengths[documents] += bool(2 * lacking.sum() > len(lacking))
+        self.lengths[probes] = store.lengths[probes] + lacking
+
+    def read(self, document: int, start: int, stop: int) -> TokenArray:
+        """Tokens [start, stop) of a document."""
+        stored = int(self._store.lengths[document])
+        tokens = self._store.read(document, min(start, stored), min(stop, stored))
+        return tokens if stop <= stored else np.append(tokens.astype(np.int64), self._eos_id)
+
+    def where(self, document: int) -> str:
+        """The source and the place in it of a document."""
+        return self._store.where(document)
+
+    def _lacks_eos(self, document: int) -> bool:
+        length = int(self._store.lengths[document])
+        return int(self._store.read(document, length - 1, length)[0]) != self._eos_id
+
 
 class ConcatStore:
     """The documents of several stores, in their order."""
@@ -54,9 +107,19 @@ class ConcatStore:
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         """Tokens [start, stop) of a document."""
+        store, own = self._find(document)
+        return store.read(own, start, stop)
+
+    def where(self, document: int) -> str:
+        """The source and the place in it of a document."""
+        store, own = self._find(document)
+        return store.where(own)
+
+    def _find(self, document: int) -> tuple[TokenStore, int]:
+        """The store of a document, and its place there."""
         place = int(np.searchsorted(self._ends, document, side="right"))
         store = self._stores[place]
-        return store.read(document - int(self._ends[place]) + len(store.lengths), start, stop)
+        return store, document - int(self._ends[place]) + len(store.lengths)
 
 
 class SubsetStore:
@@ -71,6 +134,10 @@ class SubsetStore:
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         """Tokens [start, stop) of a document."""
         return self._store.read(int(self._documents[document]), start, stop)
+
+    def where(self, document: int) -> str:
+        """The source and the place in it of a document."""
+        return self._store.where(int(self._documents[document]))
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:

@@ -6,8 +6,7 @@ import torch
 
 from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
 from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
-from isp.data.stores import MemoryStore
-from isp.data.tokenizer import ByteTokenizer
+from isp.data.stores import EndedStore, MemoryStore
 
 SEQ_LEN = 8
 
@@ -16,7 +15,7 @@ def make(*, pack: bool = True, num_documents: int = 40) -> PackedDataset:
     rng = np.random.default_rng(2)
     documents = [rng.integers(0, 256, rng.integers(1, 20)) for _ in range(num_documents)]
     store = MemoryStore("the text", documents, dtype=np.dtype(np.uint16))
-    return PackedDataset(store, ByteTokenizer(), seq_len=SEQ_LEN, pack=pack, seed=9)
+    return PackedDataset(EndedStore(store, 256), vocab_size=257, seq_len=SEQ_LEN, pack=pack, seed=9)
 
 
 def rows(batch: MicroBatch) -> list[list[int]]:

@@ -9,7 +9,15 @@ from isp.data.config import DataConfig
 from isp.data.indexed import IndexedDataset
 from isp.data.load import open_datasets
 from isp.data.prepare import prepare
-from isp.data.stores import ConcatStore, MemoryStore, SubsetStore, TokenStore, held_out
+from isp.data.stores import (
+    EOS_PROBES,
+    ConcatStore,
+    EndedStore,
+    MemoryStore,
+    SubsetStore,
+    TokenStore,
+    held_out,
+)
 
 
 def store_of(*documents: list[int]) -> MemoryStore:
@@ -30,6 +38,52 @@ def test_concat_and_subset_find_their_documents() -> None:
     part = SubsetStore("part", joined, np.array([5, 0, 3]))
     assert contents(part) == [[7], [1, 2], [4, 5, 6]]
     assert part.read(2, 1, 2).tolist() == [5]
+
+
+def test_documents_are_named_by_their_source() -> None:
+    """Catches a message that sends the user to another file of several, or another document."""
+    first, second = (
+        MemoryStore(name, [np.array([1])] * 2, dtype=np.dtype(np.int32)) for name in ("a", "b")
+    )
+    joined = ConcatStore([EndedStore(first, 0), EndedStore(second, 0)])
+    assert [joined.where(i) for i in range(4)] == [
+        "a, document 0",
+        "a, document 1",
+        "b, document 0",
+        "b, document 1",
+    ]
+    assert SubsetStore("part", joined, np.array([3, 0])).where(0) == "b, document 1"
+
+
+def test_every_document_of_a_small_store_gets_its_eos() -> None:
+    """Catches eos twice, or not at all, where documents differ; an empty one stays empty."""
+    ended = EndedStore(store_of([1, 9], [], [2], [9]), 9)
+    assert contents(ended) == [[1, 9], [], [2, 9], [9]]
+    assert ended.read(2, 1, 2).tolist() == [9]
+    assert contents(EndedStore(store_of([], []), 9)) == [[], []]
+
+
+@pytest.mark.parametrize("ends_with_eos", [0.0, 0.4, 0.6, 1.0])
+def test_opening_looks_at_few_documents_of_many(
+    ends_with_eos: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches an opening that reads the whole file, also where its documents are not alike."""
+
+    class CountingStore(MemoryStore):
+        reads = 0
+
+        def read(self, document: int, start: int, stop: int) -> np.ndarray:
+            self.reads += 1
+            return super().read(document, start, stop)
+
+    ends = np.random.default_rng(0).random(20 * EOS_PROBES) < ends_with_eos
+    documents = [np.array([7, 9 if end else 8]) for end in ends]
+    store = CountingStore("many", documents, dtype=np.dtype(np.uint16))
+    ended = EndedStore(store, 9)
+    assert store.reads <= EOS_PROBES
+    added = ended.lengths - store.lengths
+    assert abs(added.mean() - (ends_with_eos < 0.5)) < 0.1
+    assert ("taken to be like the most" in caplog.text) is (0 < ends_with_eos < 1)
 
 
 def test_memory_store_without_documents() -> None:
