@@ -280,7 +280,8 @@ class ValidationConfig:
     freq: int = 0
     """Evaluate every this many steps; 0: never."""
     steps: int = 10
-    """Batches in an evaluation."""
+    """Global batches (of `data.micro_bsz` x `data.micro_num` samples from each data rank) in an
+    evaluation."""
 
     def __post_init__(self) -> None:
         off = "; validation.freq=0 switches evaluation off"

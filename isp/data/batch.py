@@ -93,20 +93,15 @@ def held_out_micro_batches(
     micro_bsz: int,
     data_rank: int,
     data_size: int,
-    max_samples: int | None = None,
+    max_samples: int,
 ) -> Iterator[MicroBatch]:
-    """The part of `data_rank` in one pass over held-out samples, in the same order each time.
+    """The part of `data_rank` in the first `max_samples` held-out samples, always in one order.
 
     Every sample counts exactly once, whatever the number of ranks, and every rank gets the same
     number of micro-batches: where samples run out, rows without a label fill the place.
-    `max_samples` ends the pass early.
     """
     assert 0 <= data_rank < data_size
-    count = dataset.samples_per_epoch
-    if max_samples is not None:
-        if max_samples < 1:
-            raise ValueError(f"max_samples={max_samples} must be at least 1: nothing is evaluated")
-        count = min(count, max_samples)
+    count = min(dataset.samples_per_epoch, max_samples)
     for first in range(0, count, micro_bsz * data_size):
         rows = range(first + data_rank * micro_bsz, first + (data_rank + 1) * micro_bsz)
         samples = [

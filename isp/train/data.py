@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -70,22 +72,28 @@ class StepData:
         read = None if self._reader is None else self._reader.get(step)
         return self._share(read, self._data.micro_num)
 
-    def validation(self) -> list[MicroBatch]:
-        """The held-out micro-batches, the same each time."""
-        read = None
+    def validation(self) -> Iterator[list[MicroBatch]]:
+        """The held-out micro-batches, the same each time, at most `micro_num` of them at once.
+
+        `validation.steps` counts global batches, so that the samples depend on their size alone.
+        """
+        data, ranks = self._data, self._replica
+        read: Iterator[MicroBatch] = iter(())
         if self._valid is not None:
-            read = list(
-                held_out_micro_batches(
-                    self._valid,
-                    micro_bsz=self._data.micro_bsz,
-                    data_rank=self._replica.rank,
-                    data_size=self._replica.size,
-                    max_samples=self._valid_steps * self._data.micro_bsz * self._replica.size,
-                )
+            read = held_out_micro_batches(
+                self._valid,
+                micro_bsz=data.micro_bsz,
+                data_rank=ranks.rank,
+                data_size=ranks.size,
+                max_samples=self._valid_steps * data.micro_bsz * data.micro_num * ranks.size,
             )
-        count = torch.tensor([0 if read is None else len(read)], device=self._device)
-        self._tensor.broadcast_(count, label="data").wait()
-        return self._share(read, int(count.item()))
+        while True:
+            batches = list(islice(read, data.micro_num))
+            count = torch.tensor([len(batches)], device=self._device)
+            self._tensor.broadcast_(count, label="data").wait()
+            if not count:
+                return
+            yield self._share(None if self._valid is None else batches, int(count.item()))
 
     def _share(self, read: list[MicroBatch] | None, count: int) -> list[MicroBatch]:
         data = self._data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,19 +143,26 @@ class TrainStep:
         )
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        """The mean loss of the valid tokens of `batches` over all data ranks; changes nothing."""
-        actions = self._order.actions(self._stages.rank, len(batches), training=False)
-        self.hook.before_step(actions)
-        valid = self._sum(Axis.DATA, _count_valid(batches))
-        work = _Work(self, batches, valid.clamp(min=1))
-        if self._stages.size > 1:
-            self._pipeline(work, trains=False).run(work, work.tokens)
-        else:
-            for index in range(len(batches)):
-                self._forward(work, index)
+    def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float:
+        """The mean loss of all valid tokens of `steps` over all data ranks; changes nothing.
+
+        Each of `steps` is this rank's micro-batches of a global batch.
+        """
+        valid, total = 0.0, 0.0
+        for batches in steps:
+            actions = self._order.actions(self._stages.rank, len(batches), training=False)
+            self.hook.before_step(actions)
+            count = self._sum(Axis.DATA, _count_valid(batches))
+            work = _Work(self, batches, torch.ones_like(count))
+            if self._stages.size > 1:
+                self._pipeline(work, trains=False).run(work, work.tokens)
+            else:
+                for index in range(len(batches)):
+                    self._forward(work, index)
+            valid += count.item()
+            total += self._over_ranks(work.total)
         self.hook.before_step(self._actions)
-        return self._over_ranks(work.total)
+        return total / max(valid, 1.0)
 
     def _run(self, work: _Work) -> None:
         """Forward and backward of one micro-batch after the other."""

@@ -47,12 +47,12 @@ def write_job(folder: Path) -> Path:
     return path
 
 
-def run_forked(job: Path, *overrides: str) -> None:
-    """`isp train` on two ranks, as forked processes."""
+def run_forked(job: Path, *overrides: str, num_ranks: int = NUM_RANKS) -> None:
+    """`isp train` on so many ranks, as forked processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run_ranks(NUM_RANKS, _rank, str(job), list(overrides), port, timeout_seconds=100)
+    run_ranks(num_ranks, _rank, str(job), list(overrides), port, timeout_seconds=100)
 
 
 def _rank(rank: int, job: str, overrides: list[str], port: int) -> None:

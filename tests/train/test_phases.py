@@ -107,7 +107,7 @@ def _left_over(rank: int) -> list[tuple[list[str], int]]:
     for step in range(4):
         run.numbers(range(step, step + 1))
         if step == 2:
-            run.step.evaluate([run.task.batch(0, place) for place in range(2)])
+            run.step.evaluate([[run.task.batch(0, place) for place in range(2)]])
         ended = {id(t) for t in log.take_waited()}
         found.append(([t.label for t in log.transfers], sum(id(t) in ended for t in left)))
         left = list(log.transfers)

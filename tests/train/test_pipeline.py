@@ -110,7 +110,7 @@ def _numbers(rank: int, layout: Layout, task: Task) -> tuple[Numbers, float]:
     run = make_run(Meshes(rank).of(layout), layout, task)
     numbers = run.numbers(STEPS)
     batches = [task.batch(99, place) for place in range(3)]  # fewer than stages, too
-    found = run.step.evaluate(batches)
+    found = run.step.evaluate([batches])
     run.close()
     return numbers, found
 
@@ -186,7 +186,7 @@ def _peaks(rank: int) -> list[_Peaks]:
         with LiveBytes() as step:
             run.numbers(range(1, 2))
         with LiveBytes() as evaluation:
-            run.step.evaluate([TASK.batch(9, place) for place in range(micro)])
+            run.step.evaluate([[TASK.batch(9, place) for place in range(micro)]])
         left = evaluation.now - sum(item.parameter.nbytes for item in run.parameters)
         found.append(_Peaks(step.peak, evaluation.peak, left))
         run.close()
