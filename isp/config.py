@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from isp.config_faults import KeyTable, describe_faults, place
+from isp.config_faults import describe_faults, place
+from isp.config_keys import KeyTable
 from isp.data.config import DataConfig
 from isp.parallel.config import Mode, ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
+from isp.section import section
 from isp.settings import (
     CheckpointConfig,
     CommConfig,
@@ -56,11 +58,9 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, every fault with its key, its value and the way out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("")
 class JobConfig:
     """Everything that decides a run, section by section."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     job: JobSection = field(default_factory=JobSection)
     """Name and output folder."""

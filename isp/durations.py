@@ -9,15 +9,20 @@ __all__ = ["format_duration", "parse_duration"]
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 
 
+MAX_SECONDS = 10_000 * 24 * 3600
+
+
 def parse_duration(value: int | str) -> int:
     """`value` in seconds: a number of them, or `[days-][hours:]minutes:seconds`.
 
-    Raises ValueError if it is neither, or not above 0. (Slurm's `90`, in minutes, is 90 seconds
-    here, and its forms without seconds behind days are refused.)
+    Raises ValueError if it is neither, not above 0, or more than 10,000 days. (Slurm's `90`, in
+    minutes, is 90 seconds here, and its forms without seconds behind days are refused.)
     """
     seconds = value if isinstance(value, int) else _seconds(value.strip())
     if seconds <= 0:
         raise ValueError("must be above 0")
+    if seconds > MAX_SECONDS:
+        raise ValueError("must be at most 10000-00:00:00")
     return seconds
 
 

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from isp.attention_backend import AttentionBackend
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import Mode, ParallelConfig, PipelineConfig
+from isp.section import Count, Fraction, NotNegative, Size, section
 
 __all__ = ["ModelConfig", "check_layout"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("model")
 class ModelConfig:
     """`model`: a preset, sizes, or a preset with some sizes changed."""
 
     preset: str | None = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
-    vocab_size: int = 32000
+    vocab_size: Size = 32000
     """Entries of the embedding table and of the logits; at least those of the tokenizer."""
-    hidden_size: int = 4096
+    hidden_size: Size = 4096
     """Features of a token between the blocks."""
-    num_layers: int = 32
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 32
     """Blocks."""
-    num_heads: int = 32
+    num_heads: Size = 32
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Size | None = None
     """Key and value heads, a divisor of num_heads; null: as many as num_heads."""
-    head_dim: int | None = None
+    head_dim: Size | None = None
     """Features of a head; null: hidden_size / num_heads."""
-    intermediate_size: int = 11008
+    intermediate_size: Size = 11008
     """Hidden features of the MLP."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Field(ge=1, le=1e30)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretches rotary positions to longer contexts; null: not at all."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Tokens a token attends to, itself included; null: all before it."""
     qkv_bias: bool = False
     """Whether the projections to q, k and v have a bias (Qwen2)."""
@@ -48,11 +51,11 @@ class ModelConfig:
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     """What computes attention: auto (the fastest that runs here), torch's sdpa, cudnn or varlen, or
     flash2, flash3 or flash4 of the flash-attention packages."""
-    init_std: float = 0.02
+    init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
 
-    checkpoint: float = 0.0
+    checkpoint: Fraction = 0.0
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
     checkpoint_keeps_attention: bool = False
     """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
@@ -65,20 +68,11 @@ class ModelConfig:
     """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.checkpoint <= 1:
-            raise ValueError(
-                f"model.checkpoint={self.checkpoint} must be from 0 (recompute nothing) to 1"
-            )
         if self.checkpoint_distribute_activations and not self.checkpoint:
             raise ValueError(
                 "model.checkpoint_distribute_activations has nothing to distribute without"
                 " recomputed blocks: set model.checkpoint above 0"
             )
-        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
-        for name in (*sizes, "num_kv_heads", "head_dim", "sliding_window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name}={value} must be at least 1")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.hidden_size="

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import typing
 from pathlib import Path
 
 import pytest
 import torch
 
-from isp.config import ConfigError, JobConfig, load_config, to_yaml
+from isp.config import (
+    ConfigError,
+    JobConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    load_config,
+    to_yaml,
+)
+from isp.config_keys import KeyTable, docs_of
 from isp.parallel import Mode
 from isp.train.run import choose_device
 
@@ -91,23 +96,10 @@ def test_printed_config_loads_back_equal(write, overrides):
 
 def test_every_key_is_documented():
     """Catches a key without its line of doc below it."""
-    documented = 0
-    for section in sections_of(JobConfig):
-        (definition,) = ast.parse(inspect.getsource(section)).body
-        assert isinstance(definition, ast.ClassDef)
-        for key, below in itertools.pairwise(definition.body):
-            if isinstance(key, ast.AnnAssign) and not ast.unparse(key.target).startswith("_"):
-                documented += 1
-                name = f"{section.__name__}.{ast.unparse(key.target)}"
-                assert isinstance(below, ast.Expr), name
-                assert isinstance(below.value, ast.Constant), name
-    assert documented > 60
-
-
-def sections_of(root: type) -> list[type]:
-    """`root` and every dataclass that is the type of a key below it."""
-    below = [t for t in typing.get_type_hints(root).values() if dataclasses.is_dataclass(t)]
-    return [root, *itertools.chain.from_iterable(sections_of(t) for t in below)]
+    keys = KeyTable.of(JobConfig)
+    for path, names in keys.sections.items():
+        assert tuple(docs_of(keys.classes[path])) == names, path
+    assert sum(map(len, keys.sections.values())) > 100
 
 
 def test_all_faults_are_reported_at_once_with_their_places(write):
@@ -126,9 +118,9 @@ def test_all_faults_are_reported_at_once_with_their_places(write):
         "line 7: parallel.tensor.sise: no such key; did you mean 'size'?",
         "line 8: parallel.tensor.mode=\"isq\" must be 'mtp', 'msp', 'fsp' or 'isp'",
         "line 10: training.dtype=\"fp16\" must be 'float64', 'float32', 'bfloat16' or 'float16'",
-        "line 12: optimizer.lr=-1.0 must be above 0: use e.g. 3e-4",
-        "line 13: optimizer.beta1=2.0 must be at least 0 and below 1",
-        "--metrics.log_freq: metrics.log_freq=0 must be at least 1",
+        "line 12: optimizer.lr=-1 must be above 0 (default: 0.0003)",
+        "line 13: optimizer.beta1=2 must be below 1 (default: 0.9)",
+        "--metrics.log_freq: metrics.log_freq=0 must be at least 1 (default: 1)",
     }
 
 
@@ -162,10 +154,10 @@ def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
         (["--data.source", "[1]"], "data.source must be text or a list of texts"),
         (["--optimizer.lr", "[1"], "'[1' is not a YAML value"),
         (["--optimizer.lr", "nan"], 'optimizer.lr="nan" must be a number'),
-        (["--optimizer.lr", ".nan"], "optimizer.lr=nan must be above 0"),
+        (["--optimizer.lr", ".nan"], "optimizer.lr=NaN must be finite"),
         (["training.steps", "1"], "'training.steps' is not an override"),
-        (["--job.name", "a/b"], "job.name='a/b' must be usable as the name of a folder"),
-        (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be from 0 to 1"),
+        (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
+        (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
     ],
 )
@@ -214,7 +206,7 @@ def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro
     [
         ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
         ("--parallel.pipeline.num_chunks=2", "needs parallel.pipeline.size=2 or more"),
-        ("--profiler.profile_freq=1", "profile_freq=1 must be at least 2: the step before"),
+        ("--profiler.profile_freq=1", "profile_freq=1 must be at least 2 (default: 10)"),
         ("--profiler.save_traces_folder=../x", "must name a folder in that of the run"),
     ],
 )
@@ -330,3 +322,44 @@ def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
     overrides = ["--model.attention_backend=varlen", "--training.dtype=bfloat16"]
     with pytest.raises(ValueError, match="not bfloat16 on cpu"):
         choose_device(load_config(write(MINIMAL), overrides))
+
+
+@pytest.mark.parametrize("value", ["-2", "1" + "0" * 31, ".nan", ".inf"])
+def test_every_number_has_a_range(write, value):
+    """Catches a number that reaches the ranks whatever it is: a traceback, or no answer."""
+    numbers = [
+        ".".join(path)
+        for path, hint in KeyTable.of(JobConfig).hints.items()
+        if {int, float} & {hint, *typing.get_args(hint)} and "*" not in path
+    ]
+    assert len(numbers) > 50
+    faults = faults_of(write(MINIMAL), *(f"--{key}={value}" for key in numbers)).splitlines()
+    told = {line.strip().removeprefix("--").split(":")[0] for line in faults[1:]}
+    assert told == set(numbers)
+
+
+def test_sections_made_in_python_are_refused_alike():
+    """Catches a check of files alone: of types, ranges and several keys, all faults at once."""
+    with pytest.raises(ValueError, match=r"^optimizer\.lr=-1 must be .*\noptimizer\.beta1="):
+        OptimizerConfig(lr=-1, beta1=1.0)
+    with pytest.raises(ValueError, match=r'^training\.steps="1" must be a whole number$'):
+        TrainingConfig(steps="1")
+    with pytest.raises(ValueError, match=r"^training\.steps=0 "):
+        dataclasses.replace(TrainingConfig(), steps=0)
+
+
+def test_the_reference_names_every_key_and_what_it_means():
+    """Catches a key, a type, a default or a meaning that `isp config --help-keys` leaves out."""
+    text = KeyTable.of(JobConfig).reference(None)
+    for path in KeyTable.of(JobConfig).hints:
+        assert f"\n  {path[-1]}: " in text, path
+    part = KeyTable.of(JobConfig).reference("parallel.tensor")
+    assert part == (
+        "`parallel.tensor`: the ranks that share one sequence.\n"
+        "  size: a whole number; default: 1\n"
+        "      Ranks in a tensor group (in isp mode: the sequence group).\n"
+        "  mode: mtp or msp or fsp or isp; default: isp\n"
+        "      mtp, msp, fsp or isp."
+    )
+    with pytest.raises(ValueError, match=r"^tensor is no section: use one of job, model, "):
+        KeyTable.of(JobConfig).reference("tensor")

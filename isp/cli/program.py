@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 OVERRIDES_HELP = (
     "Every key of the file can be given as --section.key value, after CONFIG; "
-    "`isp config CONFIG` prints them all."
+    "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` says what they mean."
 )
 
 
@@ -199,8 +199,34 @@ def _note_unused(config: JobConfig) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
+class _HelpKeys(argparse.Action):
+    """Prints the reference of the keys and ends, as --help does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from isp.config import JobConfig
+        from isp.config_keys import KeyTable
+
+        try:
+            print(KeyTable.of(JobConfig).reference(None if values is None else str(values)))
+        except ValueError as error:
+            parser.error(f"{option_string}: {error}")
+        parser.exit()
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    parser.add_argument(
+        "--help-keys",
+        nargs="?",
+        action=_HelpKeys,
+        metavar="SECTION",
+        help="say what the keys (of SECTION) mean, with their types and defaults",
+    )
 
 
 def _schedule(args: argparse.Namespace) -> int:

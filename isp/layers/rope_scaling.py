@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from isp.section import Count, CountOrZero, NotNegative, Positive, section
 
 __all__ = ["RopeScaling", "RopeScalingType"]
 
@@ -24,57 +28,50 @@ class RopeScalingType(StrEnum):
     """As yarn in spirit, with the ramp over wavelengths and no scaling of the logits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("model.rope_scaling")
 class RopeScaling:
     """`model.rope_scaling`; `type` says which of the fields below it are read."""
 
-    type: RopeScalingType = RopeScalingType.NONE
+    type: Annotated[RopeScalingType, Field(strict=False)] = RopeScalingType.NONE
     """none, linear, ntk, yarn or llama3."""
-    factor: float = 1.0
+    factor: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """How many times longer the context gets; at least 1."""
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: CountOrZero = 0
     """Context, in tokens, that the frequencies were trained for (ntk, yarn, llama3)."""
-    target_length: int | None = None
+    target_length: Count | None = None
     """Context, in tokens, that the ntk base is fixed for; None: factor * original."""
-    attention_factor: float | None = None
+    attention_factor: Positive | None = None
     """What yarn multiplies cos and sin by; None: 0.1 ln(factor) + 1, or as the mscales say."""
-    mscale: float | None = None
+    mscale: NotNegative | None = None
     """Numerator of yarn's attention factor; used together with `mscale_all_dim` only."""
-    mscale_all_dim: float | None = None
+    mscale_all_dim: NotNegative | None = None
     """Denominator of yarn's attention factor."""
-    beta_fast: float = 32.0
+    beta_fast: Positive = 32.0
     """Rotations over the original context from which yarn keeps a frequency."""
-    beta_slow: float = 1.0
+    beta_slow: Positive = 1.0
     """Rotations over the original context up to which yarn divides a frequency by `factor`."""
     truncate: bool = True
     """Whether yarn rounds the ends of its ramp outwards to whole dims."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Positive = 1.0
     """original / this = wavelength, in tokens, from which llama3 divides a frequency."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Positive = 4.0
     """original / this = wavelength, in tokens, up to which llama3 keeps a frequency."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "type", RopeScalingType(self.type))
-        if not self.factor >= 1:
-            raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
         needs_original = (RopeScalingType.NTK, RopeScalingType.YARN, RopeScalingType.LLAMA3)
         if self.type in needs_original and self.original_max_position_embeddings < 1:
             raise ValueError(
                 f"rope_scaling.type={self.type} needs original_max_position_embeddings, the context"
                 f" that the model was trained for; got {self.original_max_position_embeddings}"
             )
-        if self.target_length is not None and self.target_length < 1:
-            raise ValueError(f"rope_scaling.target_length={self.target_length} must be at least 1")
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            raise ValueError(f"rope_scaling.attention_factor={self.attention_factor} must be > 0")
-        if not self.beta_fast > self.beta_slow > 0:
+        if self.beta_fast <= self.beta_slow:
             raise ValueError(
-                f"rope_scaling needs beta_fast > beta_slow > 0, got {self.beta_fast} and"
+                f"rope_scaling needs beta_fast > beta_slow, got {self.beta_fast} and"
                 f" {self.beta_slow}"
             )
-        if not self.high_freq_factor > self.low_freq_factor > 0:
+        if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"rope_scaling needs high_freq_factor > low_freq_factor > 0, got"
+                f"rope_scaling needs high_freq_factor > low_freq_factor, got"
                 f" {self.high_freq_factor} and {self.low_freq_factor}"
             )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isp.section import Ranks, section
 
 
 class Mode(StrEnum):
@@ -59,29 +63,21 @@ class PipelineSchedule(StrEnum):
         return self is PipelineSchedule.ZBV
 
 
-def _at_least(value: int, least: int, key: str) -> None:
-    if value < least:
-        raise ValueError(f"{key}={value} must be at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
+@section("parallel.tensor")
 class TensorConfig:
     """`parallel.tensor`: the ranks that share one sequence."""
 
-    size: int = 1
+    size: Ranks = 1
     """Ranks in a tensor group (in isp mode: the sequence group)."""
     mode: Mode = Mode.ISP
     """mtp, msp, fsp or isp."""
 
-    def __post_init__(self) -> None:
-        _at_least(self.size, 1, "parallel.tensor.size")
 
-
-@dataclass(frozen=True, kw_only=True)
+@section("parallel.weight")
 class WeightConfig:
     """`parallel.weight`: the ranks that share one copy of the weights; used in isp mode only."""
 
-    size: int = 1
+    size: Ranks = 1
     """Ranks in a weight group; smaller than, equal to or larger than the tensor size."""
     overlap: bool = True
     """Gather weights ahead of their use and reduce gradients behind the backward pass."""
@@ -105,24 +101,19 @@ class WeightConfig:
     poison_freed_buffers: bool = False
     """For debugging: fill freed gather buffers with NaN, so that a late read shows in the loss."""
 
-    def __post_init__(self) -> None:
-        _at_least(self.size, 1, "parallel.weight.size")
 
-
-@dataclass(frozen=True, kw_only=True)
+@section("parallel.pipeline")
 class PipelineConfig:
     """`parallel.pipeline`: the stages that a model is cut into."""
 
-    size: int = 1
+    size: Ranks = 1
     """Number of stages."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     """Order of the micro-batches on each stage."""
-    num_chunks: int = 1
+    num_chunks: Ranks = 1
     """Model chunks on each rank (virtual pipeline stages)."""
 
     def __post_init__(self) -> None:
-        _at_least(self.size, 1, "parallel.pipeline.size")
-        _at_least(self.num_chunks, 1, "parallel.pipeline.num_chunks")
         chunks = f"parallel.pipeline.num_chunks={self.num_chunks}"
         schedule = f"parallel.pipeline.schedule={self.schedule}"
         if self.size == 1:
@@ -160,18 +151,15 @@ class PipelineConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("parallel.zero1")
 class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
 
-    size: int = -1
+    size: Annotated[int, Field(ge=-1, le=2**20)] = -1
     """Ranks in a zero1 group, a divisor of weight_data (isp) or data (others); 0 or -1: all."""
 
-    def __post_init__(self) -> None:
-        _at_least(self.size, -1, "parallel.zero1.size")
 
-
-@dataclass(frozen=True, kw_only=True)
+@section("parallel")
 class ParallelConfig:
     """`parallel`: sizes and mode; what is left of the world is data parallel."""
 

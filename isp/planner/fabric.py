@@ -12,7 +12,8 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from isp.config import ConfigError
-from isp.config_faults import KeyTable, describe_faults
+from isp.config_faults import describe_faults
+from isp.config_keys import KeyTable
 from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.trips import Trip

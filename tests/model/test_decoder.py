@@ -366,7 +366,7 @@ def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 must divide model.num_heads=4"),
         ({"num_heads": 5, "num_kv_heads": 5}, "model.num_heads=5 must divide model.hidden_size=32"),
         ({"head_dim": 7}, "a head of 7 features cannot be rotated"),
-        ({"checkpoint": 1.5}, "model.checkpoint=1.5 must be from 0"),
+        ({"checkpoint": 1.5}, "model.checkpoint=1.5 must be at most 1"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(changes, fault):

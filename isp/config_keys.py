@@ -1,0 +1,158 @@
+"""Which keys a configuration has: of what type, with which default, and what they mean."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+from isp.yaml_file import KeyPath
+
+__all__ = ["KeyTable", "docs_of", "general"]
+
+ENTRY = "*"
+"""Stands for the number of an entry in a list."""
+
+_TYPES = {
+    "NoneType": "null",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "list[str]": "a list of texts",
+    "str": "text",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTable:
+    """Every key of a tree of dataclasses."""
+
+    sections: Mapping[KeyPath, tuple[str, ...]]
+    """The names below each section, () being the whole, and * any entry of a list of sections."""
+    hints: Mapping[KeyPath, Any]
+    """The type of each key that need not be a section; a section or null is in both."""
+    defaults: Mapping[KeyPath, Any]
+    """The default of each key; MISSING where there is none, or it is made by a call."""
+    classes: Mapping[KeyPath, type]
+    """The dataclass of each section."""
+
+    @classmethod
+    def of(cls, root: type) -> KeyTable:
+        """The keys of the dataclass `root` and of the dataclasses in it."""
+        sections: dict[KeyPath, tuple[str, ...]] = {}
+        hints: dict[KeyPath, Any] = {}
+        defaults: dict[KeyPath, Any] = {}
+        pending: list[tuple[KeyPath, type]] = [((), root)]
+        for path, section in pending:
+            types_by_name = typing.get_type_hints(section)
+            sections[path] = tuple(f.name for f in fields(section))
+            for name, default in ((f.name, f.default) for f in fields(section)):
+                hint = types_by_name[name]
+                pending += [((*path, name), type_) for type_ in _sections_of(hint)]
+                pending += [((*path, name, ENTRY), type_) for type_ in _entries_of(hint)]
+                if not is_dataclass(hint):
+                    hints[*path, name], defaults[*path, name] = hint, default
+        return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
+
+    def takes_text(self, path: KeyPath) -> bool:
+        """Whether `path` is a key whose value may be plain text."""
+        return str in _members(self.hints.get(path))
+
+    def type_of(self, path: KeyPath) -> str:
+        """What the value of the key `path` has to be, in words."""
+        return " or ".join(_type_name(member) for member in _members(self.hints[path]))
+
+    def reference(self, name: str | None) -> str:
+        """Type, default and meaning of every key, or of those of the section `name` and below it.
+
+        Raises ValueError if there is no such section.
+        """
+        prefix = () if name is None else tuple(name.split("."))
+        chosen = [path for path in self.sections if path[: len(prefix)] == prefix]
+        if not chosen:
+            known = ", ".join(".".join(path) for path in self.sections if path)
+            raise ValueError(f"{name} is no section: use one of {known}")
+        return "\n\n".join(self._section_text(path) for path in chosen if path)
+
+    def _section_text(self, path: KeyPath) -> str:
+        section = self.classes[path]
+        lines = [inspect.cleandoc(section.__doc__ or "")]
+        for name, meaning in docs_of(section).items():
+            if (*path, name) not in self.hints:  # a section of its own
+                continue
+            default = self.defaults[*path, name]
+            shown = default if isinstance(default, str) else json.dumps(default, default=str)
+            ending = "" if default is MISSING else f"; default: {shown}"
+            lines.append(f"  {name}: {self.type_of((*path, name))}{ending}")
+            lines += textwrap.wrap(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        return "\n".join(lines)
+
+    def suggest(self, path: KeyPath) -> str:
+        """`; did you mean ...?` for an unknown `path`, or the keys that its section has."""
+        *section, name = path
+        siblings = self.sections[general(tuple(section))]
+        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
+        if not near:
+            paths = (*self.hints, *self.sections)
+            every = [".".join(p) for p in paths if p and ENTRY not in p]
+            near = [key for key in every if key.split(".")[-1] == name]
+            near = near or difflib.get_close_matches(".".join(path), every, n=1, cutoff=0.8)
+            near = near or difflib.get_close_matches(name, siblings, n=1)
+        if near:
+            return f"; did you mean {' or '.join(repr(key) for key in near)}?"
+        return f"; {'.'.join(section) or 'the configuration'} has {', '.join(siblings)}"
+
+
+def docs_of(section: type) -> dict[str, str]:
+    """The line of doc below each field of the dataclass `section`, from its source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        ast.unparse(key.target): inspect.cleandoc(doc)
+        for key, below in pairwise(definition.body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(doc := below.value.value, str)
+    }
+
+
+def general(path: KeyPath) -> KeyPath:
+    """`path` with * for the number of an entry."""
+    return tuple(ENTRY if part.isdecimal() else part for part in path)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a value of type `hint` may have."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _type_name(member: Any) -> str:
+    if typing.get_origin(member) is typing.Literal:
+        return " or ".join(typing.get_args(member))
+    if isinstance(member, type) and issubclass(member, Enum):
+        return " or ".join(str(value) for value in member)
+    name = (
+        member.__name__ if isinstance(member, type) and not typing.get_args(member) else str(member)
+    )
+    return _TYPES.get(name, "a list of sections" if _entries_of(member) else "a section")
+
+
+def _sections_of(hint: Any) -> list[type]:
+    return [t for t in _members(hint) if isinstance(t, type) and is_dataclass(t)]
+
+
+def _entries_of(hint: Any) -> list[type]:
+    """The sections that a list of type `hint` holds."""
+    is_list = typing.get_origin(hint) in (list, tuple)
+    return [t for member in typing.get_args(hint) for t in _sections_of(member)] if is_list else []

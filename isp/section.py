@@ -1,0 +1,111 @@
+"""What a section of the configuration is: a frozen dataclass that refuses values out of range."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, field, fields
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+__all__ = [
+    "Count",
+    "CountOrZero",
+    "Fraction",
+    "NotNegative",
+    "Positive",
+    "Ranks",
+    "Seconds",
+    "Size",
+    "Text",
+    "describe_value",
+    "section",
+]
+
+T = TypeVar("T")
+
+_LARGEST = 2**31 - 1  # what an int32 holds
+_FLOAT32 = 1e30  # far inside what a float32 holds
+
+Count = Annotated[int, Field(ge=1, le=_LARGEST)]
+CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST)]
+Size = Annotated[int, Field(ge=1, le=2**24)]
+"""Of one dim of a tensor: two of them are the elements of one that an int64 counts."""
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
+Seconds = Annotated[int, Field(ge=1, le=7 * 24 * 3600)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, le=_FLOAT32)]
+NotNegative = Annotated[float, Field(ge=0, le=_FLOAT32)]
+
+_BOUNDS = {
+    "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:.12g}",
+    "finite_number": "must be finite",
+    "string_too_short": "must not be empty",
+}
+_TYPES = {
+    "bool_type": "must be true or false",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list, such as [a, b]",
+    "string_type": "must be text: put it in quotes",
+    "tuple_type": "must be a list, such as [a, b]",
+}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def section(key: str) -> Callable[[type[T]], type[T]]:
+    """Make a class the frozen, keyword-only dataclass of the section `key`.
+
+    Its values have the types and ranges that its fields declare, whether they come from a file or
+    from Python: making one raises ValueError, a line for each fault.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+        made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
+        validate = made.__init__
+
+        @functools.wraps(validate)
+        def init(self: T, **values: Any) -> None:
+            try:
+                validate(self, **values)
+            except ValidationError as error:
+                raise ValueError("\n".join(_describe(error.errors(), key, made))) from None
+
+        made.__init__ = init
+        return made  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
+    """`key=value` and what would do: the default too (or MISSING), if the value is out of range."""
+    fault = f"{key}={json.dumps(error['input'], ensure_ascii=False, default=str)}"
+    if error["type"] == "value_error":
+        return f"{fault} {error['ctx']['error']}"
+    if error["type"] in _BOUNDS:
+        fault += f" {_BOUNDS[error['type']].format(**error.get('ctx', {}))}"
+        return fault if default is MISSING else f"{fault} (default: {json.dumps(default)})"
+    return f"{fault} {_TYPES.get(error['type'], error['msg'])}"
+
+
+def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]:
+    """A line for each key that was refused; members of unions all speak of the same one."""
+    defaults = {f.name: f.default for f in fields(made)}
+    lines: dict[str, str] = {}
+    for error in errors:
+        if error["loc"]:
+            name = str(error["loc"][0])
+            path = f"{key}.{name}".removeprefix(".")
+            lines.setdefault(path, describe_value(path, error, defaults.get(name, MISSING)))
+        else:  # of several keys, by __post_init__
+            lines[""] = str(error["ctx"]["error"])
+    return list(lines.values())
