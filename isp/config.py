@@ -91,6 +91,11 @@ class JobConfig:
         check_layout(self.model, self.parallel, self.row_tokens)
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         self.model.attention_backend.check_fits(self.training.device, self.training.dtype)
+        if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
+            raise ValueError(
+                f"validation.freq={self.validation.freq} needs held-out text: give"
+                f" data.valid_source, or data.valid_fraction=0.01"
+            )
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = self.lr_scheduler.num_decay_steps(steps)
@@ -205,9 +210,10 @@ def _override(
         if text is not None and keys.takes_text(path) and not isinstance(value, list | None):
             value = value if isinstance(value, str) else text  # --job.name 2024 is text
         section = values
-        for name in path[:-1]:
+        for end, name in enumerate(path[:-1], start=1):
             if section.get(name) is None:
                 section[name] = {}
+                origins[path[:end]] = f"--{'.'.join(path)}"
             section = section[name]
             if not isinstance(section, dict):
                 break  # validation tells that this must be a section

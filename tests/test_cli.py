@@ -110,6 +110,19 @@ def test_config_prints_what_loads_back(job, capsys, tmp_path):
     assert load_config(printed) == load_config(job, words)
 
 
+def test_help_keys_prints_the_reference(capsys):
+    """Catches a reference that needs a CONFIG, or that the command line does not reach."""
+    for words, first in (([], "`job`: "), (["optimizer.grad_scaler"], "`optimizer.grad_scaler`: ")):
+        with pytest.raises(SystemExit) as ended:
+            main(["config", "--help-keys", *words])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(first)
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "--help-keys", "optimiser"])
+    assert ended.value.code == 2
+    assert "optimiser is no section: use one of job, " in capsys.readouterr().err
+
+
 def test_overrides_may_stand_before_the_file(job, capsys):
     """Catches the value of an override taken for CONFIG."""
     assert main(["config", "--training.seed", "5", job, "--training.deterministic"]) == 0
@@ -158,6 +171,47 @@ def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):
     words = ["--parallel.tensor.size=3", "--data.seq_len=2049"]
     assert main(["train", job, "--nproc", "4", *words]) == 2
     assert "parallel.tensor.size=3 must divide the world size 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        (["--parallel.tensor.size=2"], 2),
+        (["--parallel.tensor.size=2", "--parallel.weight.size=4"], 4),
+        (["--parallel.tensor.size=4", "--parallel.weight.size=2", "--parallel.zero1.size=3"], 12),
+        (["--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--parallel.weight.size=8"], 2),
+        (["--parallel.pipeline.size=4", "--parallel.tensor.size=2", "--data.micro_num=4"], 8),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_one_process_for_many_ranks_is_told_to_start_them(job, capsys, command, words, least):
+    """Catches advice to give up the split, where --nproc was forgotten; and a wrong number."""
+    assert main([command, job, *words]) == 2
+    said = capsys.readouterr().err
+    assert f"start them with --nproc {least}, or with torchrun" in said
+    assert "use 1" not in said
+    load_config(job, words).topology(least)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--data.source=gone.txt"], "data.source=gone.txt does not exist"),
+        (["--data.valid_source=[gone/*.txt]"], "data.valid_source=gone/*.txt matches no file"),
+        (["--data.source=gone.bin"], "gone.bin and gone.idx is missing"),
+        (["--data.tokenizer=gone.json"], "data.tokenizer=gone.json does not exist"),
+        (["--model.vocab_size=100"], "model.vocab_size=100 is smaller than the 257 entries"),
+        (["--validation.freq=5"], "validation.freq=5 needs held-out text"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, command, words, fault):
+    """Catches ranks that are started only to find that there is nothing to read."""
+    monkeypatch.chdir(Path(job).parent)
+    monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
+    assert main([command, job, "--nproc", "2", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert fault in line
 
 
 def test_nproc_inside_torchrun_is_refused(job, capsys, monkeypatch):

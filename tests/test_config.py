@@ -143,6 +143,15 @@ def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
     assert wanted in message
 
 
+def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
+    """Catches a typo on the command line that is looked for in the file."""
+    path = write(f"{MINIMAL}parallel:\n  weight: {{size: 1}}\n")
+    message = faults_of(path, "--parallel.tenser.size", "2")
+    assert message == (
+        f"{path}: --parallel.tenser.size: parallel.tenser: no such key; did you mean 'tensor'?"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [

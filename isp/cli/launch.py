@@ -21,7 +21,7 @@ from isp.cli.failures import LAUNCHER_REPORTS
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["follow_launcher", "launch", "launched_ranks", "reports_for_ranks"]
+__all__ = ["follow_launcher", "launch", "reports_for_ranks", "world_size"]
 
 SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
@@ -30,11 +30,22 @@ KNOCK_ON_SECONDS = 10
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
-def launched_ranks() -> int | None:
-    """The world size that torchrun has set for this process; None outside torchrun."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return int(os.environ["WORLD_SIZE"])
+def world_size(nproc: int | None, *, least: int = 1) -> int:
+    """The ranks of this run: those that torchrun has set, or `nproc` to start here, or one.
+
+    Raises ValueError for the first two at once, and for one where the run needs `least`.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        ranks = int(os.environ["WORLD_SIZE"])
+        if nproc is not None:
+            raise ValueError(f"--nproc {nproc} inside torchrun: torchrun has set {ranks} ranks")
+        return ranks
+    if nproc is None and least > 1:
+        raise ValueError(
+            f"this configuration is for {least} ranks, or a multiple of {least}, and this is one"
+            f" process: start them with --nproc {least}, or with torchrun"
+        )
+    return nproc or 1
 
 
 def reports_for_ranks() -> bool:

@@ -81,12 +81,9 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure this machine, and write its fabric."""
-    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
-    from isp.config import ConfigError
+    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
 
-    ranks = launched_ranks()
-    if ranks is not None and args.nproc is not None:
-        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
+    world_size(args.nproc)
     if args.nproc is not None:
         words = [*(["--out", args.out] if args.out else []), *(["--quick"] if args.quick else [])]
         return launch(args.nproc, ["-m", "isp", "calibrate", *words])

@@ -42,18 +42,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
-    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
+    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
     from isp.config import ConfigError, load_config
 
-    ranks = launched_ranks()
-    if ranks is not None and args.nproc is not None:
-        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
     config = load_config(args.config, args.overrides)
+    ranks = world_size(args.nproc, least=config.parallel.least_ranks)
     if args.html:
         from isp.report import require_packages
 
         require_packages()
 
+    from isp.train.data import check_data
     from isp.train.profile_run import (
         ProfileOptions,
         assemble,
@@ -70,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
         html=args.html,
         command=shlex.join(["isp", *sys.argv[1:]]),
     )
-    world_size = ranks or args.nproc or 1
     for mode in options.modes:  # every error before any process starts
         try:
-            config_for(config, mode, world_size)
+            config_for(config, mode, ranks)
         except ValueError as error:
             raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     if args.nproc is None:
@@ -81,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             follow_launcher()
         table = profile_ranks(config, options, args.into)
     else:
+        check_data(config)
         folder = make_profile_folder(config)
         numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
         command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]

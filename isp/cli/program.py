@@ -161,23 +161,24 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks
-    from isp.config import ConfigError, load_config
+    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks, world_size
+    from isp.config import load_config
 
-    ranks = launched_ranks()
-    if ranks is not None and args.nproc is not None:
-        raise ConfigError(f"--nproc {args.nproc} inside torchrun: torchrun has set {ranks} ranks")
     config = load_config(args.config, args.overrides)
-    topology = config.topology(ranks or args.nproc or 1)  # every error before any process starts
+    # Every error before any process starts.
+    topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
     _check_param_groups(config)
-    if ranks is None:
+    if launched_ranks() is None:
         from isp.train.resume import check_start
 
         check_start(config, topology)
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         _note_unused(config)
     if args.nproc is not None:
+        from isp.train.data import check_data
+
+        check_data(config)
         return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
     if reports_for_ranks():
         follow_launcher()

@@ -145,7 +145,7 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     """The text of one .jsonl line, or ValueError saying `where` and what is wrong with it."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}): correct or remove the line") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}: each line must be an object")

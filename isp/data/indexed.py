@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "indexed_prefix", "token_dtype"]
+__all__ = ["IndexedDataset", "IndexedDatasetWriter", "check_pair", "indexed_prefix", "token_dtype"]
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -64,6 +64,15 @@ def indexed_prefix(item: str) -> Path | None:
     return None
 
 
+def check_pair(prefix: Path) -> None:
+    """Raise FileNotFoundError if one of the two files of a pair is missing."""
+    pair = _with(prefix, ".idx"), _with(prefix, ".bin")
+    for path, other in (pair, pair[::-1]):
+        if not path.exists():
+            beside = f"{other} is there, but" if other.exists() else f"{other} and"
+            raise FileNotFoundError(f"{beside} {path} is missing: {WAY_OUT}")
+
+
 class IndexedDataset:
     """The documents of a `.bin`/`.idx` pair; opening reads the index, never the tokens.
 
@@ -74,10 +83,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path) -> None:
         self.bin_path = _with(Path(prefix), ".bin")
         self.idx_path = _with(Path(prefix), ".idx")
-        for path, other in ((self.idx_path, self.bin_path), (self.bin_path, self.idx_path)):
-            if not path.exists():
-                beside = f"{other} is there, but" if other.exists() else f"{other} and"
-                raise FileNotFoundError(f"{beside} {path} is missing: {WAY_OUT}")
+        check_pair(Path(prefix))
         index = _read_index(self.idx_path)
         self.dtype = index.dtype
         self.num_sequences = index.num_sequences

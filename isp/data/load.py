@@ -7,12 +7,12 @@ import numpy as np
 
 from isp.data.config import DataConfig
 from isp.data.dataset import PackedDataset
-from isp.data.documents import iterate_documents
-from isp.data.indexed import IndexedDataset, indexed_prefix, token_dtype
+from isp.data.documents import find_files, iterate_documents
+from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, SubsetStore, TokenStore, held_out
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Datasets", "open_datasets", "open_store"]
+__all__ = ["Datasets", "check_sources", "open_datasets", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,18 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     )
     assert train is not None
     return Datasets(tokenizer, train, valid)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Raise FileNotFoundError or ValueError for a source that is not there; opens no file."""
+    sources = {"data.source": config.source, "data.valid_source": config.valid_source or []}
+    for key, source in sources.items():
+        for item in [source] if isinstance(source, str) else source:
+            prefix = indexed_prefix(item)
+            if prefix is not None:
+                check_pair(prefix)
+            else:
+                find_files(item, key=key)
 
 
 def open_store(

@@ -66,7 +66,7 @@ class HFTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` package, which the `[hf]` extra installs.
 
     `path` is the file, or the folder that holds it. Raises FileNotFoundError or ValueError naming
-    `data.tokenizer`, and ImportError with the pip command where the package is missing.
+    `data.tokenizer`, also where the package is missing.
     """
 
     def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
@@ -77,6 +77,11 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         # Ids may have gaps, so the size is not the number of entries.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"data.tokenizer={file} has a token with the id {self.vocab_size - 1:,}, and a"
+                " model has a row for every id up to it: give the tokens smaller ids"
+            )
         self.eos_id = self._find_eos(file, eos_token)
 
     def encode(self, text: str) -> TokenArray:
@@ -135,7 +140,7 @@ def _read_tokenizer(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer as FastTokenizer
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             f"data.tokenizer={file} needs the tokenizers package: pip install 'isp[hf]' (or "
             f"pip install tokenizers), or use data.tokenizer={BYTE_TOKENIZER}"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -171,3 +172,9 @@ class ParallelConfig:
     """The stages."""
     zero1: Zero1Config = field(default_factory=Zero1Config)
     """The optimizer's shards."""
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest world that these sizes fit; they fit its multiples alone."""
+        weight = self.weight.size if self.tensor.mode is Mode.ISP else self.tensor.size
+        return self.pipeline.size * math.lcm(self.tensor.size, weight * max(1, self.zero1.size))

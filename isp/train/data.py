@@ -12,12 +12,20 @@ import torch
 from isp.comm import Channel, Mesh
 from isp.config import JobConfig
 from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
-from isp.data.load import Datasets, open_datasets
+from isp.data.load import Datasets, check_sources, open_datasets
 from isp.data.prefetch import Prefetcher
+from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 from isp.train.batches import share_micro_batches
 
-__all__ = ["StepData", "open_for_rank"]
+__all__ = ["StepData", "check_data", "open_for_rank"]
+
+
+def check_data(config: JobConfig) -> None:
+    """Raise ValueError or FileNotFoundError for data that are missing; reads none of the text."""
+    data = config.data
+    _check_vocabulary(config, load_tokenizer(data.tokenizer, eos_token=data.eos_token))
+    check_sources(data)
 
 
 def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:
@@ -28,18 +36,17 @@ def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets 
     if topology.index(Axis.TENSOR, rank) != 0:
         return None
     datasets = open_datasets(config.data, seed=config.training.seed)
-    entries = datasets.tokenizer.vocab_size
+    _check_vocabulary(config, datasets.tokenizer)
+    return datasets
+
+
+def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
+    entries = tokenizer.vocab_size
     if entries > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the {entries} entries of"
             f" data.tokenizer={config.data.tokenizer}: use at least {entries}"
         )
-    if config.validation.freq and datasets.valid is None:
-        raise ValueError(
-            f"validation.freq={config.validation.freq} needs held-out text: give"
-            f" data.valid_source, or data.valid_fraction=0.01"
-        )
-    return datasets
 
 
 class StepData:

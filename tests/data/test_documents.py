@@ -81,6 +81,7 @@ def test_python_stdlib_is_the_library_alone() -> None:
         ('{"text": null}', "holds NoneType under 'text'"),
         ('{"text": "\\ud800"}', "not Unicode"),
         (b'{"text": "\xff"}', "is not JSON"),
+        ('{"text": ' + "[" * 100_000, "is not JSON (maximum recursion depth exceeded"),
     ],
 )
 def test_bad_jsonl_line(tmp_path: Path, line: str | bytes, message: str) -> None:

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, and tokenizer.json files made here."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -119,5 +120,18 @@ def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Catches a bare ModuleNotFoundError where a pip command would help."""
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'isp\[hf\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'isp\[hf\]'"):
         load_tokenizer(str(tmp_path))
+
+
+def test_hf_ids_beyond_any_model(tmp_path: Path) -> None:
+    """Catches an id that overflows somewhere behind, and a vocabulary of gigabytes."""
+    path = write_tokenizer(tmp_path / "t", ["</s>"])
+    text = path.read_text()
+    for largest, refused in ((2**31 - 2, False), (4_000_000_000, True)):
+        path.write_text(re.sub(r'"sat": ?3', f'"sat": {largest}', text))
+        if refused:
+            with pytest.raises(ValueError, match=r"has a token with the id 4,000,000,000"):
+                HFTokenizer(path)
+        else:
+            assert HFTokenizer(path).vocab_size == largest + 1

@@ -21,7 +21,7 @@ def job(*, freq: int = 0, interval: int = 0) -> JobConfig:
         model=ModelConfig(
             vocab_size=260, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24
         ),
-        data=DataConfig(source="python-stdlib"),
+        data=DataConfig(source="python-stdlib", valid_fraction=0.1),
         training=TrainingConfig(steps=10),
         validation=ValidationConfig(freq=freq),
         checkpoint=CheckpointConfig(interval=interval),
