@@ -123,9 +123,9 @@ class JobConfig:
         """Raise ConfigError if a key asks for a package that is not installed."""
         if self.metrics.enable_tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(
-                "metrics.enable_tensorboard=true needs the tensorboard package: pip install"
-                " 'isp[tensorboard]' (or pip install tensorboard), or use false; metrics.jsonl has"
-                " the same numbers"
+                "metrics.enable_tensorboard=true needs the tensorboard package: bash"
+                " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
+                " metrics.jsonl has the same numbers"
             )
         package = self.model.attention_backend.package
         if package is not None and importlib.util.find_spec(package) is None:

@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
 # Makes the virtual environment .venv with every version pinned by constraints.txt.
 #
-#   bash tools/setup_env.sh          what a run needs
-#   bash tools/setup_env.sh report   and what `isp report` needs
-#   bash tools/setup_env.sh dev      and what tests, lints and types need
+#   bash tools/setup_env.sh             what a run needs
+#   bash tools/setup_env.sh report hf   and what these extras of setup.py need: `isp report`,
+#                                       Hugging Face tokenizers (others: tensorboard, flash)
+#   bash tools/setup_env.sh dev         and what tests, lints and types need
 #
 # PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,
 # written last, tells, so that an interrupted set-up is simply done again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extra="${1:-}"
-case "$extra" in
-    "" | report | dev) ;;
-    *) echo "error: unknown set of packages '$extra': use report, dev, or nothing" >&2; exit 2 ;;
-esac
+known="$(sed -n '/extras_require/,/^    }/s/^        "\([a-z]*\)": .*/\1/p' setup.py | xargs)"
+for extra in "$@"; do
+    case " $known " in
+        *" $extra "*) ;;
+        *) echo "error: unknown set of packages '$extra': use some of $known, or nothing" >&2; exit 2 ;;
+    esac
+done
 
 is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
@@ -61,8 +64,10 @@ if ! is_stamped run; then
     install --no-build-isolation -e .
     stamp run
 fi
-if [ -n "$extra" ] && ! is_stamped "$extra"; then
-    echo "setup: adding the packages of [$extra] to .venv"
-    install --no-build-isolation -e ".[$extra]"
-    stamp "$extra"
-fi
+for extra in "$@"; do
+    if ! is_stamped "$extra"; then
+        echo "setup: adding the packages of [$extra] to .venv"
+        install --no-build-isolation -e ".[$extra]"
+        stamp "$extra"
+    fi
+done

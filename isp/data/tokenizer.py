@@ -141,8 +141,8 @@ def _read_tokenizer(file: Path) -> Any:
         from tokenizers import Tokenizer as FastTokenizer
     except ImportError as error:
         raise ValueError(
-            f"data.tokenizer={file} needs the tokenizers package: pip install 'isp[hf]' (or "
-            f"pip install tokenizers), or use data.tokenizer={BYTE_TOKENIZER}"
+            f"data.tokenizer={file} needs the tokenizers package: bash tools/setup_env.sh hf"
+            f" (or pip install tokenizers), or use data.tokenizer={BYTE_TOKENIZER}"
         ) from error
     try:
         return FastTokenizer.from_file(str(file))

@@ -120,7 +120,7 @@ def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Catches a bare ModuleNotFoundError where a pip command would help."""
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install 'isp\[hf\]'"):
+    with pytest.raises(ValueError, match=r"setup_env\.sh hf \(or pip install tokenizers\)"):
         load_tokenizer(str(tmp_path))
 
 

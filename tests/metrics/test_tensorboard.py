@@ -80,7 +80,7 @@ def test_a_missing_package_is_told_before_ranks_start(
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: metrics.enable_tensorboard=true needs the tensorboard package")
-    assert "pip install 'isp[tensorboard]'" in line
+    assert "bash tools/setup_env.sh tensorboard (or pip install tensorboard)" in line
 
 
 @pytest.mark.parametrize("folder", [".", "/tb", "../tb"])
