@@ -193,7 +193,10 @@ def _validate(
     values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable
 ) -> JobConfig | list[str]:
     """The configuration that `values` are, or what is wrong with them."""
-    text = json.dumps(values, default=str)  # dates are text
+    try:
+        text = json.dumps(values, default=str)  # dates are text
+    except ValueError:
+        return ["a section or a list holds itself, by an alias: write it out"]
     try:
         # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
         return TypeAdapter(JobConfig).validate_json(text, strict=True)
@@ -216,6 +219,9 @@ def _override(
                 origins[path[:end]] = f"--{'.'.join(path)}"
             section = section[name]
             if not isinstance(section, dict):
+                if path[:end] not in keys.sections:
+                    key = ".".join(path[:end])
+                    raise ValueError(f"--{'.'.join(path)}: {key} is a key, and has none below it")
                 break  # validation tells that this must be a section
         else:
             section[path[-1]] = value

@@ -43,10 +43,10 @@ Positive = Annotated[float, Field(gt=0, le=_FLOAT32)]
 NotNegative = Annotated[float, Field(ge=0, le=_FLOAT32)]
 
 _BOUNDS = {
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:.12g}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
     "finite_number": "must be finite",
     "string_too_short": "must not be empty",
 }
@@ -92,7 +92,9 @@ def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
     if error["type"] == "value_error":
         return f"{fault} {error['ctx']['error']}"
     if error["type"] in _BOUNDS:
-        fault += f" {_BOUNDS[error['type']].format(**error.get('ctx', {}))}"
+        bounds = error.get("ctx", {}).items()
+        shown = {name: f"{x:g}" if isinstance(x, float) else x for name, x in bounds}
+        fault += f" {_BOUNDS[error['type']].format(**shown)}"
         return fault if default is MISSING else f"{fault} (default: {json.dumps(default)})"
     return f"{fault} {_TYPES.get(error['type'], error['msg'])}"
 

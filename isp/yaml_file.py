@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from yaml.nodes import MappingNode, ScalarNode
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, Node, ScalarNode
 
 __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
@@ -23,6 +24,13 @@ class YamlFile(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        """The value of `node`; one that looks like a date and is none is a fault of the file."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise ConstructorError(None, None, str(error), node.start_mark) from error
 
 
 _Loader.add_implicit_resolver(
@@ -56,6 +64,8 @@ def read_yaml(path: str | Path) -> YamlFile:
         return YamlFile(loader.construct_document(root), lines)
     except yaml.YAMLError as error:
         raise ValueError(_syntax_fault(path, error)) from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: is nested too deeply, or in itself") from error
 
 
 def parse_value(text: str) -> Any:
@@ -64,6 +74,8 @@ def parse_value(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not a YAML value: {_problem(error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{text[:40]!r}... is nested too deeply, or in itself") from error
 
 
 def _new_loader(text: str, path: str | Path) -> _Loader:

@@ -155,7 +155,14 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words,
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["train"], ["topology"], ["data"], ["topology", "--world", "4", "--tenser", "2"]],
+    [
+        [],
+        ["train"],
+        ["topology"],
+        ["data"],
+        ["topology", "--world", "4", "--tenser", "2"],
+        ["topology", "--world", "9" * 5000],
+    ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words, capsys):
     """Catches an incomplete command line that does something, or a mistyped option ignored."""

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isp.cli.numbers import not_negative, positive
+
 if TYPE_CHECKING:
     from isp.parallel import Mode
 
@@ -17,15 +19,15 @@ __all__ = ["add_options", "run"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command takes beside CONFIG and overrides."""
     modes = "mtp,msp,fsp,isp"
-    parser.add_argument("--nproc", type=_positive, metavar="N", help="start N ranks here")
+    parser.add_argument("--nproc", type=positive, metavar="N", help="start N ranks here")
     parser.add_argument(
         "--modes", default=modes, metavar="LIST", help=f"modes to compare (default: {modes})"
     )
     parser.add_argument(
-        "--warmup", type=_not_negative, default=2, metavar="N", help="steps before those measured"
+        "--warmup", type=not_negative, default=2, metavar="N", help="steps before those measured"
     )
     parser.add_argument(
-        "--steps", type=_positive, default=5, metavar="N", help="measured steps (default: 5)"
+        "--steps", type=positive, default=5, metavar="N", help="measured steps (default: 5)"
     )
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
@@ -103,17 +105,3 @@ def _modes(text: str) -> tuple[Mode, ...]:
         if name not in known or names.count(name) > 1:
             raise ConfigError(f"--modes {text}: write one or more of {','.join(known)}, each once")
     return tuple(Mode(name) for name in names)
-
-
-def _positive(text: str) -> int:
-    return _at_least(int(text), 1)
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(int(text), 0)
-
-
-def _at_least(value: int, least: int) -> int:
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
-    return value

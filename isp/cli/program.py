@@ -161,7 +161,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import follow_launcher, launch, launched_ranks, reports_for_ranks, world_size
+    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
     from isp.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -169,7 +169,7 @@ def _train(args: argparse.Namespace) -> int:
     topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
     _check_param_groups(config)
-    if launched_ranks() is None:
+    if "RANK" not in os.environ:
         from isp.train.resume import check_start
 
         check_start(config, topology)

@@ -61,17 +61,18 @@ class RopeScaling:
         needs_original = (RopeScalingType.NTK, RopeScalingType.YARN, RopeScalingType.LLAMA3)
         if self.type in needs_original and self.original_max_position_embeddings < 1:
             raise ValueError(
-                f"rope_scaling.type={self.type} needs original_max_position_embeddings, the context"
-                f" that the model was trained for; got {self.original_max_position_embeddings}"
+                f"model.rope_scaling.type={self.type} needs original_max_position_embeddings, the"
+                f" context that the model was trained for; got"
+                f" {self.original_max_position_embeddings}"
             )
         if self.beta_fast <= self.beta_slow:
             raise ValueError(
-                f"rope_scaling needs beta_fast > beta_slow, got {self.beta_fast} and"
+                f"model.rope_scaling needs beta_fast > beta_slow, got {self.beta_fast} and"
                 f" {self.beta_slow}"
             )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"rope_scaling needs high_freq_factor > low_freq_factor, got"
+                f"model.rope_scaling needs high_freq_factor > low_freq_factor, got"
                 f" {self.high_freq_factor} and {self.low_freq_factor}"
             )
 
