@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isp.config import ConfigError
 from isp.config_faults import describe_faults
@@ -17,6 +16,7 @@ from isp.config_keys import KeyTable
 from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.trips import Trip
+from isp.section import NotNegative, Positive, Ranks, section
 from isp.yaml_file import KeyPath, read_yaml
 
 __all__ = ["DeviceSpec", "Fabric", "LinkSpec", "known_fabrics", "load_fabric"]
@@ -24,13 +24,10 @@ __all__ = ["DeviceSpec", "Fabric", "LinkSpec", "known_fabrics", "load_fabric"]
 FOLDER = Path(__file__).parents[2] / "configs" / "fabrics"
 
 
-def _in_range(key: str, value: float, *, above: float, most: float = math.inf) -> None:
-    if not above < value <= most:
-        rule = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
-        raise ValueError(f"{key}={value} must be {rule}")
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("device")
 class DeviceSpec:
     """`device`: one rank's device."""
 
@@ -38,32 +35,24 @@ class DeviceSpec:
     """As its maker calls it."""
     kind: Literal["cuda", "cpu"] = "cuda"
     """What kernels run on it, which decides what they keep."""
-    memory_gib: float
+    memory_gib: Positive
     """Memory, in GiB."""
-    usable: float = 0.92
+    usable: Share = 0.92
     """Share of the memory that tensors may take; the rest is for libraries and fragmentation."""
-    tflops: float
+    tflops: Positive
     """Peak TFLOP/s in bfloat16 (float16), dense."""
-    wide_tflops: float
+    wide_tflops: Positive
     """Peak TFLOP/s in float32 and float64."""
-    efficiency: float
+    efficiency: Share
     """Share of the peak that matrix products reach."""
-    attention_efficiency: float
+    attention_efficiency: Share
     """Share of the peak that attention reaches."""
-    gb_per_second: float
+    gb_per_second: Positive
     """Bandwidth of the memory, in 1e9 bytes a second."""
-    memory_efficiency: float = 0.8
+    memory_efficiency: Share = 0.8
     """Share of it that passes over memory reach."""
-    layer_us: float = 0.0
+    layer_us: NotNegative = 0.0
     """Gaps between the kernels of a block's forward; its backward has twice as much."""
-
-    def __post_init__(self) -> None:
-        for key in ("memory_gib", "tflops", "wide_tflops", "gb_per_second"):
-            _in_range(f"device.{key}", getattr(self, key), above=0)
-        for key in ("usable", "efficiency", "attention_efficiency", "memory_efficiency"):
-            _in_range(f"device.{key}", getattr(self, key), above=0, most=1)
-        if self.layer_us < 0:
-            raise ValueError(f"device.layer_us={self.layer_us} must be at least 0")
 
     @property
     def usable_bytes(self) -> int:
@@ -71,22 +60,16 @@ class DeviceSpec:
         return int(self.memory_gib * 2**30 * self.usable)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("link")
 class LinkSpec:
     """`inside` or `between`: what a device sends with, inside a node or to another one."""
 
-    gb_per_second: float
+    gb_per_second: Positive
     """One way, of one device, in 1e9 bytes a second."""
-    latency_us: float
+    latency_us: NotNegative
     """Of a hop from one device to the next: see `Fabric.latency`."""
-    efficiency: float = 1.0
+    efficiency: Share = 1.0
     """Share of the bandwidth that collectives reach."""
-
-    def __post_init__(self) -> None:
-        _in_range("gb_per_second of a link", self.gb_per_second, above=0)
-        _in_range("efficiency of a link", self.efficiency, above=0, most=1)
-        if self.latency_us < 0:
-            raise ValueError(f"latency_us={self.latency_us} of a link must be at least 0")
 
     @property
     def bytes_per_second(self) -> float:
@@ -102,17 +85,15 @@ class Span(NamedTuple):
     """Ranks of the group in one node."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("")
 class Fabric:
     """Nodes of equal devices; ranks fill one node after the other."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
     """For people."""
     source: str = ""
     """Where the numbers are from."""
-    devices_per_node: int
+    devices_per_node: Ranks
     """Ranks in a node."""
     device: DeviceSpec
     """A rank's device."""
@@ -120,15 +101,9 @@ class Fabric:
     """Between the devices of a node."""
     between: LinkSpec | None = None
     """Between nodes, of one device; null: there is one node."""
-    straggling: float = 0.01
+    straggling: NotNegative = 0.01
     """By what share of its compute a step grows whenever the number of nodes doubles: all ranks
     wait for the slowest."""
-
-    def __post_init__(self) -> None:
-        if self.devices_per_node < 1:
-            raise ValueError(f"devices_per_node={self.devices_per_node} must be at least 1")
-        if self.straggling < 0:
-            raise ValueError(f"straggling={self.straggling} must be at least 0")
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if this machine cannot have so many ranks."""

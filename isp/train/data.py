@@ -96,11 +96,11 @@ class StepData:
             )
         while True:
             batches = list(islice(read, data.micro_num))
-            count = torch.tensor([len(batches)], device=self._device)
-            self._tensor.broadcast_(count, label="data").wait()
-            if not count:
+            shared = torch.tensor([len(batches)], device=self._device)
+            self._tensor.broadcast_(shared, label="data").wait()
+            if (count := int(shared.item())) == 0:
                 return
-            yield self._share(None if self._valid is None else batches, int(count.item()))
+            yield self._share(None if self._valid is None else batches, count)
 
     def _share(self, read: list[MicroBatch] | None, count: int) -> list[MicroBatch]:
         data = self._data
