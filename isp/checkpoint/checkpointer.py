@@ -31,6 +31,7 @@ from isp.checkpoint.state import (
     TrainState,
     local_key,
     num_elements,
+    other_rule,
     saved_shards,
     targets_for,
 )
@@ -248,7 +249,8 @@ class Checkpointer:
         """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
 
         With `weights_only` the optimizer gets master weights, and is else left as it was.
-        Raises CheckpointError on all ranks if it is not of this model, or cannot be read.
+        Raises ValueError if its optimizer states are of another update rule, and CheckpointError if
+        it is not of this model or cannot be read; on all ranks.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
@@ -258,23 +260,27 @@ class Checkpointer:
         local, values = torch.empty(0, dtype=torch.uint8), None
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
 
-        def prepare() -> None:
+        def prepare() -> str | None:
             nonlocal local
             metadata = read_metadata(info.path, manifest.files)
             if optimizer is not None and manifest.num_updates < 0 and not weights_only:
                 raise CheckpointError("it was saved without an optimizer")
+            if not weights_only and (odd := other_rule(state, metadata)) is not None:
+                return odd
             shards, sources, required = targets_for(state, metadata, weights_only=weights_only)
             if has_local:
                 local = local.new_empty(num_elements(metadata, key, most=manifest.num_bytes))
                 shards[key], sources[key] = Shard.whole(key, local), key
             planner = BoxLoadPlanner(sources, required=required)
             tasks.append((shards, planner, SafeReader(info.path, metadata)))
+            return None
 
         def decode() -> None:
             nonlocal values
             values = from_tensor(local) if has_local else None
 
-        attempt(self._channel, what, prepare)
+        if (odd := attempt(self._channel, what, prepare)[0]) is not None:
+            raise ValueError(f"{info.path} {odd}")
         attempt(self._channel, what, lambda: self._read(*tasks[0]))
         attempt(self._channel, what, decode)
         if optimizer is not None:

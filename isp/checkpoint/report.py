@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from isp.checkpoint.folder import checkpoints_at
 from isp.checkpoint.manifest import Damaged, Manifest
-from isp.checkpoint.state import MODEL, model_key, optimizer_key
+from isp.checkpoint.state import MASTER, MODEL, model_key, optimizer_key, state_kinds
 from isp.checkpoint.storage import read_metadata
 
 __all__ = ["Verdict", "inspect", "verify"]
@@ -88,7 +88,8 @@ def _details(folder: Path) -> str:
 def _table(metadata: Metadata) -> list[str]:
     """A line for each parameter, in columns."""
     saved = metadata.state_dict_metadata
-    head = ("parameter", "shape", "weights", "master weights", "moments")
+    states = state_kinds(saved)
+    head = ("parameter", "shape", "weights", "master weights", *states)
     rows: list[tuple[str, ...]] = [head]
     total = 0
     names = sorted(key.removeprefix(MODEL) for key in saved if key.startswith(MODEL))
@@ -96,7 +97,7 @@ def _table(metadata: Metadata) -> list[str]:
         weights = saved[model_key(name)]
         assert isinstance(weights, TensorStorageMetadata)
         total += math.prod(weights.size)
-        kinds = (optimizer_key(name, kind) for kind in ("master", "exp_avg"))
+        kinds = [optimizer_key(name, kind) for kind in (MASTER, *states)]
         dtypes = [_dtype(metadata, key) for key in (model_key(name), *kinds)]
         rows.append((name, str(list(weights.size)), *dtypes))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]

@@ -18,7 +18,8 @@ from isp.parallel import Topology
 __all__ = ["Resumed", "Targets", "TrainState", "local_key", "saved_shards", "targets_for"]
 
 MODEL = "model."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "optimizer."
+MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,14 @@ def model_key(name: str) -> str:
 
 
 def optimizer_key(name: str, kind: str) -> str:
-    """The name of a parameter's `master`, `exp_avg` or `exp_avg_sq` in a checkpoint."""
-    return f"optimizer.{name}.{kind}"
+    """The name of a parameter's master weights or of a state of theirs in a checkpoint."""
+    return f"{OPTIMIZER}{name}.{kind}"
+
+
+def state_kinds(keys: Iterable[str]) -> list[str]:
+    """The states that an update rule has, by the names of what it saves."""
+    kinds = {key.rpartition(".")[2] for key in keys if key.startswith(OPTIMIZER)}
+    return sorted(kinds - {MASTER})
 
 
 def local_key(rank: int) -> str:
@@ -77,6 +84,21 @@ def saved_shards(state: TrainState) -> dict[str, Shard]:
     return _by_key(_shards(state))
 
 
+def other_rule(state: TrainState, metadata: Metadata) -> str | None:
+    """In words, if the optimizer states in a checkpoint are not those of the run's update rule."""
+    found = state_kinds(metadata.state_dict_metadata)
+    needed = state_kinds(shard.key for shard in _shards(state))
+    if state.optimizer is None or found == needed:
+        return None
+    name = state.optimizer.rule.config.name
+    return (
+        f"has the optimizer states {' and '.join(found) or 'of a rule without any'},"
+        f" optimizer.name={name} needs {' and '.join(needed) or 'none'}:"
+        f" use the rule that saved it, or checkpoint.initial_load_path to begin another run"
+        f" (job.name or checkpoint.folder) from its weights"
+    )
+
+
 def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
     """Where each tensor of `state`, or its weights and master weights, comes from in a checkpoint.
 
@@ -88,7 +110,7 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
     shards = _by_key(_shards(state, weights_only=weights_only))
     sources = {key: key for key in shards}
     for item in state.parameters:
-        weights, master = model_key(item.name), optimizer_key(item.name, "master")
+        weights, master = model_key(item.name), optimizer_key(item.name, MASTER)
         if weights not in saved:
             continue
         best = master if master in saved else weights
@@ -111,12 +133,11 @@ def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]
     for name, parameter, layout in state.parameters:
         part = own[name]
         start, stop = part["rows"]
-        moments = {"exp_avg": part["exp_avg"], "exp_avg_sq": part["exp_avg_sq"]}
-        tensors = {} if weights_only else moments
-        if part["master"].dtype != parameter.dtype:  # else it is the parameter itself
-            tensors["master"] = part["master"]
-        for kind, tensor in tensors.items():
-            yield Shard.of_rows(optimizer_key(name, kind), tensor, layout, (start, stop))
+        for kind, tensor in part["tensors"].items():
+            # Master weights of the parameter's own dtype are the parameter itself.
+            wanted = tensor.dtype != parameter.dtype if kind == MASTER else not weights_only
+            if wanted:
+                yield Shard.of_rows(optimizer_key(name, kind), tensor, layout, (start, stop))
 
 
 def _by_key(shards: Iterable[Shard]) -> dict[str, Shard]:

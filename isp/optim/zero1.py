@@ -1,4 +1,4 @@
-"""`Zero1Optimizer`: AdamW with its states split over the replicas."""
+"""`Zero1Optimizer`: an update rule with its states split over the replicas."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from isp.optim.grad_scaler import GradScaler
 from isp.optim.groups import GroupValues, group_values
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher, owned_rows
+from isp.optim.update_rules import Rows, UpdateRule, update_rule
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
 from isp.settings import GradScalerConfig, OptimizerConfig
@@ -42,9 +43,8 @@ class ShardState(TypedDict):
     """(start, stop)."""
     layout: dict[str, Any]
     """The fields of the local shard's `ParameterLayout`."""
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    tensors: dict[str, Tensor]
+    """The states of the update rule by name, and the `master` weights."""
 
 
 class OptimizerState(TypedDict):
@@ -66,43 +66,47 @@ class _Shard:
     """The rows in the parameter: a view."""
     master: Tensor
     """The rows in the master dtype; `weights` itself where that is the parameter's own dtype."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    grad: Tensor
+    """The rows of the main gradient: a view."""
+    states: dict[str, Tensor]
+    """Those of the update rule, by name."""
 
     @classmethod
-    def create(cls, item: NamedParameter, parts: int, index: int) -> _Shard:
-        """Part `index` of `parts` of a parameter, with zero moments."""
+    def create(
+        cls, item: NamedParameter, grad: Tensor, rule: UpdateRule, *, parts: int, index: int
+    ) -> _Shard:
+        """Part `index` of `parts` of a parameter and its main gradient, with zero states."""
         whole = item.parameter.detach()
         start, stop = owned_rows(whole.shape[0], parts, index)
         weights = whole[start:stop]
         dtype = master_dtype(weights.dtype)
         master = weights if weights.dtype == dtype else weights.to(dtype)
-        moments = torch.zeros_like(master), torch.zeros_like(master)
-        return cls(item, (start, stop), weights, master, *moments)
+        states = {
+            name: torch.zeros_like(master, dtype=kind) for name, kind in rule.states(dtype).items()
+        }
+        return cls(item, (start, stop), weights, master, grad[start:stop], states)
 
     def state(self) -> ShardState:
         """What a checkpoint keeps."""
         return {
             "rows": list(self.rows),
             "layout": _as_plain(self.item.layout),
-            "master": self.master,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
+            "tensors": {**self.states, "master": self.master},
         }
 
 
 class Zero1Optimizer:
-    """AdamW on float32 master weights (float64 for float64), split by rows over the zero1 group.
+    """An update rule on float32 master weights (float64 for float64), split over the zero1 group.
 
     Of each parameter's local shard a rank of the zero1 group owns the rows of dim 0 that
-    `owned_rows` gives it: it alone keeps their master weights and moments and updates them, and
+    `owned_rows` gives it: it alone keeps their master weights and states and updates them, and
     `publish` brings them to the others. Parameters must not be moved or replaced afterwards.
 
     Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
     `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
 
     Collectives, in this order on all ranks: the norm over MODEL, the rows over ZERO1.
-    Source: Rajbhandari et al. 2020, ZeRO stage 1; the update is `torch.optim.AdamW`.
+    Source: Rajbhandari et al. 2020, ZeRO stage 1.
     """
 
     def __init__(
@@ -117,6 +121,8 @@ class Zero1Optimizer:
     ) -> None:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
+        self.rule = update_rule(config)
+        """What updates the weights, and says which states they have."""
         self.num_skipped = 0
         """Steps skipped so far."""
         self.skipped_in_a_row = 0
@@ -128,13 +134,19 @@ class Zero1Optimizer:
         self._max_norm = max_norm
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
-        self._shards = [_Shard.create(p, zero1.size, zero1.rank) for p in gradients.parameters]
+        self._shards = [
+            _Shard.create(
+                item,
+                gradients.grad(item.parameter),
+                self.rule,
+                parts=zero1.size,
+                index=zero1.rank,
+            )
+            for item in gradients.parameters
+        ]
+        self._groups = _groups([s for s in self._shards if s.master.numel()], config)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
-        self._adamw = _adamw([s for s in self._shards if s.master.numel()], config)
         self._num_updates = 0
-        for shard in self._shards:
-            start, stop = shard.rows
-            shard.master.grad = gradients.grad(shard.item.parameter)[start:stop]
 
     def step(self, lr: float, *, wait: bool = True) -> StepResult:
         """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
@@ -192,7 +204,7 @@ class Zero1Optimizer:
                 shard.master.copy_(shard.weights)
 
     def state_dict(self) -> OptimizerState:
-        """Master weights, moments and step count of this rank's rows; see `OptimizerState`."""
+        """Master weights, states and step count of this rank's rows; see `OptimizerState`."""
         return {
             "step": self._num_updates,
             "parameters": {shard.item.name: shard.state() for shard in self._shards},
@@ -202,8 +214,8 @@ class Zero1Optimizer:
     def load_state_dict(self, state: OptimizerState) -> None:
         """Take up a state of the same layout, and publish its weights: a collective over ZERO1.
 
-        Raises ValueError, before anything is changed, if names, rows or layouts are not this
-        optimizer's own; bringing them into another layout is the checkpoint's work.
+        Raises ValueError, before anything is changed, if names, rows, layouts or states are not
+        this optimizer's own; bringing them into another layout is the checkpoint's work.
         """
         saved, own = state["parameters"], self.state_dict()["parameters"]
         if odd := saved.keys() ^ own.keys():
@@ -212,11 +224,8 @@ class Zero1Optimizer:
             _require_same_place(name, saved[name], own[name])
         self._publisher.wait()
         for name, mine in own.items():
-            mine["master"].copy_(saved[name]["master"])
-            mine["exp_avg"].copy_(saved[name]["exp_avg"])
-            mine["exp_avg_sq"].copy_(saved[name]["exp_avg_sq"])
-        for moments in self._adamw.state.values():
-            moments["step"].fill_(state["step"])
+            for kind, tensor in mine["tensors"].items():
+                tensor.copy_(saved[name]["tensors"][kind])
         self._num_updates = state["step"]
         self.publish()
         self._publisher.wait()
@@ -262,14 +271,18 @@ class Zero1Optimizer:
         if factor == 1:
             return
         for shard in self._shards:
-            assert shard.master.grad is not None
-            shard.master.grad.mul_(factor)
+            shard.grad.mul_(factor)
 
+    @torch.no_grad()
     def _update(self, lr: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        self._adamw.step()
         self._num_updates += 1
+        for values, rows in self._groups.items():
+            self.rule.step(
+                rows,
+                lr=lr * values.lr_scale,
+                weight_decay=values.weight_decay,
+                number=self._num_updates,
+            )
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -280,26 +293,18 @@ def _scaler(gradients: MainGradients, config: GradScalerConfig) -> GradScaler | 
     return GradScaler(config) if narrow or config.use == "always" else None
 
 
-def _adamw(shards: list[_Shard], config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, fused, over the shards' master weights and moments.
-
-    Its state is filled in here and not at its first step: a checkpoint needs it from the start.
-    """
-    members: dict[GroupValues, list[Tensor]] = {GroupValues(1.0, config.weight_decay): []}
+def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, Rows]:
+    """The rows of this rank by what holds for their parameters."""
+    groups: dict[GroupValues, Rows] = {}
     for shard in shards:
         num_dims = len(shard.item.layout.global_shape)
         values = group_values(shard.item.name, num_dims, config)
-        members.setdefault(values, []).append(shard.master)
-    groups = [{"params": params, **values._asdict()} for values, params in members.items()]
-    betas = (config.beta1, config.beta2)
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    for shard in shards:
-        adamw.state[shard.master] = {
-            "step": torch.zeros((), dtype=torch.float32, device=shard.master.device),
-            "exp_avg": shard.exp_avg,
-            "exp_avg_sq": shard.exp_avg_sq,
-        }
-    return adamw
+        rows = groups.setdefault(values, Rows([], [], {name: [] for name in shard.states}))
+        rows.masters.append(shard.master)
+        rows.grads.append(shard.grad)
+        for name, state in shard.states.items():
+            rows.states[name].append(state)
+    return groups
 
 
 def _as_plain(layout: ParameterLayout) -> dict[str, Any]:
@@ -316,9 +321,10 @@ def _require_same_place(name: str, saved: ShardState, own: ShardState) -> None:
             f"the state of {name} is for rows {saved['rows']} of {saved['layout']}, this rank"
             f" needs rows {own['rows']} of {own['layout']}: load it through the checkpoint"
         )
-    for key in ("master", "exp_avg", "exp_avg_sq"):
-        if saved[key].shape != own[key].shape:
-            raise ValueError(
-                f"{key} of {name} has shape {tuple(saved[key].shape)},"
-                f" {tuple(own[key].shape)} is needed"
-            )
+    shapes, needed = _shapes(saved), _shapes(own)
+    if shapes != needed:
+        raise ValueError(f"the state of {name} is {shapes}, the optimizer needs {needed}")
+
+
+def _shapes(state: ShardState) -> dict[str, tuple[int, ...]]:
+    return {kind: tuple(tensor.shape) for kind, tensor in state["tensors"].items()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from isp.config import JobConfig
+import torch
+
+from isp.config import JobConfig, OptimizerConfig
+from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from model.config import ModelConfig
 
@@ -42,6 +45,8 @@ class Case:
     """Micro-batches of a data rank in a step."""
     dtype: DType = "float32"
     """Of weights and activations."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update rule."""
     on_cpu: bool = False
     """Ranks on CPU, over gloo: they sum the parts of a reduce-scatter themselves."""
     documents: int = 1
@@ -62,6 +67,7 @@ class Case:
             tokens=config.row_tokens,
             micro_num=data.micro_num,
             dtype=config.training.dtype,
+            optimizer=config.optimizer,
             on_cpu=on_cpu,
             documents=data.micro_bsz if data.pack else 1,
         )
@@ -80,6 +86,12 @@ class Case:
     def wide_bytes(self) -> int:
         """Bytes of a number of main gradients, master weights and losses: float32 at least."""
         return max(4, self.item_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer states of a number of weights, master weights left out."""
+        wide = torch.float64 if self.dtype == "float64" else torch.float32
+        return sum(dtype.itemsize for dtype in update_rule(self.optimizer).states(wide).values())
 
     @property
     def gathers_weights(self) -> bool:

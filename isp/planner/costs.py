@@ -69,7 +69,8 @@ class Costs:
         case, owned = self.case, numbers / self.case.topology.zero1
         wide, item = case.wide_bytes, case.item_bytes
         published = 3 * numbers * item if case.topology.zero1 > 1 else 0
-        return self._over_memory(numbers * wide + owned * (7 * wide + item) + published)
+        updated = owned * (3 * wide + 2 * case.state_bytes + item)
+        return self._over_memory(numbers * wide + updated + published)
 
     @property
     def forward_flops(self) -> float:

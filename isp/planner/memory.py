@@ -4,8 +4,9 @@ P parameters of a rank's stage, w ranks of a weight group, z of a zero1 group
 
     weights     P / w of the training dtype           what is replicated counts whole
     gradients   P / w in float32                      main gradients, in buckets
-    optimizer   3 P / (w z) in float32                master weights (none where they are the
-                                                      weights themselves) and two moments
+    optimizer   P / (w z) in float32                  master weights, none where they are the
+                                                      weights themselves
+                and as the update rule says           states: 2 P / (w z) in float32 for adamw
 
 in the modes that split features with t in the place of w. This is the hybrid ZeRO of Rajbhandari
 et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
@@ -22,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 
+from isp.optim.rows import owned_rows
 from isp.parallel import Mode, PipelineSchedule
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
@@ -92,11 +94,11 @@ def states(case: Case, place: Place) -> Memory:
     parameters, parts = local_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in parameters)
     owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
-    copies = 3 if case.item_bytes < case.wide_bytes else 2
+    master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
     return Memory(
         weights=numbers * case.item_bytes,
         gradients=numbers * case.wide_bytes,
-        optimizer=copies * owned * case.wide_bytes,
+        optimizer=owned * (master_bytes + case.state_bytes),
     )
 
 
@@ -109,9 +111,8 @@ def memory(case: Case, rank: int) -> Memory:
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
-    chunk = -(-shape[0] // parts)
-    rows = min(shape[0], (index + 1) * chunk) - min(shape[0], index * chunk)
-    return rows * prod(shape[1:])
+    start, stop = owned_rows(shape[0], parts, index)
+    return (stop - start) * prod(shape[1:])
 
 
 # -- moments of a step -----------------------------------------------------------------------

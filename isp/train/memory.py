@@ -32,9 +32,7 @@ def memory_owners(
     weights = _storage_bytes(parameters, seen)
     of_autograd = _storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
     shards = optimizer.state_dict()["parameters"].values()
-    states = _storage_bytes(
-        (x for s in shards for x in (s["master"], s["exp_avg"], s["exp_avg_sq"])), seen
-    )
+    states = _storage_bytes((x for shard in shards for x in shard["tensors"].values()), seen)
     pools = []
     if communicator is not None:
         pools = [

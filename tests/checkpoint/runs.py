@@ -115,8 +115,8 @@ def clear(run: Run) -> None:
     """Forget every weight and moment."""
     state = run.optimizer.state_dict()
     for part in state["parameters"].values():
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            part[kind].zero_()  # type: ignore[literal-required]
+        for tensor in part["tensors"].values():
+            tensor.zero_()
     for item in run.state.parameters:
         item.parameter.zero_()
     state["step"] = 0
@@ -136,9 +136,9 @@ def fill(run: Run) -> None:
     for name, parameter, layout in run.state.parameters:
         part = state["parameters"][name]
         start, stop = part["rows"]
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for kind, tensor in part["tensors"].items():
             local = layout.shard(whole_value(name, kind, layout.global_shape))
-            part[kind].copy_(local[start:stop])  # type: ignore[literal-required]
+            tensor.copy_(local[start:stop])
         parameter.copy_(layout.shard(whole_value(name, "master", layout.global_shape)))
     state["step"] = 7
     run.optimizer.load_state_dict(state)
@@ -156,12 +156,8 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
     for name, parameter, layout in run.state.parameters:
         part = state["parameters"][name]
         start, stop = part["rows"]
-        tensors = {
-            "master": (part["master"], slice(start, stop)),
-            "exp_avg": (part["exp_avg"], slice(start, stop)),
-            "exp_avg_sq": (part["exp_avg_sq"], slice(start, stop)),
-            "weights": (parameter.detach(), slice(None)),
-        }
+        tensors = {kind: (x, slice(start, stop)) for kind, x in part["tensors"].items()}
+        tensors["weights"] = parameter.detach(), slice(None)
         for kind, (tensor, rows) in tensors.items():
             whole = whole_value(name, kind.replace("weights", "master"), layout.global_shape)
             wanted = layout.shard(whole if through is None else whole.to(through))[rows]

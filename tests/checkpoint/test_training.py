@@ -115,8 +115,8 @@ def _copy(run: Run) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = dict(run.weights())
     optimizer = run.optimizer.state_dict()
     for name, part in optimizer["parameters"].items():
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            found[f"{name}.{kind}"] = part[kind].numpy().copy()  # type: ignore[literal-required]
+        for kind, tensor in part["tensors"].items():
+            found[f"{name}.{kind}"] = tensor.numpy().copy()
     return {**found, "updates": np.array(optimizer["step"])}
 
 

@@ -102,7 +102,7 @@ def _steps(
         history.append(0.0 if optimizer.scaler is None else optimizer.scaler.scale)
     shards = optimizer.state_dict()["parameters"].values()
     tensors = [item.parameter for item in items]
-    tensors += [t for s in shards for t in (s["master"], s["exp_avg"], s["exp_avg_sq"])]
+    tensors += [t for s in shards for t in s["tensors"].values()]
     return results, [t.detach().numpy().copy() for t in tensors], history
 
 
@@ -134,7 +134,8 @@ def _overflow(rank: int, dtype: torch.dtype) -> tuple[list[bool], list[float], l
     optimizer = Zero1Optimizer(gradients, mesh, replace(PLAIN, grad_scaler=scaler))
     skipped, history, counts, unchanged = [], [], [], True
     for step in range(5):
-        before = [s["master"].clone() for s in optimizer.state_dict()["parameters"].values()]
+        shards = optimizer.state_dict()["parameters"].values()
+        before = [s["tensors"]["master"].clone() for s in shards]
         gradients.zero()
         # 100 x 2 ** 10 is above float16's 65504, and 100 x 2 ** 9 is not
         pull = 100.0 if rank == 1 and step > 0 else 1.0
@@ -144,7 +145,7 @@ def _overflow(rank: int, dtype: torch.dtype) -> tuple[list[bool], list[float], l
         assert optimizer.scaler is not None
         history.append(optimizer.scaler.scale)
         counts.append(optimizer.num_skipped)
-        after = [s["master"] for s in optimizer.state_dict()["parameters"].values()]
+        after = [s["tensors"]["master"] for s in shards]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         if skipped[-1]:
             unchanged &= same
@@ -190,7 +191,7 @@ def test_float16_keeps_gradients_that_it_cannot_hold() -> None:
     assert solo.step(tiny).grad_norm == pytest.approx(tiny * math.sqrt(6), rel=2**-10)
     shard = solo.optimizer.state_dict()["parameters"]["weight"]
     wanted = torch.full((3, 2), tiny * (1 - PLAIN.beta1))
-    torch.testing.assert_close(shard["exp_avg"], wanted, rtol=2**-10, atol=0)
+    torch.testing.assert_close(shard["tensors"]["exp_avg"], wanted, rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -1,4 +1,4 @@
-"""The sharded optimizer against plain torch.optim.AdamW on whole parameters."""
+"""The sharded optimizer against plain update rules on whole parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.config import PipelineConfig, TensorConfig, WeightConfig, Zero1Config
 from isp.settings import OptimizerConfig
 from tests.optim.places import Spec, full_loss, loss, place
+from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
@@ -51,46 +52,45 @@ def _train(
     rank: int,
     ranks: Topology,
     specs: list[Spec],
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float64,
+    max_norm: float,
+    config: OptimizerConfig,
 ) -> tuple[list[StepResult], dict[str, Any]]:
     """Results of every step, and this rank's shards at the end."""
     mesh = Mesh(ranks, rank)
     here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
-    items = [place(spec, mesh, dtype) for spec in here]
+    items = [place(spec, mesh, torch.float64) for spec in here]
     gradients = MainGradients(items, mesh, bucket_bytes=64)
-    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, bucket_bytes=64, **options)
+    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=max_norm, bucket_bytes=64)
     results = []
     for step in range(STEPS):
         gradients.zero()
         gradients.expect_last()
         loss(items, here, mesh, step + 1).backward()
         gradients.reduce()
-        results.append(optimizer.step(CONFIG.lr * (step + 1)))
+        results.append(optimizer.step(config.lr * (step + 1)))
     return results, {name: parameter.detach().numpy() for name, parameter, _ in items}
 
 
 def reference(
-    specs: list[Spec], stage_ranks: int, max_norm: float = 0.0
+    specs: list[Spec], stage_ranks: int, max_norm: float = 0.0, config: OptimizerConfig = CONFIG
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and weights of plain AdamW on whole parameters."""
+    """Norms and weights of the plain update rule on whole parameters."""
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
     groups = [
         {"params": [p for p in whole.values() if p.dim() > 1]},
         {"params": [p for p in whole.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (CONFIG.beta1, CONFIG.beta2)
-    adamw = torch.optim.AdamW(groups, betas=betas, eps=CONFIG.eps, weight_decay=0.1)
+    optimizer = plain_optimizer(groups, config)
     norms = []
     for step in range(STEPS):
-        adamw.zero_grad()
+        optimizer.zero_grad()
         for spec in specs:
             full_loss(spec, whole[spec.name], step + 1, stage_ranks).backward()
         limit = max_norm or math.inf
         norms.append(torch.nn.utils.clip_grad_norm_(whole.values(), limit).item())
-        for group in adamw.param_groups:
-            group["lr"] = CONFIG.lr * (step + 1)
-        adamw.step()
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (step + 1)
+        optimizer.step()
     return norms, {name: p.detach() for name, p in whole.items()}
 
 
@@ -104,9 +104,11 @@ LAYOUTS = {
 }
 
 
-def _assert_parity(ranks: Topology, specs: list[Spec], max_norm: float) -> None:
-    results = run_ranks(ranks.world_size, _train, ranks, specs, {"max_norm": max_norm})
-    norms, whole = reference(specs, ranks.stage, max_norm)
+def _assert_parity(
+    ranks: Topology, specs: list[Spec], max_norm: float, config: OptimizerConfig = CONFIG
+) -> None:
+    results = run_ranks(ranks.world_size, _train, ranks, specs, max_norm, config)
+    norms, whole = reference(specs, ranks.stage, max_norm, config)
     assert max_norm < min(norms)
     for rank, (steps, shards) in enumerate(results):
         # 1e-9: the layouts add the same squares and gradients in other orders
@@ -175,11 +177,11 @@ def _train_bfloat16(rank: int, num_steps: int) -> tuple[list[Any], list[Any], bo
         optimizer.step(1e-4)
     shards = optimizer.state_dict()["parameters"]
     consistent = all(
-        torch.equal(p[slice(*shards[name]["rows"])], shards[name]["master"].bfloat16())
+        torch.equal(p[slice(*shards[name]["rows"])], shards[name]["tensors"]["master"].bfloat16())
         for name, p, _ in items
     )
     weights = [p.detach().float().numpy() for _, p, _ in items]
-    return weights, [shards[s.name]["master"].numpy() for s in SPECS], consistent
+    return weights, [shards[s.name]["tensors"]["master"].numpy() for s in SPECS], consistent
 
 
 def test_float32_masters_under_bfloat16():
@@ -230,8 +232,8 @@ def _skip(rank: int, bad: float) -> tuple[list[StepResult], bool, int, int]:
 
 
 def _tensors(optimizer: Zero1Optimizer) -> list[Tensor]:
-    shards = [s for s in optimizer.state_dict()["parameters"].values() if s["master"].numel()]
-    return [t for s in shards for t in (s["master"], s["exp_avg"], s["exp_avg_sq"])]
+    shards = optimizer.state_dict()["parameters"].values()
+    return [t for s in shards for t in s["tensors"].values()]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -341,8 +343,12 @@ def test_a_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"uneven is for rows \[0, 3\].*needs rows \[0, 5\]"):
         optimizer.load_state_dict(state)
     state = solo(SPECS[:2])[2].state_dict()
-    state["parameters"]["uneven"]["exp_avg"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"exp_avg of uneven has shape \(3, 3\), \(5, 3\)"):
+    state["parameters"]["uneven"]["tensors"]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"uneven is .*exp_avg': \(3, 3\).*needs .*: \(5, 3\)"):
+        optimizer.load_state_dict(state)
+    state = solo(SPECS[:2])[2].state_dict()
+    del state["parameters"]["uneven"]["tensors"]["exp_avg_sq"]
+    with pytest.raises(ValueError, match=r"needs .*exp_avg_sq"):
         optimizer.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))
 
@@ -351,7 +357,7 @@ def test_one_process_keeps_no_copies_and_sends_nothing():
     """Catches master copies where the parameter itself will do."""
     items, gradients, optimizer = solo(SPECS)
     for name, parameter, _ in items:
-        master = optimizer.state_dict()["parameters"][name]["master"]
+        master = optimizer.state_dict()["parameters"][name]["tensors"]["master"]
         assert master.data_ptr() == parameter.data_ptr()
     gradients.reduce()
     optimizer.step(0.1)

@@ -106,7 +106,7 @@ def _torch(dtype: str) -> torch.dtype:
 
 def _tensors_of(run: Run) -> list[torch.Tensor]:
     shards = run.optimizer.state_dict()["parameters"].values()
-    states = [shard[key] for shard in shards for key in ("master", "exp_avg", "exp_avg_sq")]  # type: ignore[literal-required]
+    states = [tensor for shard in shards for tensor in shard["tensors"].values()]
     grads = [run.step.gradients.grad(item.parameter) for item in run.parameters]
     return [*(item.parameter for item in run.parameters), *grads, *states]
 

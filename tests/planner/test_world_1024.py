@@ -82,7 +82,7 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
         sent[transfer.kind, transfer.channel] += transfer.sent_bytes
     shards = run.optimizer.state_dict()["parameters"].values()
     held = sum(item.parameter.nbytes for item in run.parameters) * 2
-    held += sum(shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes for shard in shards)
+    held += sum(x.nbytes for s in shards for kind, x in s["tensors"].items() if kind != "master")
     return {key: (calls[key], sent[key]) for key in calls}, held
 
 

@@ -41,7 +41,7 @@ def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, di
     found = memory_owners(run.step.gradients, run.optimizer, communicator)
     elements = sum(item.parameter.numel() for item in run.parameters)
     states = run.optimizer.state_dict()["parameters"].values()
-    rows = sum(state["exp_avg"].numel() for state in states)
+    rows = sum(state["tensors"]["exp_avg"].numel() for state in states)
     assert run.step.mesh[Axis.ZERO1].size == 2
     run.close()
     pools = {

@@ -1,0 +1,58 @@
+"""Every update rule against a plain one, and what it says of its states."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.optim import update_rule
+from isp.optim.update_rules import Rows
+from isp.settings import OptimizerConfig
+
+RULES = get_args(get_type_hints(OptimizerConfig)["name"])
+STEPS = 6
+
+
+def plain_optimizer(groups: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """What `config` says, as one process would do it on whole parameters."""
+    values = {"lr": config.lr, "weight_decay": config.weight_decay}
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=True, **values)
+
+
+def _random(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shapes = [(5, 3), (7,), (1, 2)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def _rows(rule_name: str, masters: list[Tensor]) -> Rows:
+    kinds = update_rule(OptimizerConfig(name=rule_name)).states(torch.float64)  # type: ignore[arg-type]
+    states = {k: [torch.zeros_like(m, dtype=d) for m in masters] for k, d in kinds.items()}
+    return Rows(masters, [torch.empty_like(m) for m in masters], states)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+@pytest.mark.parametrize("name", RULES)
+def test_parity_with_a_plain_rule(name: str, beta1: float) -> None:
+    """Catches a count that is one off, and rows that touch each other."""
+    config = OptimizerConfig(name=name, lr=0.1, beta1=beta1)  # type: ignore[arg-type]
+    rule, plain = update_rule(config), [x.requires_grad_() for x in _random(0)]
+    rows = _rows(name, _random(0))
+    optimizer = plain_optimizer([{"params": plain}], config)
+    for step in range(1, STEPS + 1):
+        for p, grad, new in zip(plain, rows.grads, _random(step), strict=True):
+            p.grad = new * (torch.arange(new.numel()).view(new.shape) != 2)  # no gradient for one
+            grad.copy_(p.grad)
+        optimizer.step()
+        for part in (slice(0, 2), slice(2, 3)):  # some rows at a time
+            states = {kind: tensors[part] for kind, tensors in rows.states.items()}
+            some = Rows(rows.masters[part], rows.grads[part], states)
+            rule.step(some, lr=config.lr, weight_decay=config.weight_decay, number=step)
+    kept = [[s for s in optimizer.state[p].values() if s.numel() == p.numel()] for p in plain]
+    for i, p in enumerate(plain):
+        found = [rows.masters[i], *(tensors[i] for tensors in rows.states.values())]
+        torch.testing.assert_close(found, [p.detach(), *kept[i]], rtol=0, atol=0)
