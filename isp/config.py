@@ -136,11 +136,14 @@ class JobConfig:
             )
 
     def unused(self) -> list[str]:
-        """Sections that differ from their defaults without a meaning in this mode, as sentences."""
-        mode = self.parallel.tensor.mode
-        if mode is Mode.ISP or self.parallel.weight == WeightConfig():
-            return []
-        return [f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"]
+        """What differs from its default without a meaning in this run, as sentences."""
+        mode, rule = self.parallel.tensor.mode, self.optimizer.name
+        found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
+        if mode is not Mode.ISP and self.parallel.weight != WeightConfig():
+            found.append(
+                f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
+            )
+        return found
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -147,20 +147,25 @@ class ParamGroupConfig:
     """Their weight decay; null: `optimizer.weight_decay`, and none where there is one dimension."""
 
 
+_RULE_KEYS = {"adamw": {"beta1", "beta2", "eps"}, "lion": {"beta1", "beta2"}}
+"""Keys of `optimizer` that not every update rule has a use for."""
+
+
 @section("optimizer")
 class OptimizerConfig:
-    """`optimizer`: AdamW and its numbers."""
+    """`optimizer`: the update rule and its numbers."""
 
-    name: Literal["adamw"] = "adamw"
-    """The update rule."""
+    name: Literal["adamw", "lion"] = "adamw"
+    """The update rule. lion keeps one state where adamw keeps two; its updates are larger: take a
+    third to a tenth of adamw's lr, and as many times its weight_decay."""
     lr: Positive = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment; lion: the part of momentum in an update."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment; lion: of momentum."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """adamw: added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
     """Decoupled decay of the weights, a fraction of lr."""
     param_groups: tuple[ParamGroupConfig, ...] = ()
@@ -170,6 +175,13 @@ class OptimizerConfig:
     max_skipped_steps: CountOrZero = 10
     """End the run after this many steps in a row whose gradients were not finite; those after which
     the loss scale can still be lowered do not count. 0: never."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Keys that differ from their defaults and mean nothing to this update rule."""
+        foreign = set().union(*_RULE_KEYS.values()) - _RULE_KEYS[self.name]
+        plain = OptimizerConfig()
+        return sorted(key for key in foreign if getattr(self, key) != getattr(plain, key))
 
 
 @section("lr_scheduler")

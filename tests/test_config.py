@@ -245,6 +245,14 @@ def test_a_section_that_the_mode_ignores_is_named(write):
     assert "parallel.weight is not used in mtp mode" in note
 
 
+def test_keys_of_another_update_rule_are_named(write):
+    """Catches a number that is given and that the update rule never sees."""
+    words = ["--optimizer.eps=1e-6", "--optimizer.beta2=0.99"]
+    assert load_config(write(MINIMAL), words).unused() == []
+    found = load_config(write(MINIMAL), [*words, "--optimizer.name=lion"]).unused()
+    assert found == ["optimizer.eps is not used by lion"]
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

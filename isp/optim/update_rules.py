@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from isp.settings import OptimizerConfig
 
-__all__ = ["AdamW", "Rows", "UpdateRule", "update_rule"]
+__all__ = ["AdamW", "Lion", "Rows", "UpdateRule", "update_rule"]
 
 
 class Rows(NamedTuple):
@@ -87,7 +87,28 @@ class AdamW(UpdateRule):
         )
 
 
+class Lion(UpdateRule):
+    """The sign of an average of momentum and gradient, with decoupled weight decay; one state.
+
+    c = beta1 m + (1 - beta1) g;  w -= lr (sign(c) + weight_decay w);  m = beta2 m + (1 - beta2) g
+    Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms; google/automl, lion.
+    """
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"exp_avg": dtype}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
+        torch._foreach_lerp_(grads, moments, beta1)  # c, in the place of g
+        # The new m lies between m and c at this fraction: g, which is gone, is not needed.
+        torch._foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
+        torch._foreach_sign_(grads)
+        torch._foreach_mul_(masters, 1 - lr * weight_decay)
+        torch._foreach_add_(masters, grads, alpha=-lr)
+
+
 def update_rule(config: OptimizerConfig) -> UpdateRule:
     """The rule that `config.name` names."""
-    rules: dict[str, type[UpdateRule]] = {"adamw": AdamW}
+    rules: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion}
     return rules[config.name](config)

@@ -27,7 +27,9 @@ from isp.parallel import (
 from isp.settings import OptimizerConfig
 from isp.weights.wp import LocalWeights
 
-__all__ = ["Layout", "Run", "clear", "expect", "fill", "make_run", "whole_value"]
+__all__ = ["LION", "Layout", "Run", "clear", "expect", "fill", "make_run", "whole_value"]
+
+ADAMW, LION = OptimizerConfig(), OptimizerConfig(name="lion")
 
 
 class Layout(NamedTuple):
@@ -72,7 +74,13 @@ class _Model(nn.Module):
 
 
 def make_run(
-    rank: int, layout: Layout, dtype: torch.dtype, *, wide: int = 6, device: str = "cpu"
+    rank: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    wide: int = 6,
+    device: str = "cpu",
+    config: OptimizerConfig = ADAMW,
 ) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
@@ -86,7 +94,7 @@ def make_run(
         dtype=dtype,
     )
     parameters = list(named_parameters(_Model(layers, wide=wide)))
-    optimizer = Zero1Optimizer(MainGradients(parameters, mesh), mesh, OptimizerConfig())
+    optimizer = Zero1Optimizer(MainGradients(parameters, mesh), mesh, config)
     state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
     run = Run(mesh[Axis.WORLD], state, optimizer)
     clear(run)

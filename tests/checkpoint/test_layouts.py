@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.checkpoint import Checkpointer
+from isp.checkpoint import Checkpointer, inspect
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import Layout, clear, expect, fill, make_run
+from tests.checkpoint.runs import LION, Layout, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -59,3 +59,27 @@ def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
     layout = LAYOUTS[name]
     compared = run_ranks(layout.world, _load_all, layout, torch.float64, saved)
     assert all(n > 0 for counts in compared for n in counts)
+
+
+def _save_lion(rank: int, layout: Layout, folder: Path) -> None:
+    run = make_run(rank, layout, torch.bfloat16, config=LION)
+    fill(run)
+    with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
+        checkpointer.save(20, run.state, tokens=640)
+
+
+def _load_lion(rank: int, layout: Layout, folder: Path) -> int:
+    run = make_run(rank, layout, torch.bfloat16, config=LION)
+    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, run.state)
+    return expect(run)
+
+
+def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
+    """Catches states that are saved or loaded by the names of one update rule alone."""
+    saved, loaded = LAYOUTS["isp-wide"], LAYOUTS["mtp"]
+    run_ranks(saved.world, _save_lion, saved, tmp_path)
+    assert all(run_ranks(loaded.world, _load_lion, loaded, tmp_path))
+    assert "exp_avg\n" in inspect(tmp_path / "step_20")

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import Layout, clear, expect, fill, make_run, whole_value
+from tests.checkpoint.runs import LION, Layout, clear, expect, fill, make_run, whole_value
 
 ONE = Layout()
 CONFIG = CheckpointConfig(async_mode="disabled")
@@ -124,6 +124,22 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     other = dataclasses.replace(run.state, parameters=renamed, optimizer=None)
     with pytest.raises(CheckpointError, match=r"the checkpoint lacks model\.my_embedding.weight"):
         checkpointer.load(info, other)
+
+
+def test_another_update_rule_is_refused(tmp_path: Path) -> None:
+    """Catches moments of adamw taken for the momentum of lion, and states left at zero unasked."""
+    adamw = make_run(0, ONE, torch.float32)
+    lion = make_run(0, ONE, torch.float32, config=LION)
+    for saved, run, fault in (
+        (adamw, lion, r"exp_avg and exp_avg_sq, optimizer\.name=lion needs exp_avg:"),
+        (lion, adamw, r"exp_avg, optimizer\.name=adamw needs exp_avg and exp_avg_sq:"),
+    ):
+        checkpointer = _checkpointer(tmp_path / run.optimizer.rule.config.name)
+        checkpointer.save(20, saved.state, tokens=0)
+        info = checkpointer.choose()
+        assert info is not None
+        with pytest.raises(ValueError, match=fault):
+            checkpointer.load(info, run.state)
 
 
 def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:

@@ -16,10 +16,26 @@ RULES = get_args(get_type_hints(OptimizerConfig)["name"])
 STEPS = 6
 
 
+class PlainLion(torch.optim.Optimizer):
+    """The update rule as algorithm 2 of Chen et al. 2023 writes it."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            for w in group["params"]:
+                m = self.state[w].setdefault("m", torch.zeros_like(w))
+                c = beta1 * m + (1 - beta1) * w.grad
+                w.sub_(lr * (c.sign() + decay * w))
+                m.copy_(beta2 * m + (1 - beta2) * w.grad)
+
+
 def plain_optimizer(groups: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
     """What `config` says, as one process would do it on whole parameters."""
     values = {"lr": config.lr, "weight_decay": config.weight_decay}
     betas = (config.beta1, config.beta2)
+    if config.name == "lion":
+        return PlainLion(groups, {"betas": betas, **values})
     return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=True, **values)
 
 
@@ -38,7 +54,7 @@ def _rows(rule_name: str, masters: list[Tensor]) -> Rows:
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("name", RULES)
 def test_parity_with_a_plain_rule(name: str, beta1: float) -> None:
-    """Catches a count that is one off, and rows that touch each other."""
+    """Catches a wrong momentum, which a sign can hide for long, and rows that touch each other."""
     config = OptimizerConfig(name=name, lr=0.1, beta1=beta1)  # type: ignore[arg-type]
     rule, plain = update_rule(config), [x.requires_grad_() for x in _random(0)]
     rows = _rows(name, _random(0))
@@ -55,4 +71,6 @@ def test_parity_with_a_plain_rule(name: str, beta1: float) -> None:
     kept = [[s for s in optimizer.state[p].values() if s.numel() == p.numel()] for p in plain]
     for i, p in enumerate(plain):
         found = [rows.masters[i], *(tensors[i] for tensors in rows.states.values())]
-        torch.testing.assert_close(found, [p.detach(), *kept[i]], rtol=0, atol=0)
+        # adamw is torch's own kernel; the momentum of lion is rounded in another order
+        error = 0.0 if name == "adamw" else 1e-12
+        torch.testing.assert_close(found, [p.detach(), *kept[i]], rtol=error, atol=error)

@@ -22,6 +22,7 @@ from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+LION = OptimizerConfig(name="lion", lr=1e-2, weight_decay=0.1, beta2=0.99)
 STEPS = 4
 SPECS = [
     Spec("even", (8, 3), dim=0),
@@ -127,6 +128,12 @@ def _assert_parity(
 def test_parity_with_plain_adamw(name: str, max_norm: float):
     """Catches rows updated twice or by nobody, wrong clipping, decayed norms, wrong squares."""
     _assert_parity(LAYOUTS[name], SPECS, max_norm)
+
+
+@pytest.mark.parametrize("name", ["one process", "zero1 2 of 4", "weight 2, zero1 2"])
+def test_parity_with_plain_lion(name: str):
+    """Catches a momentum of clipped rows alone, or one that the update leaves out of step."""
+    _assert_parity(LAYOUTS[name], SPECS, 1.0, LION)
 
 
 def test_parity_over_pipeline_stages():
@@ -347,7 +354,7 @@ def test_a_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"uneven is .*exp_avg': \(3, 3\).*needs .*: \(5, 3\)"):
         optimizer.load_state_dict(state)
     state = solo(SPECS[:2])[2].state_dict()
-    del state["parameters"]["uneven"]["tensors"]["exp_avg_sq"]
+    del state["parameters"]["uneven"]["tensors"]["exp_avg_sq"]  # as lion's
     with pytest.raises(ValueError, match=r"needs .*exp_avg_sq"):
         optimizer.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))

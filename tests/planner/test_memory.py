@@ -14,12 +14,15 @@ from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
 from isp.planner.memory import Memory, memory, states
 from isp.planner.saved import saved_by_block
+from isp.settings import OptimizerConfig
+from isp.train.memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
 
 TOKENS = 256
+LION = OptimizerConfig(name="lion")
 MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=64,
@@ -152,6 +155,26 @@ def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str)
     formula = shard * (item + 4) + copies * 4 * shard / case.topology.zero1
     for rank in range(layout.world):
         assert states(case, case.place(rank)).states == pytest.approx(formula, rel=0.05)
+
+
+def _states_of_lion(rank: int, layout: Layout) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """What the tensors of a run take, and what its memory report says."""
+    mesh = Meshes(rank).of(layout)
+    run = make_run(mesh, layout, Task(model=MODEL), dtype=torch.bfloat16, config=LION)
+    owners = dict(memory_owners(run.step.gradients, run.optimizer, run.step.communicator))
+    return _states(run), owners
+
+
+def test_another_rule_is_planned_by_its_own_states() -> None:
+    """Catches the two moments of adamw planned or reported for a rule that has one."""
+    layout = Layout(tensor=2, weight=1, zero1=2)
+    case = replace(_case(layout, MODEL, "bfloat16"), optimizer=LION)
+    for rank, (found, owners) in enumerate(run_ranks(2, _states_of_lion, layout)):
+        planned = states(case, case.place(rank))
+        assert (planned.weights, planned.gradients, planned.optimizer) == found
+        assert planned.optimizer == owners["optimizer states"]
+        plain = states(replace(case, optimizer=OptimizerConfig()), case.place(rank))
+        assert 3 * planned.optimizer == 2 * plain.optimizer
 
 
 def test_recomputation_and_shards_take_less() -> None:
