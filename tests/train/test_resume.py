@@ -330,7 +330,7 @@ def test_more_steps_continue_a_finished_run(config):
 
 def test_skipped_steps_are_counted_on(config):
     """Catches a count of skipped steps that begins anew with every resume."""
-    config = replace(config, optimizer=replace(config.optimizer, lr=1e300))  # weights overflow
+    config = replace(config, optimizer=replace(config.optimizer, lr=1e30))  # weights overflow
     config = replace(config, training=replace(config.training, steps=4))
     skipped = [record.skipped for record in _numbers(_run(4, config))]
     assert any(skipped)
