@@ -1,4 +1,4 @@
-"""`Channel`, the one door to `torch.distributed` collectives.
+"""`Channel`, the one door to what `torch.distributed` sends.
 
 [Note: Names that torch changed]
 torch 2.13 renamed `all_gather_into_tensor` / `reduce_scatter_tensor` to `all_gather_single` /
@@ -13,8 +13,10 @@ the same bits whatever the timing. It is what `reduce_scatter` does on gloo.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -31,9 +33,11 @@ __all__ = ["Channel", "CollectiveError", "Place"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_BETWEEN_TWO = ("send", "recv")
+
 
 class Place(NamedTuple):
-    """One collective of a group, for people."""
+    """One collective of a group, or transfer between two of its ranks, for people."""
 
     kind: str
     """As in `Transfer`."""
@@ -41,13 +45,15 @@ class Place(NamedTuple):
     """What travels."""
     channel: str
     ranks: list[int]
-    """The group's, in the world."""
+    """The group's, in the world; of a send or recv the sender and the receiver."""
     number: int
-    """Collectives that its channel has launched, this one included; the same on all ranks."""
+    """Of those that its channel has launched in the group; the same on all its ranks."""
 
     @property
     def group(self) -> str:
         """The group's name."""
+        if self.kind in _BETWEEN_TWO:
+            return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.channel} group {self.ranks}"
 
     def __str__(self) -> str:
@@ -56,7 +62,7 @@ class Place(NamedTuple):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: the backend's words, and which it was."""
+    """A transfer failed: the backend's words, and which it was."""
 
     def __init__(self, place: Place, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
@@ -88,8 +94,8 @@ class Channel:
         self.link = link
         if sum_locally is None:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
-        self.launched = 0
-        """Collectives so far."""
+        self._launched: Counter[tuple[int, ...]] = Counter()
+        """Transfers so far, by the sender and receiver of those between two; of all ranks: ()."""
         self._on_streams = group is not None and streams.serve(group)
         self._ends: streams.Stream | None = None
         self.sums_locally = sum_locally
@@ -100,10 +106,15 @@ class Channel:
         """A channel of one rank."""
         return cls(None, name=name)
 
-    def place_of(self, kind: str, label: str, number: int) -> Place:
-        """Collective `number` of this channel."""
-        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return Place(kind, label, self.name, ranks, number)
+    def progress(self) -> dict[str, int]:
+        """How many transfers have been launched, by the name of the group (see `Place`)."""
+        places = [self._place("send" if p else "", "", p, n) for p, n in self._launched.items()]
+        return {place.group: place.number for place in places}
+
+    def _place(self, kind: str, label: str, pair: tuple[int, ...], number: int) -> Place:
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        return Place(kind, label, self.name, [ranks[r] for r in pair] if pair else ranks, number)
 
     # -- collectives along a dimension -------------------------------------------------------
 
@@ -260,6 +271,33 @@ class Channel:
             keep=(x,),
         )
 
+    # -- between two ranks -------------------------------------------------------------------
+
+    def send(self, x: Tensor, target: int, *, label: str = "") -> Pending:
+        """Send x to the channel's rank `target`, which receives as often as this one sends."""
+        x = x.contiguous()
+        return self._launch(
+            "send",
+            label,
+            _num_bytes(x),
+            lambda: _ours(dist.isend(x, group=self.group, group_dst=target)),
+            lambda: x,
+            keep=(x,),
+            pair=(self.rank, target),
+        )
+
+    def recv(self, out: Tensor, source: int, *, label: str = "") -> Pending:
+        """Replace `out`, which is contiguous, by what the channel's rank `source` sends."""
+        return self._launch(
+            "recv",
+            label,
+            0,
+            lambda: _ours(dist.irecv(out, group=self.group, group_src=source)),
+            lambda: out,
+            keep=(out,),
+            pair=(source, self.rank),
+        )
+
     # -- inside ------------------------------------------------------------------------------
 
     def _split(self, x: Tensor, dim: int) -> Tensor:
@@ -280,12 +318,13 @@ class Channel:
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
         keep: tuple[Tensor, ...],
+        pair: tuple[int, ...] = (),
     ) -> Pending:
-        self.launched += 1
+        self._launched[pair] += 1
         transfer = self.log.start(kind, self.name, label, sent_bytes)
         arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
         if not self._on_streams:
-            wait = self._wait_on_host(transfer, start(), result, arrival)
+            wait = self._wait_on_host(transfer, start(), result, arrival, pair)
         elif self.log.clock is None:
             wait = self._wait_on_device(transfer, start(), result)
         else:
@@ -339,21 +378,26 @@ class Channel:
         work: dist.Work,
         result: Callable[[], Tensor],
         arrival: float,
+        pair: tuple[int, ...],
     ) -> Callable[[], Tensor]:
-        number = self.launched
+        number = self._launched[pair]
 
         def note_end(_: object) -> None:
             transfer.ended = max(time.perf_counter(), arrival)
 
-        with suppress(RuntimeError):  # gloo's own reduce-scatter has no future: the wait ends it
+        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
+        with suppress(RuntimeError):
             work.get_future().add_done_callback(note_end)
 
         def wait() -> Tensor:
             begin = transfer.wait_began = time.perf_counter()
             try:
-                work.wait()
+                if pair:  # gloo counts their time from here, and has to be told how long
+                    work.wait(self._timeout())
+                else:
+                    work.wait()
             except RuntimeError as error:
-                place = self.place_of(transfer.kind, transfer.label, number)
+                place = self._place(transfer.kind, transfer.label, pair, number)
                 raise CollectiveError(place, str(error)) from error
             if (left := arrival - time.perf_counter()) > 0:
                 time.sleep(left)
@@ -363,6 +407,17 @@ class Channel:
             return result()
 
         return wait
+
+    def _timeout(self) -> timedelta:
+        """How long a transfer of the group may take now."""
+        assert self.group is not None
+        found: timedelta = self.group._get_backend(torch.device("cpu")).options._timeout
+        return found
+
+
+def _ours(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in its group"
+    return work
 
 
 def _num_bytes(x: Tensor) -> int:

@@ -29,7 +29,6 @@ from isp.comm.channel import Channel, CollectiveError, Place
 __all__ = ["CollectiveTimeout", "RollCall"]
 
 _POLL_SECONDS = 0.05
-_BETWEEN_STAGES = "send or recv between pipeline stages"
 
 
 class CollectiveTimeout(RuntimeError):
@@ -37,7 +36,7 @@ class CollectiveTimeout(RuntimeError):
 
 
 class _Entry(NamedTuple):
-    """What a rank wrote: where it waited, and how many collectives each channel had launched."""
+    """What a rank wrote: where it waited, and how much it had launched in each group."""
 
     place: Place
     launched: dict[str, int]
@@ -89,10 +88,11 @@ class RollCall:
         if verdict:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
 
-    def _verdict(self, store: Store, error: RuntimeError) -> str:
+    def _verdict(self, store: Store, error: CollectiveError) -> str:
         """What became of the collective; empty if no rank has seen a time-out."""
-        place = error.place if isinstance(error, CollectiveError) else self._between_stages()
-        launched = {channel.place_of("", "", 0).group: channel.launched for channel in self._live()}
+        place, launched = error.place, dict[str, int]()
+        for channel in self._channels:
+            launched |= channel.progress()
         store.set(str(self._rank), _Entry(place, launched).to_json())
         if not _is_timeout(error):
             return store.get("verdict").decode() if store.check(["verdict"]) else ""
@@ -103,14 +103,6 @@ class RollCall:
         text = self._describe(place, entries, self._silent(store, place, entries))
         verdict: bytes = store.compare_set("verdict", "", text)
         return verdict.decode()
-
-    def _live(self) -> list[Channel]:
-        return [channel for channel in self._channels if channel.group is not None]
-
-    def _between_stages(self) -> Place:
-        """Where torch's pipeline waits, which does not go through a channel."""
-        [pipeline, *_] = [c for c in self._live() if c.name == "pipeline"] or self._live()
-        return pipeline.place_of(_BETWEEN_STAGES, "", pipeline.launched + 1)
 
     def _silent(self, store: Store, place: Place, entries: dict[int, _Entry]) -> list[int]:
         """The ranks without a sign for which those in `place` wait, or wait for one that does.
@@ -157,19 +149,11 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
-def _communication_error(error: BaseException | None) -> RuntimeError | None:
-    """The failed transfer behind `error`; torch's pipeline wraps what its stages raise."""
-    while error is not None:
-        if isinstance(error, CollectiveError) or (
-            isinstance(error, RuntimeError) and _is_gloos(str(error))
-        ):
-            return error
+def _communication_error(error: BaseException | None) -> CollectiveError | None:
+    """The failed transfer behind `error`."""
+    while error is not None and not isinstance(error, CollectiveError):
         error = error.__cause__
-    return None
-
-
-def _is_gloos(text: str) -> bool:
-    return "gloo/transport" in text
+    return error
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed.pipelining as torch_pipelining
 from isp.parallel.config import PipelineConfig
 from isp.weights.trace import Action, ActionKind, sequential_actions
 
-__all__ = ["PipelineOrder", "one_forward_one_backward", "schedule_class", "split_layers"]
+__all__ = ["PipelineOrder", "one_forward_one_backward", "split_layers"]
 
 _KINDS = {
     "F": ActionKind.FORWARD,
@@ -47,6 +47,13 @@ class PipelineOrder:
             return rank, 2 * size - 1 - rank
         return tuple(chunk * size + rank for chunk in range(self.config.num_chunks))
 
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that has `stage`."""
+        size = self.config.size
+        if self.config.schedule.is_v and stage >= size:
+            return 2 * size - 1 - stage
+        return stage % size
+
     def actions(
         self, rank: int, micro_batches: int, *, training: bool = True
     ) -> tuple[Action, ...]:
@@ -60,7 +67,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
     ranks = range(order.config.size)
     if order.config.size == 1:
         return [sequential_actions(micro_batches, training=training)]
-    schedule = schedule_class(order.config, training=training)
+    schedule = _schedule_class(order.config, training=training)
     if schedule is torch_pipelining.Schedule1F1B:
         return [one_forward_one_backward(rank, len(ranks), micro_batches) for rank in ranks]
     if schedule is torch_pipelining.ScheduleGPipe:
@@ -94,7 +101,7 @@ def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
             yield Action(_KINDS[a.computation_type.value], a.microbatch_index, chunk)
 
 
-def schedule_class(config: PipelineConfig, *, training: bool) -> Any:
+def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
     """torch's schedule for a step, or for an evaluation, which is forward alone."""
     if training:
         return torch_pipelining.schedules.get_schedule_class(config.schedule.value)

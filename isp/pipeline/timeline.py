@@ -43,6 +43,7 @@ def timeline(
     cost: Callable[[int, ActionKind], float],
     *,
     send: float = 0.0,
+    training: bool = True,
 ) -> Timeline:
     """Each action as soon as its rank is free and what it needs is there.
 
@@ -51,7 +52,7 @@ def timeline(
     """
     ranks = range(order.config.size)
     stages = [order.stages_of(rank) for rank in ranks]
-    todo = [list(order.actions(rank, micro_batches))[::-1] for rank in ranks]
+    todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
     split = {
         (stages[rank][a.chunk], a.micro_batch)
         for rank in ranks

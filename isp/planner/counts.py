@@ -63,11 +63,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(case: Case, rank: int) -> Traffic:
-    """What `rank` sends in a step, from the broadcast of the data to the published weights.
-
-    Between pipeline stages kind `send` is what leaves for the next stage and the one before; the
-    log, which sees channels alone, has no record of it.
-    """
+    """What `rank` sends in a step, from the broadcast of the data to the published weights."""
     place = case.place(rank)
     trips = Trips(case, place)
     totals: Counter[Trip] = Counter()
@@ -129,8 +125,12 @@ def gradient_names(case: Case, block: Block, visit: Visit) -> list[str]:
 
 
 def _between_stages(trips: Trips) -> dict[Trip, int]:
+    """To each neighbour go as many as come from it: activations one way, gradients the other."""
     neighbours = sum(sum(ends) for ends in neighbours_of(trips.case, trips.place.stage))
-    return {trips.between_stages(): neighbours * trips.case.micro_num} if neighbours else {}
+    if not neighbours:
+        return {}
+    send, calls = trips.between_stages(), neighbours * trips.case.micro_num
+    return {send: calls, send._replace(kind="recv", sent_bytes=0): calls}
 
 
 def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:

@@ -24,7 +24,7 @@ from functools import lru_cache
 from math import prod
 
 from isp.optim.rows import owned_rows
-from isp.parallel import Mode, PipelineSchedule
+from isp.parallel import Mode
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
@@ -239,12 +239,10 @@ def _between_stages(case: Case, place: Place) -> int:
     """What is received from the neighbours, and sent to the next.
 
     From each neighbour one has arrived that is not used yet; a stage's output stays until its
-    gradient has come. On CPU, torch's schedules other than 1F1B hold all that was sent in a step.
+    gradient has come.
     """
     one = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
     ends = sum(before + behind for before, behind in neighbours_of(case, place.stage))
-    if case.on_cpu and case.parallel.pipeline.schedule is not PipelineSchedule.ONE_F_ONE_B:
-        return one * (ends + ends * case.micro_num)
     waiting = most = 0
     if ends and place.stage < case.topology.pipeline - 1:
         for action in actions_of(case, place.stage, few_micro_batches(case)):

@@ -147,7 +147,7 @@ class Trips:
         return [trip] * (2 if case.model.checkpoint_keeps_attention else 1)
 
     def between_stages(self) -> Trip:
-        """What a stage sends to the next for a micro-batch, and gets back the gradient of."""
+        """What a stage sends to the next for a micro-batch, and receives the gradient of."""
         case = self.case
         tokens = case.rows * case.tokens_between
         sent = tokens * case.model.hidden_size * case.item_bytes

@@ -68,8 +68,6 @@ class TrainStep:
         self._order = built.order
         self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
-        self._pipelines: dict[tuple[int, bool], Pipeline] = {}
-        """By the number of micro-batches, and whether they are trained on."""
         self._put_off: DeferredWeightGradients | None = None
         """What the second half of a split backward computes; None if it is not split."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
@@ -120,7 +118,7 @@ class TrainStep:
             self.gradients.promise(shared)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
-            self._pipeline(work, trains=True).run(work, work.tokens)
+            self._pipeline(work, self.gradients, self._put_off)
         else:
             self._run(work)
         if shared is not None:
@@ -155,7 +153,7 @@ class TrainStep:
             count = self._sum(Axis.DATA, _count_valid(batches))
             work = _Work(self, batches, torch.ones_like(count))
             if self._stages.size > 1:
-                self._pipeline(work, trains=False).run(work, work.tokens)
+                self._pipeline(work, None, None)
             else:
                 for index in range(len(batches)):
                     self._forward(work, index)
@@ -181,30 +179,15 @@ class TrainStep:
         self.hook.after_forward(_CHUNK)
         return work.loss(index, logits)
 
-    def _pipeline(self, work: _Work, *, trains: bool) -> Pipeline:
-        """This rank's stage, for as many micro-batches as `work` has."""
-        key = (len(work.tokens), trains)
-        if key not in self._pipelines:
-            rows, tokens = work.tokens[0].shape
-            if self.mesh.topology.mode in (Mode.MSP, Mode.FSP):
-                tokens //= self.mesh[Axis.TENSOR].size  # split between the linears
-            self._pipelines[key] = Pipeline(
-                self.chunks,
-                self._stages,
-                self._order,
-                num_micro_batches=key[0],
-                tokens=work.tokens[0],
-                like=torch.empty(
-                    (rows, tokens, self.chunks[0].config.hidden_size),
-                    dtype=next(self.chunks[0].parameters()).dtype,
-                    device="meta",
-                ),
-                hook=self.hook,
-                gradients=self.gradients if trains else None,
-                put_off=self._put_off if trains else None,
-                device=work.tokens[0].device,
-            )
-        return self._pipelines[key]
+    def _pipeline(
+        self,
+        work: _Work,
+        gradients: MainGradients | None,
+        put_off: DeferredWeightGradients | None,
+    ) -> None:
+        Pipeline(
+            self._stages, self._order, work, hook=self.hook, gradients=gradients, put_off=put_off
+        ).run()
 
     def _linears(self) -> Iterator[ParallelLinear]:
         for chunk in self.chunks:
@@ -228,7 +211,6 @@ class TrainStep:
         self.hook.after_step()  # what was still travelling, and was promised to `gradients`
         if self._put_off is not None:
             self._put_off.take()
-        self._pipelines.clear()
         self.gradients.abandon()
         self.hook.before_step(self._actions)
 
@@ -263,6 +245,14 @@ class _Work:
         """Of each micro-batch, [B, S']."""
         self.total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         """This rank's part of the loss."""
+
+    def between(self, micro_batch: int) -> Tensor:
+        """A new tensor such as travels between stages, [B, S', D]."""
+        step, (rows, tokens) = self._step, self.tokens[micro_batch].shape
+        if step.mesh.topology.mode in (Mode.MSP, Mode.FSP):
+            tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
+        weight = next(step.chunks[0].parameters())
+        return weight.new_empty(rows, tokens, step.chunks[0].config.hidden_size)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
         """Through the model, or the part of it that is this rank's chunk number `chunk`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
@@ -78,27 +77,25 @@ def test_the_one_behind_is_found_across_groups() -> None:
         assert "rank 1 waited for all_gather of y in the data group [1, 3]" in said[0]
 
 
-def _receive(rank: int) -> str:
-    """Rank 0 receives as a stage does, through no channel, what rank 1 does not send."""
-    mesh = Mesh(Topology.create(2, PARALLEL), rank)
-    seconds = timedelta(seconds=SECONDS)  # of such transfers it can only be set here
-    group = dist.new_group([0, 1], timeout=seconds)
-    channels = [*mesh.opened, Channel(group, name="pipeline")]
-    dist.barrier(group)
-    roll_call = RollCall(mesh.host, channels, grace_seconds=SECONDS)
-    if rank == 1:
-        _sleep(mesh)
-        return ""
-    with pytest.raises(CollectiveTimeout) as caught, roll_call:
-        dist.recv(torch.ones(1), src=1, group=group)
-    return str(caught.value)
+def _send(label: str, target: int) -> Work:
+    return lambda mesh: mesh[Axis.TENSOR].send(torch.ones(2), target, label=label).wait()
 
 
-def test_a_pipeline_is_waited_for_too() -> None:
-    """Catches a time-out in a transfer between stages that stays what gloo says of it."""
-    said, _ = run_ranks(2, _receive)
-    assert said.startswith("rank 0: send or recv between pipeline stages in the pipeline group")
-    assert "rank 1 gave no sign" in said
+def _receive(label: str, source: int) -> Work:
+    return lambda mesh: mesh[Axis.TENSOR].recv(torch.empty(2), source, label=label).wait()
+
+
+def test_a_sender_is_waited_for_too() -> None:
+    """Catches a receive without a time-out, or that takes a rank's collectives for its sends."""
+    receives = [_receive("part 1", 1), _receive("part 2", 1)]
+    sends = [_send("part 1", 0), _sleep, _gather(Axis.TENSOR, "never")]
+    first, second = run_ranks(2, _said, [receives, sends])
+    assert second == first
+    assert first.startswith(
+        "CollectiveTimeout: rank 0: recv of part 2 in the tensor line from rank 1 to rank 0"
+        " (number 2 there) did not end in time: rank 1 did not arrive\n"
+        "  rank 1 gave no sign in 1 s more"
+    )
 
 
 def _fail(rank: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
@@ -100,50 +99,25 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
         run.numbers(range(1))  # its first gathers were launched before the log was emptied
         mesh.log.collect()
-        with _Sends() as sends:
-            first = rank % layout.tensor == 0
-            read = [task.batch(1, place) for place in range(layout.micro)] if first else None
-            share_micro_batches(
-                read,
-                shape=(1, SEQ_LEN) if task.packed else (2, SEQ_LEN),
-                micro_num=layout.micro,
-                packed=task.packed,
-                tensor=mesh[Axis.TENSOR],
-                device=torch.device("cpu"),
-            )
-            run.numbers(range(2, 3))
+        first = rank % layout.tensor == 0
+        read = [task.batch(1, place) for place in range(layout.micro)] if first else None
+        share_micro_batches(
+            read,
+            shape=(1, SEQ_LEN) if task.packed else (2, SEQ_LEN),
+            micro_num=layout.micro,
+            packed=task.packed,
+            tensor=mesh[Axis.TENSOR],
+            device=torch.device("cpu"),
+        )
+        run.numbers(range(2, 3))
         counts = Counter[tuple[str, str]]()
         sent = Counter[tuple[str, str]]()
         for transfer in mesh.log.take():
             counts[transfer.kind, transfer.channel] += 1
             sent[transfer.kind, transfer.channel] += transfer.sent_bytes
-        totals = {key: (counts[key], sent[key]) for key in counts}
-        if sends.calls:
-            totals["send", "pipeline"] = (sends.calls, sends.sent_bytes)
-        found.append(totals)
+        found.append({key: (counts[key], sent[key]) for key in counts})
         run.close()
     return found
-
-
-class _Sends:
-    """Counts what torch's schedules send between stages, past the channels."""
-
-    def __enter__(self) -> _Sends:
-        self.calls = self.sent_bytes = 0
-        self._init = dist.P2POp.__init__
-        sends, init = self, self._init
-
-        def count(op: dist.P2POp, what: Any, tensor: torch.Tensor, *args: Any, **more: Any) -> None:
-            if what is dist.isend:
-                sends.calls += 1
-                sends.sent_bytes += tensor.nbytes
-            init(op, what, tensor, *args, **more)
-
-        dist.P2POp.__init__ = count  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.P2POp.__init__ = self._init  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import pytest
 
+from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.parallel.config import OverlapUnit
 from isp.pipeline import PipelineOrder, split_layers
+from isp.pipeline.program import Hop, program
 from isp.pipeline.timeline import timeline
-from isp.weights.trace import ActionKind
+from isp.weights.trace import Action, ActionKind
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks
@@ -164,6 +166,46 @@ def test_recomputation_in_chunks(name: str) -> None:
     _equal(SCHEDULES[name], replace(EIGHT, model=model))
 
 
+SHAPES = [
+    [(2, 32)] * 4,
+    [(1, 32)] * 4,
+    [(2, 16)] * 3,
+    [(2, 32), (1, 8), (2, 16), (1, 32)],
+]
+"""Rows and tokens of the micro-batches of each step."""
+
+
+def _of_shapes(rank: int, layout: Layout, task: Task) -> list[float]:
+    task = replace(task, packed=False, micro_bsz=2)
+    run = make_run(Meshes(rank).of(layout), layout, task)
+    found: list[float] = []
+    for step, shapes in enumerate(SHAPES):
+        batches = [_cut(task.batch(step + 4, place), *shape) for place, shape in enumerate(shapes)]
+        outcome = run.step(batches, 1e-2)
+        found += [run.step.evaluate(batches[::-1]), outcome.loss, outcome.grad_norm]
+    run.close()
+    return found
+
+
+def _cut(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
+    return MicroBatch(
+        batch.tokens[:rows, :tokens],
+        batch.labels[:rows, :tokens],
+        batch.positions[:rows, :tokens],
+        None,
+    )
+
+
+@pytest.mark.parametrize("name", ["mtp 4", "isp 2, weight 2", "V, fsp"])
+def test_every_micro_batch_may_have_a_shape_of_its_own(name: str) -> None:
+    """Catches buffers and messages of the size that an earlier micro-batch had."""
+    layout = {**LAYOUTS, **SCHEDULES}[name]
+    task = EIGHT if name in SCHEDULES else TASK
+    (wanted,) = run_ranks(1, _of_shapes, Layout(mode=Mode.MTP, micro=4), task)
+    for found in run_ranks(layout.world, _of_shapes, layout, task):
+        assert largest_difference(found, wanted) < TOLERANCE
+
+
 FEW, MANY = 3, 9
 """Micro-batches of a step."""
 
@@ -233,6 +275,51 @@ def test_every_rank_does_all_of_its_work(schedule: PipelineSchedule, size: int) 
             for action in actions:
                 if action.kind is ActionKind.WEIGHT_GRADIENT:
                     assert place[action._replace(kind=ActionKind.BACKWARD)] < place[action]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_never_wait_in_a_circle(
+    schedule: PipelineSchedule, size: int, training: bool
+) -> None:
+    """Catches sends that two ranks order differently, or that are used, or made, too late.
+
+    Every send here waits until its receiver has come to it, and nothing passes it.
+    """
+    chunks = 1 if schedule is PipelineSchedule.ONE_F_ONE_B else 2
+    order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
+    todo = [list(program(order, r, 2 * size, training=training)) for r in range(size)]
+    has: list[set[Hop]] = [set() for _ in range(size)]
+    while any(todo):
+        before = sum(map(len, todo))
+        for rank in range(size):
+            item = todo[rank][0] if todo[rank] else None
+            if isinstance(item, Action):
+                stage = order.stages_of(rank)[item.chunk]
+                assert _needed(item, stage, order.num_stages) <= has[rank]
+                has[rank].add(Hop(item.kind, item.micro_batch, stage))
+                todo[rank].pop(0)
+            elif item is not None:
+                source, target = order.rank_of(item.source), order.rank_of(item.target)
+                if todo[source][:1] == todo[target][:1]:
+                    assert item in has[source]
+                    has[target].add(item)
+                    todo[source].pop(0)
+                    todo[target].pop(0)
+        assert sum(map(len, todo)) < before, [rest[:1] for rest in todo]
+
+
+def _needed(action: Action, stage: int, num_stages: int) -> set[Hop]:
+    """What a rank must have before it computes."""
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    own = Hop(action.kind, action.micro_batch, stage)
+    if action.kind is forward:
+        return {replace(own, source=stage - 1)} if stage else set()
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
+        return {replace(own, made_in=backward)}
+    behind = {replace(own, source=stage + 1)} if stage + 1 < num_stages else set()
+    return {replace(own, made_in=forward)} | behind
 
 
 @pytest.mark.parametrize("size", [2, 4])
