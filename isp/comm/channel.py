@@ -25,15 +25,13 @@ from torch import Tensor
 
 from isp.comm import streams
 from isp.comm.link import Link
-from isp.comm.log import CommLog, DeviceClock, Transfer
+from isp.comm.log import BETWEEN_TWO, CommLog, DeviceClock, Transfer
 from isp.comm.pending import Pending
 
 __all__ = ["Channel", "CollectiveError", "Place"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_BETWEEN_TWO = ("send", "recv")
 
 
 class Place(NamedTuple):
@@ -52,7 +50,7 @@ class Place(NamedTuple):
     @property
     def group(self) -> str:
         """The group's name."""
-        if self.kind in _BETWEEN_TWO:
+        if self.kind in BETWEEN_TWO:
             return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.channel} group {self.ranks}"
 

@@ -1,4 +1,4 @@
-"""What crossed the channels: one record per collective, bytes, duration, exposed time."""
+"""What crossed the channels: one record per transfer, bytes, duration, exposed time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from isp.comm import streams
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
 
+BETWEEN_TWO = ("send", "recv")
+"""Kinds of transfers between two ranks, not all that the channel has."""
 _RENEWED_AFTER_MS = 1000.0
 """CUDA gives times between events in float32: their resolution falls with their length."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One collective on this rank; times are seconds of `time.perf_counter`.
+    """One collective, send or recv on this rank; times are seconds of `time.perf_counter`.
 
     On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
@@ -46,9 +48,22 @@ class Transfer:
     """The part of the model that was computed then, while somebody observes."""
 
     @property
+    def is_between_two(self) -> bool:
+        """Whether it is a send or recv."""
+        return self.kind in BETWEEN_TWO
+
+    @property
+    def began(self) -> float:
+        """From when it counts as under way: a send or recv only while it is waited for.
+
+        Receives are posted long before somebody sends, and gloo tells the end of neither.
+        """
+        return self.wait_began if self.is_between_two else self.launched
+
+    @property
     def duration(self) -> float:
-        """Seconds from launch to end."""
-        return max(0.0, self.ended - self.launched)
+        """Seconds for which it was under way."""
+        return max(0.0, self.ended - self.began)
 
     @property
     def arrived(self) -> float:
@@ -259,8 +274,8 @@ class CommLog:
 def _covered(transfers: list[Transfer]) -> float:
     """Length of the union of the transfers' intervals, in seconds."""
     covered, reached = 0.0, 0.0
-    for transfer in sorted(transfers, key=lambda t: t.launched):
-        begin = max(transfer.launched, reached)
+    for transfer in sorted(transfers, key=lambda t: t.began):
+        begin = max(transfer.began, reached)
         if transfer.arrived > begin:
             covered += transfer.arrived - begin
             reached = transfer.arrived

@@ -81,9 +81,11 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
     found = []
     for transfer in record.transfers:
         launch, end = ms(transfer.launched), ms(transfer.arrived)
-        ahead = [t for t in under_way[transfer.channel] if t > launch]
-        start = max((t for t in ahead if t <= end), default=launch)
-        under_way[transfer.channel] = [*ahead, end]
+        start = ms(transfer.began)
+        if not transfer.is_between_two:
+            ahead = [t for t in under_way[transfer.channel] if t > launch]
+            start = max((t for t in ahead if t <= end), default=launch)
+            under_way[transfer.channel] = [*ahead, end]
         waited = ms(transfer.wait_began)
         phase = transfer.phase
         if transfer.kind == "all_gather" and times.marks:
@@ -142,14 +144,17 @@ def _matched(
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For (rank, number of a collective): the same one on the other ranks of its group.
 
-    The ranks of a group launch the same collectives in the same order. Where labels tell that
-    records do not begin at the same one, nothing is matched.
+    The ranks of a group launch the same collectives in the same order, and two of them the sends
+    and receives of the same thing. Where labels tell that records do not begin at the same one,
+    nothing is matched.
     """
-    sequences: defaultdict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(dict)
+    sequences: defaultdict[tuple[object, ...], dict[int, list[int]]] = defaultdict(dict)
     for rank, own in enumerate(times):
         for number, collective in enumerate(own.collectives):
             ranks = tuple(groups[rank].get(collective.channel, (rank,)))
-            sequences[collective.channel, ranks].setdefault(rank, []).append(number)
+            between_two = collective.label if collective.is_between_two else None
+            key = collective.channel, ranks, between_two
+            sequences[key].setdefault(rank, []).append(number)
     matched: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for by_rank in sequences.values():
         for together in zip(*by_rank.values(), strict=False):
@@ -161,7 +166,7 @@ def _matched(
 
 
 def _identity(collective: Collective) -> tuple[str, str]:
-    return collective.kind, collective.label
+    return "" if collective.is_between_two else collective.kind, collective.label
 
 
 def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
@@ -169,10 +174,12 @@ def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
         return own
     wait_end = own.wait_ms + own.exposed_ms
     ready = max(own.wait_ms, own.start_ms)
+    came = max(c.launch_ms if c.is_between_two else c.start_ms for c in others)
+    moving = min(c.end_ms - c.start_ms for c in (own, *others))
+    if own.is_between_two:  # seen only by who waits for it
+        moving = max(0.0, own.end_ms - max(ready, came))
     return dataclasses.replace(
-        own,
-        moving_ms=min(c.end_ms - c.start_ms for c in (own, *others)),
-        others_ms=_overlap(own.wait_ms, wait_end, ready, max(c.start_ms for c in others)),
+        own, moving_ms=moving, others_ms=_overlap(own.wait_ms, wait_end, ready, came)
     )
 
 

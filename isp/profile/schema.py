@@ -14,6 +14,8 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from isp.comm.log import BETWEEN_TWO
+
 __all__ = [
     "Collective",
     "ComputeSpan",
@@ -74,7 +76,7 @@ class Collective:
     """One collective on one rank, in the timeline of a step."""
 
     kind: str
-    """all_gather, reduce_scatter, all_to_all, all_reduce or broadcast."""
+    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
     channel: str
     """The mesh axis it goes along, such as `weight`."""
     label: str
@@ -88,7 +90,8 @@ class Collective:
     launch_ms: float
     """When this rank asked for it."""
     start_ms: float
-    """When it could begin: its launch, or the end of what was before it on the same channel."""
+    """When it could begin: its launch, or the end of what was before it on the same channel. A send
+    or recv counts only while it is waited for."""
     end_ms: float
     wait_ms: float
     """When the wait for it began."""
@@ -102,6 +105,11 @@ class Collective:
     """The part in which it stood behind another transfer on its channel."""
     edge: Edge | None = None
     """Whether it is an end of the step, which is exposed by design."""
+
+    @property
+    def is_between_two(self) -> bool:
+        """Whether it is a send or recv."""
+        return self.kind in BETWEEN_TWO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,8 @@ def _kind_totals(own: Sequence[Collective]) -> KindTotals:
 def covered(collectives: Iterable[Collective]) -> float:
     """For how long at least one of them was under way, in milliseconds."""
     total, reached = 0.0, float("-inf")
-    for c in sorted(collectives, key=lambda c: c.launch_ms):
-        begin = max(c.launch_ms, reached)
+    for c in sorted(collectives, key=lambda c: c.start_ms):  # before, one ahead is under way
+        begin = max(c.start_ms, reached)
         if c.end_ms > begin:
             total += c.end_ms - begin
             reached = c.end_ms

@@ -145,6 +145,29 @@ def test_waiting_is_cut_into_queue_other_ranks_and_moving():
     assert shifted_back.collectives[2].others_ms == pytest.approx(7)
 
 
+def test_a_receive_waits_for_its_sender():
+    """Catches a receive matched with its rank's own sends, or that counts from when it is posted.
+
+    Rank 1 sends at 22 what rank 0 has waited for since 10, and receives what is long there.
+    """
+    kinds = {"phase": "between", "channel": "tensor"}
+    one, two = "activations of micro-batch 0 from stage 1", "gradient of micro-batch 0 from stage 0"
+    first = [
+        transfer("recv", one, launch=1, end=30, wait=10, **kinds),
+        transfer("send", two, launch=31, end=60, wait=60, **kinds),
+    ]
+    second = [
+        transfer("recv", two, launch=5, end=50, wait=50, **kinds),
+        transfer("send", one, launch=22, end=40, wait=40, **kinds),
+    ]
+    times = aligned(record((0.0, 100.0), first, MARKS), record((0.0, 100.0), second, MARKS))
+    blocked, _ = times[0].collectives
+    assert (blocked.exposed_ms, blocked.others_ms) == (pytest.approx(20), pytest.approx(12))
+    assert (blocked.moving_ms, blocked.queue_ms) == (pytest.approx(8), 0)
+    found = [totals(own, 0) for own in times]
+    assert [own.comm_ms for own in found] == [pytest.approx(20), 0]
+
+
 def test_what_does_not_fit_beside_compute_is_in_the_bound():
     """Catches a bound that calls more transfers than there is compute avoidable."""
     gather = transfer(
