@@ -28,19 +28,22 @@ class StopRequest:
     so it never counts as the second, and neither does the next signal. What arrives within
     `repeat_seconds` is the same request: launcher, Slurm and terminal may each pass it on.
     Every rank has its own: combine `requested` over the ranks, so that all stop after the same
-    step. To be entered in the main thread. Processes forked while it is entered inherit it.
+    step. To be entered in the main thread. Processes forked while it is entered inherit it. With
+    `keep_handlers` who sets handlers of his own, such as torchrun, sees the first signal as well.
 
     [Note: Watcher] Python runs signal handlers between two instructions of the main thread, which
     may be inside a collective that never ends because another rank is gone. So the signal's number
     goes through a socket, which the C part of the handler fills at once, to a thread of its own.
     """
 
-    def __init__(self, *, repeat_seconds: float = 1.0) -> None:
+    def __init__(self, *, repeat_seconds: float = 1.0, keep_handlers: bool = False) -> None:
         self._repeat_seconds = repeat_seconds
+        self._keep_handlers = keep_handlers
         self._requested = threading.Event()
         self._urgent_since: float | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._old_wakeup_fd = -1
+        self._watcher: threading.Thread | None = None
 
     @property
     def requested(self) -> bool:
@@ -48,13 +51,13 @@ class StopRequest:
         return self._requested.is_set()
 
     def __enter__(self) -> Self:
-        assert not self._old_handlers, "entered twice"
+        assert self._watcher is None, "entered twice"
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._watcher = threading.Thread(target=self._watch, name="isp-signals", daemon=True)
         self._watcher.start()
         self._old_wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        for number in (*_URGENT, *_EARLY):
+        for number in () if self._keep_handlers else (*_URGENT, *_EARLY):
             self._old_handlers[number] = signal.signal(number, _leave_to_watcher)
         return self
 
@@ -69,7 +72,9 @@ class StopRequest:
         self._old_handlers.clear()
         signal.set_wakeup_fd(self._old_wakeup_fd)
         self._sender.close()
+        assert self._watcher is not None
         self._watcher.join()
+        self._watcher = None
         self._receiver.close()
 
     def _watch(self) -> None:

@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from isp.cli import main
+from isp.cli.rank_folder import rank_folder
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
 from tests.data.test_tokenizer import write_tokenizer
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 # A rank as `isp train` makes one, with something to do that needs no process group.
 RANK_SCRIPT = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from isp.cli.failures import report
 from isp.cli.launch import follow_launcher
 
@@ -47,6 +49,9 @@ def act(how):
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     tell("ready")
+    if how == "stuck":
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        ctypes.PyDLL(None).sleep(600)  # no other thread of Python runs meanwhile
     while not stopped and how == "stop":
         time.sleep(0.05)
     time.sleep(0.3)
@@ -377,15 +382,63 @@ def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
     assert errors == ""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the ranks on Linux only")
-def test_a_killed_launcher_lets_the_ranks_save(start_ranks):
-    """Catches ranks left running, with nobody to stop them, by a launcher that was killed."""
-    process = start_ranks("stop")
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
+@pytest.mark.parametrize("how", ["stop", "stuck"])
+def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks, how):
+    """Catches ranks that outlive their launcher, be it in a call that never returns."""
+    process = start_ranks(how)
     ready = [process.stdout.readline() for _ in range(2)]
     assert ready == ["ready\n"] * 2
     process.kill()
     output, _ = process.communicate(timeout=60)  # ends when the ranks have closed the pipe
-    assert output == "saved\n" * 2
+    assert output == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
+def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
+    """Catches a launcher that goes on waiting for ranks which do not answer."""
+    process = start_ranks("stuck")
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert ready == ["ready\n"] * 2
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+KEEP_FOLDER = """
+import sys, time
+from isp.cli.rank_folder import rank_folder
+with rank_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path, monkeypatch):
+    """Catches folders that pile up, and one that is removed while its launcher needs it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", KEEP_FOLDER],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    folders = [Path(other.stdout.readline().strip()) for other in others]
+    others[0].kill()
+    others[0].wait()
+    try:
+        with rank_folder() as own:
+            assert set(tmp_path.iterdir()) == {folders[1], own}
+        assert set(tmp_path.iterdir()) == {folders[1]}
+    finally:
+        others[1].kill()
+        others[1].wait()
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])

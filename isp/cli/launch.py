@@ -1,8 +1,8 @@
 """Starts the ranks of one machine through torchrun, and tells how they ended.
 
 torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
-and save; it ends the other ranks when one fails. Should it be killed itself, the ranks are told by
-the kernel.
+and save; it ends the other ranks when one fails. A second stop signal ends it at once, and when it
+ends, or is killed, its ranks end too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import logging
 import os
 import signal
 import sys
-import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import LAUNCHER_REPORTS
+from isp.cli.rank_folder import rank_folder
+from isp.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -54,24 +57,35 @@ def reports_for_ranks() -> bool:
 
 
 def follow_launcher() -> None:
-    """Have this rank stop, as on SIGTERM, if its launcher dies without passing a signal on.
+    """Have this process, if it is a rank of torchrun's, end at once when its launcher is gone.
 
-    A launcher that is killed cannot end its ranks, and they are in sessions of their own. Only
-    Linux has the call; elsewhere nothing happens.
+    A launcher that is killed cannot end its ranks, and they are in sessions of their own. On Linux
+    the kernel kills them, wherever they are; elsewhere a thread does.
     """
-    if sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    launcher = int(os.environ[LAUNCHER_REPORTS])
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # it died before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+    launcher = int(os.environ.get(LAUNCHER_REPORTS, os.getppid()))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        threading.Thread(
+            target=_outlive, args=(launcher,), name="isp-launcher", daemon=True
+        ).start()
+
+
+def _outlive(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(128 + signal.SIGKILL)
 
 
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run `command`, a script or `-m` and a module, as `nproc` ranks; the exit code of the run.
 
     A rank that fails is shown once, the first of them only. After a stop signal the code is
-    128 + signal, once the ranks have saved and ended.
+    128 + signal, once the ranks have saved and ended, or at once after a second one.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
@@ -82,7 +96,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory(prefix="isp-ranks-") as folder:
+    with StopRequest(keep_handlers=True), rank_folder() as folder:
         options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         try:

@@ -81,14 +81,12 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure this machine, and write its fabric."""
-    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
+    from isp.cli.launch import launch, world_size
 
     world_size(args.nproc)
     if args.nproc is not None:
         words = [*(["--out", args.out] if args.out else []), *(["--quick"] if args.quick else [])]
         return launch(args.nproc, ["-m", "isp", "calibrate", *words])
-    if reports_for_ranks():
-        follow_launcher()
     from isp.planner.calibrate import calibrate
 
     fabric = calibrate(quick=args.quick)

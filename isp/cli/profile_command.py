@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
-    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
+    from isp.cli.launch import launch, world_size
     from isp.config import ConfigError, load_config
 
     config = load_config(args.config, args.overrides)
@@ -77,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     if args.nproc is None:
-        if reports_for_ranks():
-            follow_launcher()
         table = profile_ranks(config, options, args.into)
     else:
         check_data(config)

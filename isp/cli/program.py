@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isp import __version__
 from isp.cli import plan_command, profile_command
 from isp.cli.failures import report
+from isp.cli.launch import follow_launcher
 from isp.cli.numbers import positive
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class _Words(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
+    follow_launcher()
     words = _split(sys.argv[1:] if argv is None else argv)
     parser = _build_parser()
     args, rest = parser.parse_known_args(words.options)
@@ -161,7 +163,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import follow_launcher, launch, reports_for_ranks, world_size
+    from isp.cli.launch import launch, reports_for_ranks, world_size
     from isp.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -180,8 +182,6 @@ def _train(args: argparse.Namespace) -> int:
 
         check_data(config)
         return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
-    if reports_for_ranks():
-        follow_launcher()
     from isp.train import main as train
 
     train(config)
