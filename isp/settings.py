@@ -6,6 +6,7 @@ They import next to nothing of the project, so that every layer may take them as
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import field
 from pathlib import PurePath
@@ -41,8 +42,10 @@ __all__ = [
 
 
 def _folder_name(name: str) -> str:
-    if name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise ValueError("must be usable as the name of a folder: not empty, no slash")
+    if name in ("", ".", "..") or set(name) & set("/\\\0") or len(os.fsencode(name)) > 255:
+        raise ValueError(
+            "must be usable as the name of a folder: not empty, no slash, at most 255 bytes"
+        )
     return name
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from isp.cli import main
 from isp.cli.rank_folder import rank_folder
@@ -224,6 +225,15 @@ def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, comm
     assert main([command, job, "--nproc", "2", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert fault in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_missing_device_is_told_before_ranks_start(job, capsys, monkeypatch, command):
+    """Catches ranks that are started only to refuse, each of them."""
+    monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
+    assert main([command, job, "--nproc=2", "--training.device=cuda"]) == 2
+    assert "training.device=cuda, but torch finds no CUDA device" in capsys.readouterr().err
 
 
 def test_nproc_inside_torchrun_is_refused(job, capsys, monkeypatch):

@@ -171,6 +171,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--training.steps", "[" * 999], "... is nested too deeply, or in itself"),
         (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
         (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
+        (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
     ],
 )

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         make_profile_folder,
         profile_ranks,
     )
+    from isp.train.run import check_devices
 
     options = ProfileOptions(
         modes=_modes(args.modes),
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         table = profile_ranks(config, options, args.into)
     else:
         check_data(config)
+        check_devices(config, args.nproc)
         folder = make_profile_folder(config)
         numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
         command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]

@@ -61,13 +61,21 @@ class World:
 
 
 def _meeting_place(timeout: timedelta) -> Store:
-    """The store through which the ranks find each other: torchrun's.
+    """The store through which the ranks find each other: torchrun's.  ValueError: its port is used.
 
     torch 2.13 keeps it when it starts ranks again, which then may read the addresses of dead ones.
     So on one machine each start has keys of its own. On several, torchrun counts them differently
     on each: see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in the README.
     """
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine: set another one,"
+            f" the same for all ranks, or end who has it"
+        ) from error
     store.set_timeout(timeout)
     one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "any"

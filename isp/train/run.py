@@ -23,7 +23,7 @@ from isp.train.param_names import check_param_groups
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
-__all__ = ["main"]
+__all__ = ["check_devices", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ def main(config: JobConfig) -> None:
             trainer.run(start)
 
 
-def choose_device(config: JobConfig) -> torch.device:
-    """The device of this rank.  Raises ValueError if it is asked for and not there."""
+def check_devices(config: JobConfig, ranks: int) -> None:
+    """Raise ValueError if this machine lacks what `ranks` ranks of it are to compute on."""
     wanted, available = config.training.device, torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ValueError(
@@ -94,13 +94,19 @@ def choose_device(config: JobConfig) -> torch.device:
         )
     if wanted == "cpu" or not available:
         config.model.attention_backend.check_fits("cpu", config.training.dtype)
-        return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= count:
+    elif ranks > (count := torch.cuda.device_count()):
         raise ValueError(
-            f"this machine has {count} CUDA devices and rank {local_rank} needs one of its own:"
-            f" start at most {count} ranks on it, or use training.device=cpu"
+            f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"
+            f" {count} ranks on it, or use training.device=cpu"
         )
+
+
+def choose_device(config: JobConfig) -> torch.device:
+    """The device of this rank.  Raises ValueError if it is asked for and not there."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    check_devices(config, local_rank + 1)
+    if config.training.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
     return torch.device("cuda", local_rank)
 
 

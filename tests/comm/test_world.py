@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,3 +38,18 @@ def test_ranks_that_are_started_again_meet() -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for restarts in (0, 1):
         assert run_ranks(2, _meet, agent.port, restarts) == [3.0, 3.0]
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's traceback where another run, or another program, has the port."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+            monkeypatch.setenv(key, value)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        world = World(torch.device("cpu"), timeout_seconds=5)
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is in use"), world:
+            pass
