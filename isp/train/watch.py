@@ -60,8 +60,7 @@ class SlowRankWatch:
 
     Its own time is that of a step without waiting for other ranks; the others are the ranks of its
     pipeline stage, and their median counts. It has to be so for `steps` in a row, and is told of
-    once as long as it lasts. What a stage waits for its neighbours is not known (torch's pipelines
-    send by themselves) and counts as its own, which is why stages are not compared: a slow stage
+    once as long as it lasts. Stages are not compared, as their work differs: a slow stage
     of one rank is not found.
     """
 
