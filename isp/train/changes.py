@@ -8,29 +8,28 @@ from typing import Any
 from isp.checkpoint.choice import CheckpointInfo
 from isp.config import JobConfig, to_plain
 from isp.parallel import Axis, Topology
-from isp.yaml_file import KeyPath
 
 __all__ = ["check_changes", "saved_values"]
 
 CONFIG = "config"
 SEQUENCES = "sequences_per_step"
 
-_HOW_TO_COMPUTE = ("preset", "init_std", "checkpoint")
+_HOW_TO_COMPUTE = (
+    "model.preset",
+    "model.init_std",
+    "model.attention_backend",
+    "model.checkpoint",
+)
 """How keys of `model` begin that do not change a model which has its weights."""
 _ORDER_OF_DATA = {
-    ("training", "seed"),
-    *(
-        ("data", name)
-        for name in (
-            "source",
-            "text_key",
-            "valid_fraction",
-            "tokenizer",
-            "eos_token",
-            "seq_len",
-            "pack",
-        )
-    ),
+    "training.seed",
+    "data.source",
+    "data.text_key",
+    "data.valid_fraction",
+    "data.tokenizer",
+    "data.eos_token",
+    "data.seq_len",
+    "data.pack",
 }
 
 
@@ -50,9 +49,9 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
         return ["it does not say its configuration, so nothing was compared"]
     lines: list[str] = []
     refused: list[str] = []
-    for path, there, here in _differences(saved[CONFIG], to_plain(config)):
-        line = f"{'.'.join(path)}: {there} there, {here} now"
-        (refused if _is_refused(path) else lines).append(line)
+    for key, there, here in _differences(saved[CONFIG], to_plain(config)):
+        line = f"{key}: {there} there, {here} now"
+        (refused if _is_refused(key) else lines).append(line)
     there, here = saved.get(SEQUENCES), _sequences(config, topology)
     if there != here:
         refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
@@ -74,19 +73,19 @@ def _sequences(config: JobConfig, topology: Topology) -> int:
     return config.data.micro_bsz * config.data.micro_num * topology.size(Axis.DATA)
 
 
-def _is_refused(path: KeyPath) -> bool:
-    if path[0] == "model":
-        return not path[1].startswith(_HOW_TO_COMPUTE)
-    return path[:2] in _ORDER_OF_DATA
+def _is_refused(key: str) -> bool:
+    if key.startswith("model"):
+        return not key.startswith(_HOW_TO_COMPUTE)
+    return key in _ORDER_OF_DATA
 
 
 def _differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], path: KeyPath = ()
-) -> Iterator[tuple[KeyPath, Any, Any]]:
+    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Keys whose values differ, with both; keys that only one version of the project has do not."""
     for name in [name for name in here if name in there]:
         both = there[name], here[name]
         if all(isinstance(value, dict) for value in both):
-            yield from _differences(*both, (*path, name))
+            yield from _differences(*both, f"{prefix}{name}.")
         elif both[0] != both[1]:
-            yield (*path, name), *both
+            yield f"{prefix}{name}", *both

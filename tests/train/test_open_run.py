@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,12 +230,27 @@ def test_another_model_or_other_data_is_refused(
 
 def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -> None:
     """Catches a change of layout or schedule that is refused, or that nobody is told of."""
-    config = load("--parallel.tensor.mode", "msp", "--optimizer.lr", "0.5", "--model.checkpoint=1")
+    words = ["--parallel.tensor.mode", "msp", "--optimizer.lr", "0.5", "--model.checkpoint", "1"]
+    config = load(*words, "--model.attention_backend", "sdpa")
     info = preview(candidates_at(trained))
     assert info is not None
     lines = check_changes(info, config, config.topology(2))
-    for line in ("parallel.tensor.mode: isp there, msp now", "optimizer.lr: 0.01 there, 0.5 now"):
-        assert line in lines
+    assert {
+        "parallel.tensor.mode: isp there, msp now",
+        "optimizer.lr: 0.01 there, 0.5 now",
+        "model.checkpoint: 0.0 there, 1.0 now",
+        "model.attention_backend: auto there, sdpa now",
+    } <= set(lines)
+
+
+def test_a_strangers_configuration_is_compared_with_care(config: JobConfig, trained: Path) -> None:
+    """Catches an error of the program for keys that are of other types than ours."""
+    info = preview(candidates_at(trained))
+    assert info is not None
+    shared = {"config": {"model": 3, "data": None, "training": {"seed": []}}}
+    odd = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
+    with pytest.raises(ValueError, match=r"another model, or other data:\n  model: 3 there"):
+        check_changes(odd, config, config.topology(2))
 
 
 def test_what_to_begin_from_has_to_be_there(
