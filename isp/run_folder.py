@@ -29,7 +29,7 @@ from isp.environment import Environment
 from isp.metrics import MetricsFile
 from isp.settings import JobSection
 
-__all__ = ["RunFolder", "earlier_runs", "latest_run", "run_name"]
+__all__ = ["RunFolder", "earlier_runs", "explained", "latest_run", "run_name", "try_writing"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RunFolder:
         """
         folder = Path(job.dump_folder) / job.name
         assert _NAME.fullmatch(name)
-        with _explain(job.dump_folder):
+        with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(_make_unique(folder.absolute(), name))
             try:
@@ -94,7 +94,7 @@ class RunFolder:
         run = cls(Path(path).absolute())
         if not run.path.is_dir():
             raise ValueError(f"{run.path}: no such run to resume")
-        with _explain(str(run.path.parent.parent)):
+        with explained(f"job.dump_folder={run.path.parent.parent}"):
             run._prepare()
         return run
 
@@ -102,7 +102,7 @@ class RunFolder:
     def join(cls, path: str | Path) -> RunFolder:
         """The folder that rank 0 has made, on any rank; made for its log on a separate disk."""
         run = cls(Path(path))
-        with _explain(str(run.path.parent.parent)):
+        with explained(f"job.dump_folder={run.path.parent.parent}"):
             run.log_folder.mkdir(parents=True, exist_ok=True)
         return run
 
@@ -150,7 +150,7 @@ class RunFolder:
 
     def write_launch(self, text: str) -> None:
         """Write what starts the run now, in place of what did before."""
-        with _explain(str(self.path.parent.parent)):
+        with explained(f"job.dump_folder={self.path.parent.parent}"):
             new = self.launch_file.with_name(".launch.json")
             _write_synced(new, text.encode())
             os.replace(new, self.launch_file)
@@ -163,11 +163,7 @@ class RunFolder:
         """Make the subfolders and the link, and try whether files can be written."""
         self.log_folder.mkdir(exist_ok=True)
         self.checkpoint_folder.mkdir(exist_ok=True)
-        probe = self.path / ".probe"
-        try:
-            _write_synced(probe, bytes(_PROBE_BYTES))
-        finally:
-            probe.unlink(missing_ok=True)
+        try_writing(self.path)
         _link_latest(self.path)
 
 
@@ -214,13 +210,22 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())  # some file systems tell only here that they are full
 
 
+def try_writing(folder: Path) -> None:
+    """Write a file to `folder` and remove it.  Raises OSError if that fails."""
+    probe = folder / ".probe"
+    try:
+        _write_synced(probe, bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 @contextmanager
-def _explain(dump_folder: str) -> Iterator[None]:
-    """Turn what the system says about a file into what the user can do about it."""
+def explained(setting: str) -> Iterator[None]:
+    """Turn what the system says about a file into what the user can do about `setting`."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"job.dump_folder={dump_folder}: cannot write to {error.filename or 'it'}"
+            f"{setting}: cannot write to {error.filename or 'it'}"
             f" ({error.strerror}): name a folder that can be written to, with room for checkpoints"
         ) from error

@@ -23,7 +23,14 @@ from isp.checkpoint.lock import folder_lock
 from isp.checkpoint.shapes import check_shapes
 from isp.config import JobConfig
 from isp.parallel import Topology
-from isp.run_folder import RunFolder, earlier_runs, latest_run, run_name
+from isp.run_folder import (
+    RunFolder,
+    earlier_runs,
+    explained,
+    latest_run,
+    run_name,
+    try_writing,
+)
 from isp.train.changes import check_changes
 from isp.train.param_names import parameter_shapes
 
@@ -58,7 +65,7 @@ def check_start(config: JobConfig, topology: Topology) -> None:
 
     To be called before the ranks start.
     """
-    with _claimed(config, topology):
+    with _claimed(config, topology, makes=False):
         pass
 
 
@@ -70,16 +77,15 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
     be written to, another run is at work there, or what is to be gone on from is not there, not
     good, or of a run with another model or other data.
     """
-    with _claimed(config, topology) as place, ExitStack() as held:
+    with _claimed(config, topology, makes=True) as place, ExitStack() as held:
         run = place.run
         folder = (
             RunFolder.create(config.job, run_name()) if run is None else RunFolder.reopen(run.path)
         )
-        checkpoints = place.checkpoints or folder.checkpoint_folder
-        if place.checkpoints is None or not place.checkpoints.exists():
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(checkpoints))
-        resumes = place.checkpoints is not None
+        checkpoints, resumes = place.checkpoints, place.checkpoints is not None
+        if checkpoints is None:
+            checkpoints = folder.checkpoint_folder
+            held.enter_context(_held(checkpoints))
         launched_at = place.launched_at
         if launched_at is None:
             launched_at = time.time()
@@ -88,14 +94,28 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
 
 
 @contextmanager
-def _claimed(config: JobConfig, topology: Topology) -> Iterator[_Place]:
-    """Where the run goes on, locked, and looked at for whether it may."""
+def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
+    """Where the run goes on, locked if it exists or is to be made, and looked at for faults."""
     place = _find(config)
     with ExitStack() as held:
-        if place.checkpoints is not None and place.checkpoints.exists():
-            held.enter_context(folder_lock(place.checkpoints))
+        if place.checkpoints is not None and (makes or place.checkpoints.exists()):
+            held.enter_context(_held(place.checkpoints))
         _check(config, topology, place)
         yield place
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Make `folder` of checkpoints if it is not there, and keep other runs out of it.
+
+    Raises ValueError if it cannot be written to, or another run is at work there.
+    """
+    with ExitStack() as held:
+        with explained(f"checkpoint.folder={folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder))
+            try_writing(folder)
+        yield
 
 
 def _find(config: JobConfig) -> _Place:

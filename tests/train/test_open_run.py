@@ -15,6 +15,8 @@ from isp.checkpoint import CheckpointError
 from isp.checkpoint.choice import candidates_at, preview
 from isp.checkpoint.lock import folder_lock
 from isp.config import JobConfig, load_config
+from isp.run_folder import run_name
+from isp.train import resume
 from isp.train.changes import check_changes
 from isp.train.resume import Start, check_start, open_run
 from tests.train.jobs import run_folders, run_forked, write_job
@@ -190,6 +192,34 @@ def test_an_absent_or_empty_folder_is_a_beginning(
         _check(load("--checkpoint.folder", str(folder), "--checkpoint.load_step", "3"))
     with pytest.raises(ValueError, match=r"load_step=3: no run of job.name=job"):
         _check(load("--checkpoint.load_step", "3"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(load: Callable[..., JobConfig]) -> None:
+    """Catches a run that is trained to its end, and then has nowhere to save to."""
+    with pytest.raises(
+        ValueError, match=r"^checkpoint\.folder=/proc/a/b: cannot write to .*: name a folder"
+    ):
+        _open(load("--checkpoint.folder", "/proc/a/b"))
+
+
+def test_a_new_folder_is_held_from_the_beginning(
+    load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches two runs begun at once in a folder that was there for neither when it looked."""
+    looked = []
+
+    def named() -> str:
+        with (
+            pytest.raises(ValueError, match="another run saves to"),
+            folder_lock(tmp_path / "both"),
+        ):
+            pass
+        looked.append("both")
+        return run_name()
+
+    monkeypatch.setattr(resume, "run_name", named)
+    _open(load("--checkpoint.folder", str(tmp_path / "both")))
+    assert looked == ["both"]
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
