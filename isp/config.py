@@ -196,10 +196,7 @@ def _validate(
     values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable
 ) -> JobConfig | list[str]:
     """The configuration that `values` are, or what is wrong with them."""
-    try:
-        text = json.dumps(values, default=str)  # dates are text
-    except ValueError:
-        return ["a section or a list holds itself, by an alias: write it out"]
+    text = json.dumps(values, default=str)  # dates are text
     try:
         # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
         return TypeAdapter(JobConfig).validate_json(text, strict=True)

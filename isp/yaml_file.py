@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
 
+MAX_VALUES = 100_000
+"""Far more than any configuration has."""
+
 
 class YamlFile(NamedTuple):
     """The keys and values of a file, and the line of every key by its path."""
@@ -24,6 +28,14 @@ class YamlFile(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
+
+    def get_single_node(self) -> Node | None:
+        """The whole of the text; refuses aliases of aliases that multiply beyond any use."""
+        node = super().get_single_node()
+        if node is not None and _num_values(node, {}) > MAX_VALUES:
+            fault = f"more than {MAX_VALUES:,} values, aliases counted as what they stand for"
+            raise ConstructorError(None, None, fault, node.start_mark)
+        return node
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         """The value of `node`; one that looks like a date and is none is a fault of the file."""
@@ -83,6 +95,16 @@ def _new_loader(text: str, path: str | Path) -> _Loader:
         return _Loader(text)
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise ValueError(_syntax_fault(path, error)) from error
+
+
+def _num_values(node: Node, known: dict[int, int]) -> int:
+    """How many values `node` is with every alias written out; those of `known` nodes, by id."""
+    if isinstance(node, ScalarNode):
+        return 1
+    if id(node) not in known:
+        parts = itertools.chain(*node.value) if isinstance(node, MappingNode) else node.value
+        known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _note_lines(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from isp.config_keys import KeyTable, docs_of
 from isp.parallel import Mode
 from isp.train.run import choose_device
 
+MERGES = [f"{y}: &{y} {{<<: [*{x}, *{x}]}}" for x, y in pairwise("abcdefghijklmnopqrs")]
+"""Each as large as two of the one before."""
+LISTS = [f"&{y} [*{x}, *{x}]" for x, y in pairwise("abcdefghijklmnopqrs")]
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
 
@@ -168,6 +172,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--data.source.x", "1"], "--data.source.x: data.source is a key, and has none below it"),
         (["--training.seed", str(2**64)], f"seed={2**64} must be at most {2**63 - 1} (default: 0)"),
         (["--training.steps", "2024-13-45"], "'2024-13-45' is not a YAML value: month must be in"),
+        (["--data.source", f"[{'&a [], ' + ', '.join(LISTS)}]"], "value: more than 100,000 values"),
         (["--training.steps", "[" * 999], "... is nested too deeply, or in itself"),
         (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
         (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
@@ -268,7 +273,11 @@ def test_keys_of_another_update_rule_are_named(write):
         ("model:\n  preset: 2024-13-45\n", ", line 2, column 11: not YAML: month must be in 1..12"),
         ("a: " + "[" * 999, ": is nested too deeply, or in itself"),
         ("model: &m\n  preset: *m\n", ": is nested too deeply, or in itself"),
-        (f"{MINIMAL}  valid_source: &v [*v]\n", ": a section or a list holds itself, by an alias"),
+        (f"{MINIMAL}  valid_source: &v [*v]\n", ": is nested too deeply, or in itself"),
+        (
+            "\n".join(["a: &a {k: 0}", *MERGES]),
+            ", line 1, column 1: not YAML: more than 100,000 va",
+        ),
         (
             f"{MINIMAL}training:\n  seed: 1\n  seed: 2\n",
             ", line 7: training.seed is given twice, first on line 6: keep one",
