@@ -115,18 +115,15 @@ OPTIONS = [
 def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[str], int]:
     """What went wrong in three steps and an evaluation, and how much was followed."""
     with Device() as device:
-        mesh = Meshes(rank).of(
-            layout
-        )  # weights are published by several buckets, as large ones are
+        mesh = Meshes(rank).of(layout)
+        # Weights are published by several buckets, as large ones are.
         run = make_run(mesh, layout, task, dtype=torch.bfloat16, bucket_bytes=1000)
-        if timed:
-            run.step.mesh.log.collect(CPU)
         if timed:
             run.step.mesh.log.collect(CPU)
         for step in range(3):
             run.numbers(range(step, step + 1))
             if step == 1:
-                run.step.evaluate([task.batch(0, place) for place in range(layout.micro)])
+                run.step.evaluate([[task.batch(0, place) for place in range(layout.micro)]])
         return device.faults, device.touched
 
 
