@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from isp.config_faults import describe_faults, place
 from isp.config_keys import KeyTable
 from isp.data.config import DataConfig
-from isp.parallel.config import Mode, ParallelConfig, WeightConfig
+from isp.parallel.config import ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.section import section
 from isp.settings import (
@@ -139,7 +139,7 @@ class JobConfig:
         """What differs from its default without a meaning in this run, as sentences."""
         mode, rule = self.parallel.tensor.mode, self.optimizer.name
         found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
-        if mode is not Mode.ISP and self.parallel.weight != WeightConfig():
+        if not mode.facts.gathers_weights and self.parallel.weight != WeightConfig():
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from isp.attention_backend import AttentionBackend
 from isp.layers.rope_scaling import RopeScaling
-from isp.parallel.config import Mode, ParallelConfig, PipelineConfig
+from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.section import Count, Fraction, NotNegative, Size, section
 
 __all__ = ["ModelConfig", "check_layout"]
@@ -119,7 +119,8 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     `seq_len` is the number of tokens in one row of a batch.
     """
     size, mode = parallel.tensor.size, parallel.tensor.mode
-    if mode is not Mode.ISP:
+    facts = mode.facts
+    if facts.splits_features:
         split = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads}
         for key, value in {**split, "intermediate_size": model.intermediate_size}.items():
             if value % size:
@@ -130,18 +131,18 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     _check_stages(model, parallel.pipeline)
     if model.checkpoint_distribute_activations:
         _check_distributable(model, parallel, seq_len)
-    if mode is not Mode.MTP and seq_len % size:
+    if facts.splits_sequence and seq_len % size:
         raise ValueError(
             f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
             f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
             f" use {_usable(seq_len, size)}"
         )
-    if mode is not Mode.ISP and model.vocab_size <= (size - 1) * -(-model.vocab_size // size):
+    if facts.splits_features and model.vocab_size <= (size - 1) * -(-model.vocab_size // size):
         raise ValueError(
             f"model.vocab_size={model.vocab_size} leaves some of the {size} tensor ranks without"
             f" a row: use a multiple of {size}"
         )
-    exchanges_logits = mode is Mode.ISP and parallel.weight.vocab_parallel_loss
+    exchanges_logits = not facts.splits_features and parallel.weight.vocab_parallel_loss
     if exchanges_logits and model.vocab_size % size:
         raise ValueError(
             f"parallel.tensor.size={size} must divide model.vocab_size={model.vocab_size} for"
@@ -161,7 +162,7 @@ def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:
 
 def _check_distributable(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
     size, mode = parallel.tensor.size, parallel.tensor.mode
-    if mode is not Mode.MTP:
+    if mode.facts.splits_sequence:
         raise ValueError(
             f"model.checkpoint_distribute_activations is for mtp mode: in {mode} mode each tensor"
             f" rank keeps its own tokens only; set it to false"

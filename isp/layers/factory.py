@@ -51,7 +51,7 @@ class LayerFactory:
     @property
     def splits_features(self) -> bool:
         """Whether features (heads, hidden units, vocabulary) are split over the tensor group."""
-        return self.mode is not Mode.ISP
+        return self.mode.facts.splits_features
 
     @property
     def feature_parts(self) -> int:
@@ -200,7 +200,7 @@ class LayerFactory:
         where each sees its part (its tokens, or its heads) they are partial sums.
         """
         if sees_part is None:
-            sees_part = self.mode is not Mode.MTP
+            sees_part = self.mode.facts.splits_sequence
         return ParameterLayout(
             global_shape=shape, reduce_over=Axis.STAGE if sees_part else Axis.DATA
         )

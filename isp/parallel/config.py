@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -12,8 +12,27 @@ from pydantic import Field
 from isp.section import Ranks, section
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModeFacts:
+    """What a mode does with features, tokens and weights; asked in place of its name."""
+
+    splits_features: bool
+    """Whether a linear computes the rank's share of the features (heads, hidden units, vocabulary)
+    of all tokens of its sequence, or all features of the rank's tokens."""
+    splits_sequence: bool
+    """Whether a rank has its own tokens between the linears, or all of its sequence."""
+    gathers_weights: bool
+    """Whether weights are cut over a weight group of their own and travel to where they are read,
+    or are cut as the features are, over the tensor group, and stay."""
+
+    @property
+    def slices_batch(self) -> bool:
+        """Whether a rank takes its tokens of the batch; else the embedding leaves them to it."""
+        return not self.splits_features
+
+
 class Mode(StrEnum):
-    """How the linears of a transformer are split (see `isp.layers.modes` for the table)."""
+    """How the linears of a transformer are split (see `isp.layers.moves` for what travels)."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
@@ -23,6 +42,19 @@ class Mode(StrEnum):
     """Flash sequence parallel: as msp, saves only its shard of each gathered input."""
     ISP = "isp"
     """Intern sequence parallel: weights split over the weight group, activations over tensor."""
+
+    @property
+    def facts(self) -> ModeFacts:
+        """The mode's row."""
+        return _FACTS[self]
+
+
+_FACTS = {
+    Mode.MTP: ModeFacts(splits_features=True, splits_sequence=False, gathers_weights=False),
+    Mode.MSP: ModeFacts(splits_features=True, splits_sequence=True, gathers_weights=False),
+    Mode.FSP: ModeFacts(splits_features=True, splits_sequence=True, gathers_weights=False),
+    Mode.ISP: ModeFacts(splits_features=False, splits_sequence=True, gathers_weights=True),
+}
 
 
 class LaunchPoint(StrEnum):
@@ -176,5 +208,5 @@ class ParallelConfig:
     @property
     def least_ranks(self) -> int:
         """The smallest world that these sizes fit; they fit its multiples alone."""
-        weight = self.weight.size if self.tensor.mode is Mode.ISP else self.tensor.size
+        weight = self.weight.size if self.tensor.mode.facts.gathers_weights else self.tensor.size
         return self.pipeline.size * math.lcm(self.tensor.size, weight * max(1, self.zero1.size))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isp.parallel.config import Mode
 from isp.parallel.partition import chunk_range
 from isp.parallel.topology import Axis, Topology
 
@@ -25,7 +24,7 @@ def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
     holders = [topology.group_of(Axis.WEIGHT_DATA, rank) for rank in group]
     size = f"{shape[0]}x{shape[1]}"
     by_rows = _stacked([chunk_range(shape[0], len(group), i) for i in range(len(group))], holders)
-    if topology.mode is Mode.ISP:
+    if topology.mode.facts.gathers_weights:
         title = f"column and row linear, weight {size}: cut by outputs, gathered where it is used"
         return "\n".join([title, *by_rows])
     by_columns = _side_by_side(

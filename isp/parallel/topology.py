@@ -71,16 +71,16 @@ class Topology:
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
         """The topology that `parallel` asks for on `world_size` ranks."""
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
-        weight = parallel.weight.size if mode is Mode.ISP else tensor
+        weight = parallel.weight.size if mode.facts.gathers_weights else tensor
         _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
         stage = world_size // pipeline
         ranks = "the world size" if pipeline == 1 else "the ranks of one pipeline stage"
         _require_divides("parallel.tensor.size", tensor, ranks, stage)
-        if mode is Mode.ISP:
+        if mode.facts.gathers_weights:
             _require_divides("parallel.weight.size", weight, ranks, stage)
         replicas = stage // weight
         zero1 = parallel.zero1.size if parallel.zero1.size > 0 else replicas
-        axis = Axis.WEIGHT_DATA if mode is Mode.ISP else Axis.DATA
+        axis = Axis.WEIGHT_DATA if mode.facts.gathers_weights else Axis.DATA
         _require_divides("parallel.zero1.size", zero1, f"the {axis} size", replicas)
         return cls(
             world_size=world_size,
@@ -162,7 +162,7 @@ class Topology:
             f" x tensor {self.tensor}"
         ]
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
-        if self.mode is Mode.ISP:
+        if self.mode.facts.gathers_weights:
             sizes.append(
                 f"world {self.world_size} = pipeline {self.pipeline} x weight_data"
                 f" {self.weight_data} x weight {self.weight}"

@@ -96,7 +96,7 @@ class Case:
     @property
     def gathers_weights(self) -> bool:
         """Whether weights travel."""
-        return self.mode is Mode.ISP and self.topology.weight > 1
+        return self.mode.facts.gathers_weights and self.topology.weight > 1
 
     @property
     def sums_locally(self) -> bool:
@@ -107,22 +107,22 @@ class Case:
     @property
     def splits_logits(self) -> bool:
         """Whether a rank has a part of the logits of all tokens of its sequence."""
-        return self.mode is not Mode.ISP or self.parallel.weight.vocab_parallel_loss
+        return self.mode.facts.splits_features or self.parallel.weight.vocab_parallel_loss
 
     @property
     def feature_parts(self) -> int:
         """The ranks over which heads, hidden units and vocabulary are split."""
-        return 1 if self.mode is Mode.ISP else self.topology.tensor
+        return self.topology.tensor if self.mode.facts.splits_features else 1
 
     @property
     def tokens_between(self) -> int:
         """Tokens of a row that a rank holds between the linears."""
-        return self.tokens if self.mode is Mode.MTP else self.tokens // self.topology.tensor
+        return self.tokens // (self.topology.tensor if self.mode.facts.splits_sequence else 1)
 
     @property
     def tokens_inside(self) -> int:
         """Tokens of a row that a rank's linears multiply."""
-        return self.tokens // self.topology.tensor if self.mode is Mode.ISP else self.tokens
+        return self.tokens // (1 if self.mode.facts.splits_features else self.topology.tensor)
 
     @property
     def tokens_per_step(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from isp.attention.heads import HeadPlan
-from isp.parallel import Mode
 from isp.planner.case import Case, Place
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec
@@ -47,7 +46,7 @@ class Costs:
         reach = length if model.sliding_window is None else min(length, model.sliding_window)
         pairs = case.rows * case.documents * reach * (2 * length - reach) / 2
         heads = model.num_heads / case.feature_parts
-        if case.mode is Mode.ISP:
+        if not case.mode.facts.splits_features:
             plan = HeadPlan.of(model.num_heads, model.kv_heads, case.topology.tensor)
             heads = max(len(part) for part in plan.query)  # the busiest rank decides
         return 4 * pairs * heads * model.head_size

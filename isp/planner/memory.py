@@ -24,7 +24,6 @@ from functools import lru_cache
 from math import prod
 
 from isp.optim.rows import owned_rows
-from isp.parallel import Mode
 from isp.parallel.config import WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
@@ -262,7 +261,7 @@ def _work(case: Case) -> int:
     model = case.model
     inside, between = case.rows * case.tokens_inside, case.rows * case.tokens_between
     hidden = between * model.hidden_size * case.item_bytes
-    if case.mode is not Mode.ISP and case.topology.tensor > 1 and case.mode is not Mode.MTP:
+    if inside > between:
         hidden += inside * model.hidden_size * case.item_bytes  # dy, gathered
     inner = inside * model.intermediate_size // case.feature_parts * case.item_bytes
     return hidden + 2 * inner

@@ -215,7 +215,7 @@ def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
         mark,
         topology.mode.value,
         str(topology.tensor),
-        str(topology.weight) if topology.mode is Mode.ISP else "-",
+        str(topology.weight) if topology.mode.facts.gathers_weights else "-",
         str(topology.pipeline),
         str(topology.zero1),
         str(topology.data),

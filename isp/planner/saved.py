@@ -96,7 +96,7 @@ def saved_by_loss(case: Case) -> int:
 def logits(case: Case) -> int:
     """Logits of a micro-batch on a rank after they have been exchanged, in numbers."""
     size = case.model.vocab_size
-    if case.mode is not Mode.ISP:
+    if case.mode.facts.splits_features:
         size = -(-size // case.topology.tensor)
     return _inside(case) * size
 
@@ -139,7 +139,7 @@ def _linear_input(case: Case) -> int:
 
 
 def _exchanges(case: Case) -> bool:
-    return case.mode is Mode.ISP and case.topology.tensor > 1
+    return not case.mode.facts.splits_features and case.topology.tensor > 1
 
 
 def _widens(case: Case) -> bool:

@@ -67,7 +67,7 @@ class Candidate:
             "model.checkpoint": model.checkpoint,
             "model.checkpoint_keeps_attention": str(model.checkpoint_keeps_attention).lower(),
         }
-        if parallel.tensor.mode is not Mode.ISP:
+        if not parallel.tensor.mode.facts.gathers_weights:
             del words["parallel.weight.size"]
         if not model.checkpoint:
             del words["model.checkpoint_keeps_attention"]
@@ -137,9 +137,9 @@ def _layouts(
         if tensor > heads or world_size % (tensor * pipeline):
             continue
         stage = world_size // pipeline
-        weights = _divisors(stage) if mode is Mode.ISP else [1]
+        weights = _divisors(stage) if mode.facts.gathers_weights else [1]
         for weight, micro_bsz in product(weights, sorted({1, config.data.micro_bsz})):
-            replicas = stage // (weight if mode is Mode.ISP else tensor)
+            replicas = stage // (weight if mode.facts.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
                     layout = _with_sizes(config, mode, tensor, weight, pipeline, zero1)
@@ -206,7 +206,7 @@ def _least_recomputed(
             checkpoint_keeps_attention=keeps,
             checkpoint_distribute_activations=config.model.checkpoint_distribute_activations
             and fraction > 0
-            and config.parallel.tensor.mode is Mode.MTP,
+            and not config.parallel.tensor.mode.facts.splits_sequence,
         )
         return _candidate(replace(config, model=model), world_size, on_cpu=on_cpu)
 

@@ -162,7 +162,7 @@ class _Judge:
     def _of_chain(self, collective: Collective) -> str:
         if collective.cost is Cost.OUTSIDE:
             return "outside forward and backward: nothing is computed beside it"
-        if self.settings.mode is not Mode.ISP:
+        if not self.settings.mode.facts.gathers_weights:
             return (
                 f"{self.settings.mode} needs it at once, nothing of the step could hide it:"
                 f" isp sends weights instead"
@@ -233,7 +233,7 @@ class _Judge:
     def _change(self) -> str | None:
         """The setting that would have hidden the wait, if one would."""
         weight = self.settings.weight
-        if self.own[0].kind != "all_gather" or self.settings.mode is not Mode.ISP:
+        if self.own[0].kind != "all_gather" or not self.settings.mode.facts.gathers_weights:
             return None
         if not weight.overlap:
             return self._works("parallel.weight.overlap=true", weight.launch_allgather_before)

@@ -10,7 +10,7 @@ from isp.attention import DistributedAttention, make_local_attention
 from isp.comm import Mesh
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter, init_weights, named_parameters
-from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
+from isp.parallel import Axis, ParallelConfig, WeightConfig
 from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
@@ -62,7 +62,7 @@ def build_model(
 ) -> BuiltModel:
     """This rank's shards of its stages of the model, with the initial weights of `seed`."""
     order, communicator = PipelineOrder(parallel.pipeline), None
-    if mesh.topology.mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1:
+    if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     layers = _layers(parallel, mesh, communicator, device, dtype)
     core = DistributedAttention(
@@ -122,7 +122,7 @@ def _layers(
         weight=mesh[Axis.WEIGHT],
         communicator=communicator or LocalWeights(),
         embed_split_hidden=weight.embed_split_hidden,
-        vocab_parallel_loss=mode is Mode.ISP and weight.vocab_parallel_loss,
+        vocab_parallel_loss=weight.vocab_parallel_loss,
         device=device,
         dtype=dtype,
     )

@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from isp.config import JobConfig, to_yaml
-from isp.parallel import Mode, Topology
+from isp.parallel import Topology
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord
@@ -113,7 +113,7 @@ def mode_profile(
     profile = ModeProfile(
         mode=topology.mode,
         tensor=config.parallel.tensor.size,
-        weight=config.parallel.weight.size if topology.mode is Mode.ISP else 1,
+        weight=config.parallel.weight.size if topology.mode.facts.gathers_weights else 1,
         data=_data_size(topology, config),
         pipeline=config.parallel.pipeline.size,
         topology=topology.describe(),
@@ -133,7 +133,7 @@ def mode_profile(
             steps,
             WaitSettings(mode=config.parallel.tensor.mode, weight=config.parallel.weight),
         ),
-        plan_grid=schedule_text(config) if topology.mode is Mode.ISP else None,
+        plan_grid=schedule_text(config) if topology.mode.facts.gathers_weights else None,
     )
     return ProfiledMode(
         profile,

@@ -11,7 +11,6 @@ from isp.attention.local import make_local_attention
 from isp.comm import Channel
 from isp.config import JobConfig
 from isp.layers.factory import LayerFactory
-from isp.parallel import Mode
 from isp.pipeline import PipelineOrder
 from isp.weights.declare import as_chunks
 from isp.weights.grid import grid
@@ -52,7 +51,7 @@ def rank_plans(config: JobConfig) -> list[RankPlan]:
     Raises ValueError outside isp mode, where nothing travels.
     """
     parallel = config.parallel
-    if parallel.tensor.mode is not Mode.ISP:
+    if not parallel.tensor.mode.facts.gathers_weights:
         raise ValueError(
             f"parallel.tensor.mode={parallel.tensor.mode} gathers no weights, so there is no"
             f" schedule to show: use isp"

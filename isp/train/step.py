@@ -14,7 +14,7 @@ from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Axis, Mode
+from isp.parallel import Axis
 from isp.pipeline import Pipeline
 from isp.scheduler_hook import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
 from isp.train.batches import slice_sequence
@@ -238,7 +238,7 @@ class _Work:
         self._step = step
         self._batches = batches
         self._parts = list(batches)
-        if step.mesh.topology.mode is Mode.ISP:
+        if step.mesh.topology.mode.facts.slices_batch:
             self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in batches]
         self._divisor = divisor
         self.tokens = [part.tokens for part in self._parts]
