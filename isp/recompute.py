@@ -180,8 +180,8 @@ class CheckpointWithoutOutput:
 
         out: R = _checkpoint(with_ticket, args, self._tracker, self._announce)
         outs = _as_tuple(out)
-        kept = {s.data_ptr() for s in _storages([a for a in args if isinstance(a, Tensor)])}
-        if any(s.data_ptr() in kept for s in _storages(outs) if s.nbytes()):
+        kept = {s._cdata for s in _storages([a for a in args if isinstance(a, Tensor)])}
+        if any(s._cdata in kept for s in _storages(outs) if s.nbytes()):
             raise ValueError("an output shares its memory with an argument: it cannot be dropped")
         self._outputs = outs
         return out
@@ -219,7 +219,7 @@ def _as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """The memory of tensors, once each, in order."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return list(found.values())
 
 

@@ -179,15 +179,19 @@ def model_parallel_manual_seed(
     return tracker
 
 
+_HOST = ("cpu", "meta")
+"""Devices whose random numbers are the host's; on meta none are drawn."""
+
+
 def _get_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
+    if device.type in _HOST:
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
+    if device.type in _HOST:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)

@@ -26,7 +26,7 @@ from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.trace import recomputed_blocks
+from isp.weights.trace import Passes, recomputed_blocks
 from model.config import ModelConfig
 
 __all__ = ["Attention", "Block", "Decoder", "FeedForward", "LayerSpan"]
@@ -118,6 +118,7 @@ class Block(nn.Module):
         recomputed: bool,
     ):
         super().__init__()
+        self.config = config
         self.recomputed = recomputed
         self.keeps_attention = config.checkpoint_keeps_attention
         self.drops_norms = config.checkpoint_norm_outputs
@@ -165,18 +166,27 @@ class Block(nn.Module):
 
     def weight_visits(self) -> tuple[DeclaredVisit, ...]:
         """The linears of the block in forward order, and where the next may be launched."""
-        attention, mlp, at = self.attention, self.feed_forward, LaunchPoint
+        attention, mlp, at, config = self.attention, self.feed_forward, LaunchPoint, self.config
+        norm_and_sum = Passes(between=5 * config.hidden_size)
+        turned = (config.num_heads + config.kv_heads) * config.head_size
         return (
-            DeclaredVisit(name="wqkv", layer=attention.wqkv, launch_point=at.WQKV),
+            DeclaredVisit(
+                name="wqkv",
+                layer=attention.wqkv,
+                launch_point=at.WQKV,
+                passes=norm_and_sum._replace(inside=2 * turned),
+            ),
             DeclaredVisit(
                 name="attn",
                 at=attention.core,
                 launch_point=at.ATTN,
                 in_recompute=not self.keeps_attention,
             ),
-            DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO),
-            DeclaredVisit(name="w1", layer=mlp.w13, launch_point=at.W1),
-            DeclaredVisit(name="w2", layer=mlp.w2),
+            DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO, passes=Passes()),
+            DeclaredVisit(name="w1", layer=mlp.w13, launch_point=at.W1, passes=norm_and_sum),
+            DeclaredVisit(
+                name="w2", layer=mlp.w2, passes=Passes(inside=3 * config.intermediate_size)
+            ),
         )
 
 
@@ -266,9 +276,11 @@ class Decoder(nn.Module):
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """What is gathered in a forward, in order: embedding, blocks, head."""
-        declared = []
+        declared, written = [], Passes(between=2 * self.config.hidden_size)
         if self.is_first and self.embedding is not None:
-            table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
+            table = DeclaredVisit(
+                name="embedding", layer=self.embedding, weight_in_backward=False, passes=written
+            )
             declared.append(DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)))
         declared += [
             DeclaredBlock(
@@ -280,7 +292,7 @@ class Decoder(nn.Module):
             for i, block in enumerate(self.blocks(), start=self.span.start)
         ]
         if self.norm is not None and self.head is not None:
-            visit = DeclaredVisit(name="head", layer=self.head)
+            visit = DeclaredVisit(name="head", layer=self.head, passes=written)
             last = nn.ModuleList((self.norm, self.head))
             declared.append(DeclaredBlock(name="head", module=last, visits=(visit,)))
         return tuple(declared)

@@ -257,14 +257,12 @@ class Channel:
         """Replace x by that of the channel's rank `source`."""
         if self.size == 1:
             return Pending.ready(x)
-        assert self.group is not None
-        global_source = dist.get_global_rank(self.group, source)
         sent = _num_bytes(x) if self.rank == source else 0
         return self._launch(
             "broadcast",
             label,
             sent,
-            lambda: dist.broadcast(x, src=global_source, group=self.group, async_op=True),
+            lambda: dist.broadcast(x, group=self.group, group_src=source, async_op=True),
             lambda: x,
             keep=(x,),
         )

@@ -108,9 +108,10 @@ class Publisher:
         self._channel = channel
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        if channel.size > 1:
-            for members in group_published(parameters, bucket_bytes):
-                self._open(members)
+        self.members = group_published(parameters, bucket_bytes) if channel.size > 1 else []
+        """The parameters of each bucket, in the order in which they travel."""
+        for members in self.members:
+            self._open(members)
 
     def launch(self) -> list[Pending]:
         """Start all transfers; a parameter must not be used before its own has been waited for."""

@@ -16,6 +16,7 @@ from isp.planner.case import Case, Place
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec
 from isp.planner.saved import logits
+from isp.weights.trace import Block
 
 __all__ = ["Costs"]
 
@@ -28,9 +29,9 @@ class Costs:
     place: Place
     device: DeviceSpec
 
-    def product(self, name: str) -> float:
-        """Seconds of one product of the visit `name`: forward, or one of its two gradients."""
-        return self._product_seconds.get(name, 0.0)
+    def product(self, flops: int) -> float:
+        """Seconds of a product of matrices."""
+        return flops / (self._peak * self.device.efficiency)
 
     @cached_property
     def attention(self) -> tuple[float, float]:
@@ -51,10 +52,22 @@ class Costs:
             heads = max(len(part) for part in plan.query)  # the busiest rank decides
         return 4 * pairs * heads * model.head_size
 
-    def passes(self, name: str) -> float:
-        """Seconds of what precedes the product of visit `name` in forward: passes over memory, and
-        with the first of a block its gaps between kernels."""
-        return self._passes_seconds.get(name, 0.0)
+    def before(self, block: Block, number: int) -> float:
+        """Seconds of what precedes the product of a visit of a block in forward.
+
+        Passes over memory, and with the first visit of a layer the gaps between its kernels.
+        Raises ValueError if the model does not say what passes there.
+        """
+        visit = block.visits[number]
+        if visit.passes is None:
+            raise ValueError(
+                f"the time of {visit.name} in {block.name} cannot be planned: its DeclaredVisit"
+                f" does not say what `passes` over memory before it"
+            )
+        case, (between, inside) = self.case, visit.passes
+        numbers = case.tokens_between * between + case.tokens_inside * inside // case.feature_parts
+        gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.visits) > 1 else 0.0
+        return self._over_memory(case.rows * numbers * case.item_bytes) + gaps
 
     @cached_property
     def loss(self) -> float:
@@ -71,11 +84,6 @@ class Costs:
         updated = owned * (3 * wide + 2 * case.state_bytes + item)
         return self._over_memory(numbers * wide + updated + published)
 
-    @property
-    def forward_flops(self) -> float:
-        """FLOPs of one forward through a whole block and its attention."""
-        return self._block_flops + self.attention_flops
-
     # -- inside ------------------------------------------------------------------------------
 
     @cached_property
@@ -85,43 +93,3 @@ class Costs:
 
     def _over_memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.gb_per_second * 1e9 * self.device.memory_efficiency)
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        """Parameters that a rank multiplies in each visit."""
-        model, parts = self.case.model, self.case.feature_parts
-        query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-        hidden, inner = model.hidden_size, model.intermediate_size
-        return {
-            "wqkv": hidden * (query + 2 * key) // parts,
-            "wo": hidden * query // parts,
-            "w1": 2 * hidden * inner // parts,
-            "w2": hidden * inner // parts,
-            "head": hidden * -(-model.vocab_size // parts),
-        }
-
-    @property
-    def _block_flops(self) -> float:
-        tokens = self.case.rows * self.case.tokens_inside
-        return 2.0 * tokens * sum(n for name, n in self._sizes.items() if name != "head")
-
-    @cached_property
-    def _product_seconds(self) -> dict[str, float]:
-        rate = self._peak * self.device.efficiency
-        tokens = self.case.rows * self.case.tokens_inside
-        return {name: 2 * tokens * n / rate for name, n in self._sizes.items()}
-
-    @cached_property
-    def _passes_seconds(self) -> dict[str, float]:
-        case, model, item = self.case, self.case.model, self.case.item_bytes
-        hidden = case.rows * case.tokens_between * model.hidden_size * item
-        inside = case.rows * case.tokens_inside * item // case.feature_parts
-        turned = inside * (model.num_heads + model.kv_heads) * model.head_size
-        norm_and_sum = 5 * hidden
-        return {
-            "embedding": self._over_memory(2 * hidden),
-            "wqkv": self._over_memory(norm_and_sum + 2 * turned) + self.device.layer_us * 1e-6,
-            "w1": self._over_memory(norm_and_sum),
-            "w2": self._over_memory(3 * inside * model.intermediate_size),
-            "head": self._over_memory(2 * hidden),
-        }

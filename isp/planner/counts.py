@@ -5,37 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple, TypeVar
 
+from isp.comm.dry import Trip
 from isp.parallel import Axis
 from isp.parallel.config import WeightConfig
-from isp.planner.case import Case
+from isp.planner.case import Case, Place
 from isp.planner.declared import (
     actions_of,
-    bias_of,
-    buckets,
+    biases_of,
     few_micro_batches,
-    has_bias,
     order_of,
     stage_chunks,
-    weight_layout,
     weights_plan,
 )
-from isp.planner.trips import Trip, Trips
+from isp.planner.rank import DryRank, Heard
+from isp.planner.rehearsal import Gradient, Launch, tapes_of
 from isp.weights.phase import Phase
 from isp.weights.plan import ActKind
-from isp.weights.trace import Action, Block, Chunks, Visit
+from isp.weights.trace import Action, Block, Chunks
 
 K = TypeVar("K")
 
 __all__ = [
     "Count",
     "Traffic",
+    "between_stages",
     "block_trips",
-    "ends_of_step",
     "gathers",
-    "gradient_names",
+    "gradients_of",
     "neighbours_of",
     "traffic",
 ]
@@ -65,19 +63,20 @@ class Traffic(NamedTuple):
 def traffic(case: Case, rank: int) -> Traffic:
     """What `rank` sends in a step, from the broadcast of the data to the published weights."""
     place = case.place(rank)
-    trips = Trips(case, place)
-    totals: Counter[Trip] = Counter()
+    found: Counter[tuple[str, Trip]] = Counter()
     for block in (block for chunk in stage_chunks(case, place.stage) for block in chunk):
-        for trip in block_trips(trips, block):
-            totals[trip] += case.micro_num
-    totals.update(_between_stages(trips))
-    if case.gathers_weights:
-        for name, count in gathers(case, place.stage).items():
-            totals[trips.gather(weight_layout(case, name, place))] += count
-    totals.update(ends_of_step(trips))
+        for what, trip in block_trips(case, place, block):
+            found[what, trip] += case.micro_num
+    send = between_stages(case)
+    for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
+        found["activations", hop] += case.micro_num * sum(
+            sum(ends) for ends in neighbours_of(case, place.stage)
+        )
+    found.update(_weight_trips(case, place))
+    found.update(_ends_of_step(case, place))
     return Traffic(
-        _sum(((trip.kind, str(trip.channel)), trip, n) for trip, n in totals.items()),
-        _sum((trip.what, trip, n) for trip, n in totals.items()),
+        _sum(((trip.kind, trip.channel), trip, n) for (_, trip), n in found.items() if n),
+        _sum((what, trip, n) for (what, trip), n in found.items() if n),
     )
 
 
@@ -89,48 +88,59 @@ def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
     return found
 
 
-def block_trips(trips: Trips, block: Block) -> Iterator[Trip]:
-    """What travels for one micro-batch in a block, forward and backward, but gathered weights."""
-    if block.name == "embedding":
-        yield from (*trips.row().forward, *trips.row().backward)
-    elif block.name == "head":
-        yield from (*trips.head().forward, *trips.loss(), *trips.head().backward)
-    else:
-        yield from _layer_trips(trips, block)
-    if trips.case.gathers_weights:
-        for visit in block.visits:
-            for name in gradient_names(trips.case, block, visit):
-                yield trips.reduce(weight_layout(trips.case, name, trips.place))
+def block_trips(case: Case, place: Place, block: Block) -> Iterator[tuple[str, Trip]]:
+    """What travels for one micro-batch in a block, besides weights and their gradients."""
+    tapes = tapes_of(case, place, block)
+    for event in (*tapes.forward, *tapes.backward):
+        if isinstance(event, Launch):
+            yield _subject(event.trip), event.trip
 
 
-def _layer_trips(trips: Trips, block: Block) -> Iterator[Trip]:
-    there, back = trips.attention()
-    linears = (trips.column(), trips.row()) * 2
-    forward = [trip for linear in linears for trip in linear.forward]
-    yield from (*there, *forward, *back)
-    yield from (trip for linear in linears for trip in linear.backward)
-    if block.recomputed:
-        yield from (*trips.recomputed_inputs(), *forward)
-        if not trips.case.model.checkpoint_keeps_attention:
-            yield from there
+def _subject(trip: Trip) -> str:
+    """What travels in a forward or backward, for people."""
+    match trip.kind, trip.label.partition(".")[0]:
+        case _, "attention":
+            return "heads"
+        case _, "loss":
+            return "loss"
+        case "all_to_all", _:
+            return "logits"
+    return "activations"
 
 
-def gradient_names(case: Case, block: Block, visit: Visit) -> list[str]:
-    """The gradients that a visit sets off in backward; a tied head has no bias of its own."""
-    if visit.weight is None:
-        return []
-    if block.name == "head" or not has_bias(case, visit.weight):
-        return [visit.weight]
-    return [visit.weight, bias_of(visit.weight)]
+def gradients_of(case: Case, place: Place, block: Block) -> list[str]:
+    """The parameters whose gradients the backward of a block gives, in order."""
+    found = []
+    for event in tapes_of(case, place, block).backward:
+        if isinstance(event, Gradient):
+            visit = block.visits[event.visit]
+            name = visit.bias if event.is_bias else visit.weight
+            assert name is not None
+            found.append(name)
+    return found
 
 
-def _between_stages(trips: Trips) -> dict[Trip, int]:
-    """To each neighbour go as many as come from it: activations one way, gradients the other."""
-    neighbours = sum(sum(ends) for ends in neighbours_of(trips.case, trips.place.stage))
-    if not neighbours:
-        return {}
-    send, calls = trips.between_stages(), neighbours * trips.case.micro_num
-    return {send: calls, send._replace(kind="recv", sent_bytes=0): calls}
+def between_stages(case: Case) -> Trip:
+    """What a stage sends to the next for a micro-batch, and receives the gradient of."""
+    sent = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
+    return Trip("send", Axis.PIPELINE.value, "activations", sent)
+
+
+def _weight_trips(case: Case, place: Place) -> Counter[tuple[str, Trip]]:
+    """Weights gathered, and their gradients summed."""
+    found: Counter[tuple[str, Trip]] = Counter()
+    if not case.gathers_weights:
+        return found
+    heard = Heard()
+    rank = DryRank(case, place, heard)
+    for weight, count in gathers(case, place.stage).items():
+        rank.gather(weight)
+        found["weights", heard.pop()] += count
+    for block in (block for chunk in stage_chunks(case, place.stage) for block in chunk):
+        for name in gradients_of(case, place, block):
+            rank.reduce(name)
+            found["weight gradients", heard.pop()] += case.micro_num
+    return found
 
 
 def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
@@ -143,28 +153,42 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def ends_of_step(trips: Trips) -> Counter[Trip]:
+def _ends_of_step(case: Case, place: Place) -> Counter[tuple[str, Trip]]:
     """What travels once a step: data, gradients of replicas, the norm, the weights, the loss."""
-    case = trips.case
-    found = [trips.data(), trips.over(Axis.DATA, 8, "numbers")]
-    held = buckets(case, trips.place)
-    for axis, length in held.gradients:
-        found.append(trips.over(axis, length * case.wide_bytes, "gradients"))
-    found += [_tied(trips), trips.over(Axis.MODEL, 8, "numbers")]
-    found += [trips.publish(length) for length in held.published]
-    found.append(trips.over(Axis.DATA if case.splits_logits else Axis.STAGE, 8, "numbers"))
-    found.append(trips.over(Axis.PIPELINE, 8, "numbers"))
-    return Counter(trip for trip in found if trip is not None)
+    heard = Heard()
+    rank = DryRank(case, place, heard)
+    found: Counter[tuple[str, Trip]] = Counter()
+
+    def note(what: str) -> None:
+        found.update((what, trip) for trip in heard)
+        heard.clear()
+
+    rank.share_batch()
+    note("data")
+    rank.gradients.reduce()
+    if (table := _tied(case, place)) is not None:
+        rank.add_tied(table)
+    note("gradients")
+    rank.publisher.launch()
+    note("updated weights")
+    losses = Axis.DATA if case.splits_logits else Axis.STAGE
+    for axis in (Axis.DATA, Axis.MODEL, losses, Axis.PIPELINE):
+        rank.all_reduce_number(axis)
+    note("numbers")
+    return found
 
 
-def _tied(trips: Trips) -> Trip | None:
-    """The gradient of a table that the first and the last stage have, on different ranks."""
-    case, spans = trips.case, stage_chunks(trips.case, trips.place.stage)
-    ends = (spans[0][0].name == "embedding") + (spans[-1][-1].name == "head")
-    if not case.model.tie_embeddings or ends != 1:
-        return None
-    numbers = prod(weight_layout(case, "embedding.weight", trips.place).local_shape)
-    return trips.over(Axis.EMBEDDING, numbers * case.wide_bytes, "gradients")
+def _tied(case: Case, place: Place) -> str | None:
+    """The weight of which two stages on different ranks have a copy each."""
+    of_ranks = [_weights(case, rank) for rank in range(case.topology.pipeline)]
+    own = of_ranks.pop(place.stage)
+    return next(iter(own & set().union(*of_ranks)), None)
+
+
+def _weights(case: Case, rank: int) -> set[str]:
+    """The weights that a rank of a pipeline reads."""
+    visits = (v for chunk in stage_chunks(case, rank) for block in chunk for v in block.visits)
+    return {visit.weight for visit in visits if visit.weight is not None}
 
 
 def gathers(case: Case, stage: int) -> Counter[str]:
@@ -182,15 +206,8 @@ def gathers(case: Case, stage: int) -> Counter[str]:
 
 
 def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
-    chunks = stage_chunks(case, stage)
-    blocks = [block for chunk in chunks for block in chunk]
-    weights = {visit.weight for block in blocks for visit in block.visits if visit.weight}
-    return _count_gathers(
-        chunks,
-        actions_of(case, stage, micro_num),
-        case.parallel.weight,
-        frozenset(weight for weight in weights if has_bias(case, weight)),
-    )
+    actions = actions_of(case, stage, micro_num)
+    return _count_gathers(stage_chunks(case, stage), actions, case.parallel.weight)
 
 
 @lru_cache(maxsize=512)
@@ -198,9 +215,9 @@ def _count_gathers(
     chunks: Chunks,
     actions: tuple[Action, ...],
     config: WeightConfig,
-    with_bias: frozenset[str],
 ) -> Counter[str]:
     """A bias is gathered with its weight if a forward reads it before the weight is freed."""
+    biases = biases_of(chunks)
     plan = weights_plan(chunks, actions, config)
     found: Counter[str] = Counter(a.weight for a in plan.start if a.kind is ActKind.GATHER)
     forward: dict[str, bool] = {}
@@ -214,6 +231,6 @@ def _count_gathers(
         if weight in forward and step.site.phase is not Phase.BACKWARD:
             forward[weight] = True
         for act in step.after:
-            if act.kind is ActKind.FREE and forward.pop(act.weight) and act.weight in with_bias:
-                found[bias_of(act.weight)] += 1
+            if act.kind is ActKind.FREE and forward.pop(act.weight) and act.weight in biases:
+                found[biases[act.weight]] += 1
     return found

@@ -6,8 +6,10 @@ plan knows no shapes or names of its own that could differ from those of a run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +19,6 @@ from isp.attention.cpu import CpuAttention
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter, named_parameters
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES, group_gradients
-from isp.optim.rows import group_published
 from isp.parallel import Axis, Mode
 from isp.parallel.config import LaunchPoint, WeightConfig
 from isp.parallel.layout import ParameterLayout
@@ -26,20 +26,23 @@ from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
 from isp.weights.plan import Plan, plan
-from isp.weights.trace import Action, Block, Chunks, recomputed_blocks
+from isp.weights.trace import Action, Block, Chunks, Visit, recomputed_blocks
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 from model.decoder import Decoder, LayerSpan
 from model.stages import stage_spans
 
 __all__ = [
-    "Buckets",
+    "BlockKind",
     "Declaration",
+    "Ends",
     "actions_of",
-    "bias_of",
-    "buckets",
+    "bare",
+    "biases_of",
+    "blocks_of",
     "declaration",
-    "has_bias",
+    "kind_of",
+    "kind_of_block",
     "layouts_of",
     "local_parameters",
     "order_of",
@@ -78,7 +81,7 @@ def declaration(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Dec
 
 
 @lru_cache(maxsize=64)
-def _bare(model: ModelConfig) -> ModelConfig:
+def bare(model: ModelConfig) -> ModelConfig:
     """The model without what decides nothing about its parameters, so that layouts share them."""
     return replace(
         model,
@@ -91,8 +94,8 @@ def _bare(model: ModelConfig) -> ModelConfig:
 @lru_cache(maxsize=64)
 def _declared(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Declaration:
     """The parameters of the bare model, and the blocks of this one."""
-    bare = declaration(_bare(model), mode, embed_split_hidden)
-    blocks = list(bare.blocks)
+    plain = declaration(bare(model), mode, embed_split_hidden)
+    blocks = list(plain.blocks)
     recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
     for number, again in enumerate(recomputed, start=1):
         visits = tuple(
@@ -102,7 +105,12 @@ def _declared(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Decla
             for visit in blocks[number].visits
         )
         blocks[number] = blocks[number]._replace(recomputed=again, visits=visits)
-    return Declaration(bare.layouts, tuple(blocks))
+    return Declaration(plain.layouts, tuple(blocks))
+
+
+def blocks_of(case: Case) -> tuple[Block, ...]:
+    """All blocks of the model."""
+    return _declaration(case).blocks
 
 
 def _declaration(case: Case) -> Declaration:
@@ -126,7 +134,7 @@ def _layouts(
 def layouts_of(case: Case, place: Place) -> dict[str, ParameterLayout]:
     """The layouts of all parameters of the model on the rank at `place`."""
     return _layouts(
-        _bare(case.model),
+        bare(case.model),
         case.mode,
         case.parallel.weight.embed_split_hidden,
         case.topology.weight,
@@ -160,6 +168,21 @@ def stage_chunks(case: Case, rank: int) -> Chunks:
         return blocks[first : len(blocks) if span.stop == last else span.stop + 1]
 
     return tuple(of(span) for span in _spans_of(case, rank))
+
+
+class Ends(NamedTuple):
+    """A chunk as the ends of the model, where it has them, and the layers between."""
+
+    first: bool
+    between: tuple[Block, ...]
+    last: bool
+
+    @classmethod
+    def of(cls, case: Case, chunk: tuple[Block, ...]) -> Ends:
+        """Of a chunk of `stage_chunks`."""
+        blocks = _declaration(case).blocks
+        first, last = chunk[0] == blocks[0], chunk[-1] == blocks[-1]
+        return cls(first, chunk[first : len(chunk) - last], last)
 
 
 def actions_of(case: Case, rank: int, micro_num: int) -> tuple[Action, ...]:
@@ -206,20 +229,43 @@ def weight_layout(case: Case, name: str, place: Place) -> ParameterLayout:
     return layouts_of(case, place)[name]
 
 
-def has_bias(case: Case, weight: str) -> bool:
-    """Whether the layer of this weight has a bias that is read with it."""
-    return bias_of(weight) in _declaration(case).layouts
+def biases_of(chunks: Chunks) -> dict[str, str]:
+    """The biases that are gathered, by the weight that they are gathered with."""
+    found: dict[str, str | None] = {}
+    for visit in (visit for chunk in chunks for block in chunk for visit in block.visits):
+        if visit.weight is not None:
+            found.setdefault(visit.weight, visit.bias)  # of the layer that reads it first
+    return {weight: bias for weight, bias in found.items() if bias is not None}
 
 
-def bias_of(weight: str) -> str:
-    """The name of the bias beside a weight."""
-    return weight.removesuffix("weight") + "bias"
+BlockKind = tuple[bool, tuple[tuple[Visit, tuple[int, ...]], ...]]
+"""What makes blocks alike: whether they are recomputed, their visits, and the weights' shapes."""
+
+
+def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
+    """The kind of a block, its weights being of these global shapes."""
+    visits = (
+        (visit._replace(weight=None, bias=visit.bias and ""), shapes.get(visit.weight or "", ()))
+        for visit in block.visits
+    )
+    return block.recomputed, tuple(visits)
+
+
+def kind_of_block(case: Case, block: Block) -> BlockKind:
+    """The kind of a block of the model."""
+    return _kind_of_block(bare(case.model), case.mode, block)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_block(model: ModelConfig, mode: Mode, block: Block) -> BlockKind:
+    layouts = declaration(model, mode, embed_split_hidden=False).layouts
+    return kind_of(block, {name: layout.global_shape for name, layout in layouts.items()})
 
 
 def local_parameters(case: Case, place: Place) -> tuple[NamedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
-        _bare(case.model),
+        bare(case.model),
         case.mode,
         case.parallel.weight.embed_split_hidden,
         case.topology.weight,
@@ -247,36 +293,3 @@ def _local_parameters(
         data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
         found[name] = NamedParameter(name, nn.Parameter(data), layout)
     return tuple(found.values())
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """What travels together at the end of a step; sizes in elements."""
-
-    gradients: tuple[tuple[Axis, int], ...]
-    """The axis over which a bucket of gradients is summed, and its length."""
-    published: tuple[int, ...]
-    """What a rank sends of each bucket of updated weights."""
-
-
-def buckets(case: Case, place: Place) -> Buckets:
-    """The buckets of the rank at `place`."""
-    return _buckets(local_parameters(case, place), case.topology.zero1)
-
-
-@lru_cache(maxsize=1024)
-def _buckets(parameters: tuple[NamedParameter, ...], zero1: int) -> Buckets:
-    gradients = group_gradients(list(parameters), DEFAULT_BUCKET_BYTES)
-    published = group_published(parameters, DEFAULT_BUCKET_BYTES) if zero1 > 1 else []
-    return Buckets(
-        tuple((ms[0].layout.reduce_over, sum(m.parameter.numel() for m in ms)) for ms in gradients),
-        tuple(sum(_slot(m.layout.local_shape, zero1) for m in ms) for ms in published),
-    )
-
-
-def _slot(shape: tuple[int, ...], parts: int) -> int:
-    """Elements that each rank sends of a parameter, padding included."""
-    size = -(-shape[0] // parts)
-    for n in shape[1:]:
-        size *= n
-    return size

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
+from isp.comm.dry import Trip
 from isp.config import ConfigError
 from isp.config_faults import describe_faults
 from isp.config_keys import KeyTable
 from isp.parallel import Axis
 from isp.planner.case import Case
-from isp.planner.trips import Trip
 from isp.section import NotNegative, Positive, Ranks, section
 from isp.yaml_file import KeyPath, read_yaml
 
-__all__ = ["DeviceSpec", "Fabric", "LinkSpec", "known_fabrics", "load_fabric"]
+__all__ = ["DeviceSpec", "Fabric", "LinkSpec", "axis_of", "known_fabrics", "load_fabric"]
 
 FOLDER = Path(__file__).parents[2] / "configs" / "fabrics"
 
@@ -136,8 +136,7 @@ class Fabric:
         Ring collectives between nodes are as fast as the links of all the group's ranks in a node
         together, but no faster than inside; an all-to-all sends by each rank's own link.
         """
-        axis = Axis.WEIGHT if trip.channel == "weight_reduce" else Axis(trip.channel)
-        span = Span(2, 2) if trip.kind == "send" else self.span(case, axis)
+        span = Span(2, 2) if trip.kind == "send" else self.span(case, axis_of(trip))
         if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
             span = Span(2, 1)
         latency, inside = self.latency(span, trip.kind), self.inside
@@ -182,6 +181,11 @@ class Fabric:
 
 def _doublings(size: int) -> int:
     return math.ceil(math.log2(size))
+
+
+def axis_of(trip: Trip) -> Axis:
+    """The axis along which a transfer goes."""
+    return Axis.WEIGHT if trip.channel == "weight_reduce" else Axis(trip.channel)
 
 
 def _stride(case: Case, axis: Axis) -> int:

@@ -17,29 +17,31 @@ besides: gradients of activations, copies for a collective, full gradients on th
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from isp.optim.rows import owned_rows
+from isp.parallel import ParallelConfig
 from isp.parallel.config import WeightConfig
-from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
-from isp.planner.counts import gradient_names, neighbours_of
+from isp.planner.counts import gradients_of, neighbours_of
 from isp.planner.declared import (
+    Ends,
     actions_of,
-    bias_of,
-    buckets,
+    bare,
+    biases_of,
     few_micro_batches,
-    has_bias,
     layouts_of,
     local_parameters,
     stage_chunks,
     weight_layout,
     weights_plan,
 )
+from isp.planner.rank import DryRank, Heard
 from isp.planner.saved import (
     Saved,
     logits,
@@ -49,7 +51,6 @@ from isp.planner.saved import (
     saved_if_recomputed,
     saved_rotary,
 )
-from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.plan import ActKind
 from isp.weights.rows import piece_shape
 from isp.weights.trace import Action, ActionKind, Block, Chunks
@@ -136,7 +137,7 @@ def _backward(
     case: Case, place: Place, base: Memory, chunk: tuple[Block, ...], own: _Kept
 ) -> Iterator[Memory]:
     """The moments of the last backward through a chunk."""
-    flight = _flight(case, place, case.micro_num - 1)
+    flights = _flights(case, place)
 
     def moment(name: str, kept: Saved, work: int, logits: int = 0) -> Memory:
         return replace(
@@ -144,25 +145,25 @@ def _backward(
             activations=base.activations + kept.activations,
             attention=base.attention + kept.attention,
             logits=logits,
-            work=work + flight.full_bytes,
+            work=work,
             moment=name,
         )
 
-    whole, kept = saved_by_block(case, place), _sum(own.layers)
-    if chunk[-1].name == "head":
-        yield moment("the loss", kept, 0, _loss_bytes(case))
-        flight.add(_gradients(case, place, chunk[-1]))
-        head = 0 if case.gathers_weights else _full_gradient(case, place, chunk[-1])
-        yield moment("the head's backward", kept, head, logits(case) * case.item_bytes)
-    layers = [block for block in chunk if block.name not in ("embedding", "head")]
-    for block, held in zip(reversed(layers), reversed(own.layers), strict=True):
+    whole, kept, ends = saved_by_block(case, place), _sum(own.layers), Ends.of(case, chunk)
+    if ends.last:
+        head, (before, after) = chunk[-1], flights[chunk[-1].name]
+        yield moment("the loss", kept, before, _loss_bytes(case))
+        after += 0 if case.gathers_weights else _full_gradient(case, place, head)
+        yield moment(f"the backward of {head.name}", kept, after, logits(case) * case.item_bytes)
+    for block, held in zip(reversed(ends.between), reversed(own.layers), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
-        yield moment(f"the backward of {block.name}", _sum([kept, whole]), _work(case))
-        flight.add(_gradients(case, place, block))
-    if chunk[0].name == "embedding":
-        flight.add(_gradients(case, place, chunk[0]))
-        full = 0 if case.gathers_weights else _full_gradient(case, place, chunk[0])
-        yield moment("the backward of the embedding", Saved(), full)
+        work = _work(case) + flights[block.name].before
+        yield moment(f"the backward of {block.name}", _sum([kept, whole]), work)
+    if ends.first:
+        table = chunk[0]
+        full = 0 if case.gathers_weights else _full_gradient(case, place, table)
+        work = full + flights[table.name].after
+        yield moment(f"the backward of {table.name}", Saved(), work)
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,10 @@ class _Kept:
     @classmethod
     def of(cls, case: Case, place: Place, chunk: tuple[Block, ...]) -> _Kept:
         whole, part = saved_by_block(case, place), saved_if_recomputed(case, place)
-        layers = [b for b in chunk if b.name not in ("embedding", "head")]
-        is_first, is_last = chunk[0].name == "embedding", chunk[-1].name == "head"
+        ends = Ends.of(case, chunk)
         return cls(
-            [part if block.recomputed else whole for block in layers],
-            saved_by_ends(case, is_first=is_first, is_last=is_last) + saved_rotary(case),
+            [part if block.recomputed else whole for block in ends.between],
+            saved_by_ends(case, is_first=ends.first, is_last=ends.last) + saved_rotary(case),
         )
 
     @property
@@ -272,87 +272,61 @@ def _update(case: Case, place: Place) -> int:
     size = case.topology.zero1
     if size == 1:
         return 0
-    return sum(buckets(case, place).published) * (size + 1) * case.item_bytes
+    heard = Heard()
+    DryRank(case, place, heard).publisher.launch()
+    return sum(trip.sent_bytes for trip in heard) // (size - 1) * (size + 1)
 
 
 # -- weights and gradients that travel -------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """A full gradient on its way."""
+class _Flight(NamedTuple):
+    """Bytes of full gradients on their way."""
 
-    full: int
-    """Bytes of the gradient itself, which is kept until it has arrived."""
-    leases: tuple[int, ...]
-    """Bytes of the buffers of the pool."""
+    before: int
+    """When the backward of a block begins."""
+    after: int
 
 
-class _Flight:
-    """Gradients on their way, as `GradientReducer` keeps them."""
-
-    def __init__(self, case: Case) -> None:
-        self.limit = ISPCommModelConfig.max_reduce_bytes if case.parallel.weight.overlap else 0
-        self.flying: deque[_Gradient] = deque()
-        self.full_bytes = 0
-        self.pool_bytes = 0
-        self._leased: Counter[int] = Counter()
-        self._reserved: Counter[int] = Counter()
-
-    def add(self, gradients: Iterable[_Gradient]) -> None:
-        for gradient in gradients:
-            while self.flying and self.full_bytes + gradient.full > self.limit:
-                oldest = self.flying.popleft()
-                self.full_bytes -= oldest.full
-                self._leased.subtract(oldest.leases)
-            self.flying.append(gradient)
-            self.full_bytes += gradient.full
-            for lease in gradient.leases:
-                self._leased[lease] += 1
-                if self._leased[lease] > self._reserved[lease]:
-                    self._reserved[lease] += 1
-                    self.pool_bytes += lease
-
-
-def _flight(case: Case, place: Place, micro_num: int) -> _Flight:
-    """Gradients on their way after so many backward passes; a few are as good as many."""
-    flight = _Flight(case)
-    if not case.gathers_weights:
-        return flight
-    for _ in range(min(micro_num, 3)):
-        for block in reversed(_blocks(case, place)):
-            flight.add(_gradients(case, place, block))
-    return flight
+def _flights(case: Case, place: Place) -> defaultdict[str, _Flight]:
+    """The gradients on their way in the last backward, by block."""
+    flights, _ = _reductions(case, place)
+    return defaultdict(lambda: _Flight(0, 0), flights)
 
 
 def _reduce_pool(case: Case, place: Place) -> int:
     """Bytes of the buffers that gradients are reduced into, which stay from step to step."""
-    return _flight(case, place, case.micro_num).pool_bytes
+    _, pool_bytes = _reductions(case, place)
+    return pool_bytes
 
 
-def _gradients(case: Case, place: Place, block: Block) -> list[_Gradient]:
-    """What a block's backward sets on its way, in order; nothing where weights do not travel."""
-    return _all_gradients(case, place)[block.name] if case.gathers_weights else []
+def _reductions(case: Case, place: Place) -> tuple[dict[str, _Flight], int]:
+    if not case.gathers_weights:
+        return {}, 0
+    blocks = reversed(_blocks(case, place))
+    order = tuple((block.name, tuple(gradients_of(case, place, block))) for block in blocks)
+    topology = replace(case.topology, tensor=1, zero1=1)
+    parallel = ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline)
+    alike = replace(
+        case, model=bare(case.model), parallel=parallel, topology=topology, rows=1, tokens=1
+    )
+    passes = min(case.micro_num, 4)  # a few are as good as many
+    return _reduced(replace(alike, micro_num=passes), place._replace(tensor=0, zero1=0), order)
 
 
-@lru_cache(maxsize=4)
-def _all_gradients(case: Case, place: Place) -> dict[str, list[_Gradient]]:
-    layouts = layouts_of(case, place)
-    return {
-        block.name: [
-            _gradient(case, layouts[name])
-            for visit in reversed(block.visits)
-            for name in gradient_names(case, block, visit)
-        ]
-        for block in _blocks(case, place)
-    }
-
-
-def _gradient(case: Case, layout: ParameterLayout) -> _Gradient:
-    piece, item = prod(piece_shape(layout)), case.item_bytes
-    wide = case.wide_bytes if case.parallel.weight.reduce_dtype == "float32" else item
-    leases = (piece * wide, piece * layout.parts * item) if case.sums_locally else (piece * wide,)
-    return _Gradient(prod(layout.global_shape) * item, leases)
+@lru_cache(maxsize=1024)
+def _reduced(
+    case: Case, place: Place, order: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[dict[str, _Flight], int]:
+    """What `GradientReducer` keeps in the last of the backward passes, and its pool then."""
+    rank, found = DryRank(case, place, Heard()), {}
+    for _ in range(case.micro_num):
+        for block, names in order:
+            before = rank.reducer.bytes_in_flight
+            for name in names:
+                rank.reduce(name)
+            found[block] = _Flight(before, rank.reducer.bytes_in_flight)
+    return found, rank.pool.counters().reserved_bytes
 
 
 def _full_gradient(case: Case, place: Place, block: Block) -> int:
@@ -370,25 +344,20 @@ def _gather_pool(case: Case, place: Place) -> int:
     """Bytes of the buffers that weights are gathered into: at most two units at once."""
     if not case.gathers_weights:
         return 0
-    layouts = layouts_of(case, place)
-    names = _weights_and_biases(case, place)
+    layouts, chunks = layouts_of(case, place), stage_chunks(case, place.stage)
+    biases = biases_of(chunks)
+    visits = (visit for block in _blocks(case, place) for visit in block.visits)
+    weights = dict.fromkeys(visit.weight for visit in visits if visit.weight is not None)
+    names = [*weights, *(biases[weight] for weight in weights if weight in biases)]
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in names)
     config = replace(case.parallel.weight, size=1)
     actions = actions_of(case, place.stage, few_micro_batches(case))
-    reserved = _reserved(stage_chunks(case, place.stage), actions, config, kinds)
+    reserved = _reserved(chunks, actions, config, kinds)
     a_name = {kind: name for name, kind in kinds}
     pieces = {kind: layouts[a_name[kind]] for kind in reserved}
     return case.item_bytes * sum(
         reserved[kind] * prod(piece_shape(layout)) * layout.parts for kind, layout in pieces.items()
     )
-
-
-def _weights_and_biases(case: Case, place: Place) -> list[str]:
-    """What the blocks of a rank read, by name, once."""
-    visits = (visit for block in _blocks(case, place) for visit in block.visits)
-    weights = dict.fromkeys(visit.weight for visit in visits if visit.weight is not None)
-    biases = [bias_of(weight) for weight in weights if has_bias(case, weight)]
-    return [*weights, *biases]
 
 
 @lru_cache(maxsize=512)
@@ -399,12 +368,12 @@ def _reserved(
     kinds: tuple[tuple[str, int], ...],
 ) -> Counter[int]:
     """How many buffers of each kind a pool has made by the end of a step."""
-    plan, kind_of = weights_plan(chunks, actions, config), dict(kinds)
+    plan, kind_of, biases = weights_plan(chunks, actions, config), dict(kinds), biases_of(chunks)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
     acts = [*plan.start, *(act for step in plan.steps for act in (*step.before, *step.after))]
     for act in acts:
-        names = [n for n in (act.weight, bias_of(act.weight)) if n in kind_of]
+        names = [act.weight, *([biases[act.weight]] if act.weight in biases else [])]
         for kind in (kind_of[name] for name in names):
             if act.kind is ActKind.GATHER:
                 leased[kind] += 1

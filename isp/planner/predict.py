@@ -8,9 +8,10 @@ from statistics import median
 from isp.pipeline.timeline import timeline
 from isp.planner.case import Case
 from isp.planner.costs import Costs
-from isp.planner.declared import few_micro_batches, order_of, stage_chunks
+from isp.planner.counts import between_stages
+from isp.planner.declared import few_micro_batches, kind_of_block, order_of, stage_chunks
 from isp.planner.fabric import Fabric
-from isp.planner.trips import Trips
+from isp.planner.rehearsal import Product, tapes_of
 from isp.planner.walk import Walked, walk
 from isp.weights.trace import ActionKind, Block
 from model.flops import flops_per_step
@@ -94,7 +95,7 @@ def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
             return halves[stage]
         return costs[stage, kind] - (halves[stage] if kind is ActionKind.BACKWARD else 0.0)
 
-    send = fabric.seconds(case, Trips(case, case.place(0)).between_stages())
+    send = fabric.seconds(case, between_stages(case))
     short = timeline(order, few, cost, send=send).end
     longer = timeline(order, few + period, cost, send=send).end if case.micro_num > few else short
     end = short + (case.micro_num - few) / period * (longer - short)
@@ -112,16 +113,11 @@ def _walks(case: Case, fabric: Fabric, micro_num: int) -> list[Walked]:
     for rank in range(case.topology.pipeline):
         chunks = stage_chunks(case, rank)
         warm_up = rank if case.gathers_weights else 0  # decides what is gathered once
-        key = (warm_up, *(_kind_of(chunk) for chunk in chunks))
+        key = warm_up, tuple(tuple(kind_of_block(case, b) for b in chunk) for chunk in chunks)
         if key not in known:
             known[key] = walk(case, fabric, rank * case.topology.stage, micro_num)
         found.append(known[key])
     return found
-
-
-def _kind_of(chunk: tuple[Block, ...]) -> tuple[int, int, bool, bool]:
-    recomputed = sum(block.recomputed for block in chunk)
-    return len(chunk), recomputed, chunk[0].name == "embedding", chunk[-1].name == "head"
 
 
 def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
@@ -139,9 +135,14 @@ def _waiting(walked: Walked, share: float) -> float:
 def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     """Seconds of the weight gradients of each stage, which a split backward puts off."""
     order = order_of(case)
-    costs = Costs(case, case.place(0), fabric.device)
+    costs, place = Costs(case, case.place(0), fabric.device), case.place(0)
+
+    def seconds(block: Block) -> float:
+        events = tapes_of(case, place, block).forward
+        return sum(costs.product(event.flops) for event in events if isinstance(event, Product))
+
     return {
-        stage: sum(costs.product(visit.name) for block in blocks for visit in block.visits)
+        stage: sum(seconds(block) for block in blocks)
         for rank in range(case.topology.pipeline)
         for stage, blocks in zip(order.stages_of(rank), stage_chunks(case, rank), strict=True)
     }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
+from isp.comm.dry import Trip
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
-from isp.planner.case import Case
+from isp.planner.case import Case, Place
 from isp.planner.costs import Costs
+from isp.planner.declared import blocks_of
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
-from isp.planner.trips import Trip, Trips
-from isp.weights.trace import recomputed_blocks
+from isp.planner.rehearsal import Attend, Launch, Loss, Product, Reach, tapes_of
+from isp.weights.phase import Phase
+from isp.weights.trace import Block
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 
@@ -241,34 +244,41 @@ def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
 
 def _estimate(case: Case, fabric: Fabric) -> float:
     """Seconds of a step if weights and gradients hide as well as they can."""
-    place = case.place(0)
-    costs, trips = Costs(case, place, fabric.device), Trips(case, place)
-
-    def seconds(found: list[Trip | None]) -> float:
-        return sum(fabric.seconds(case, trip) for trip in found if trip is not None)
-
-    model, stages = case.model, case.topology.pipeline
-    recomputed = sum(recomputed_blocks(model.num_layers, model.checkpoint)) / model.num_layers
-    once = sum(costs.product(name) + 3 * costs.passes(name) for name in ("wqkv", "wo", "w1", "w2"))
-    there, back = trips.attention()
-    column, row = trips.column(), trips.row()
-    forward = once + seconds([*there, *column.forward * 2, *row.forward * 2])
-    again = recomputed * (forward + (0 if model.checkpoint_keeps_attention else costs.attention[0]))
-    block = forward + 2 * once + sum(costs.attention) + again
-    block += seconds([*back, *column.backward * 2, *row.backward * 2])
+    place, stages = case.place(0), case.topology.pipeline
+    costs = Costs(case, place, fabric.device)
+    first, *layers, last = blocks_of(case)
+    block = sum(_block_seconds(case, place, costs, fabric, layer) for layer in layers)
     if case.gathers_weights:
-        block = max(block, _weight_seconds(case, fabric))
-    layers = -(-model.num_layers // stages)
-    head = 3 * costs.product("head") + 2 * costs.loss
-    micro = block * layers + head / (1 if stages == 1 else 2)
+        block = max(block, len(layers) * _weight_seconds(case, fabric))
+    ends = sum(_block_seconds(case, place, costs, fabric, end) for end in (first, last))
+    micro = block / stages + ends / (1 if stages == 1 else 2)
     return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
+
+
+def _block_seconds(case: Case, place: Place, costs: Costs, fabric: Fabric, block: Block) -> float:
+    """Seconds of a block, forward and back, if nothing but weights and gradients hides."""
+    seconds = 0.0
+    for event in chain(*tapes_of(case, place, block)):
+        match event:
+            case Launch(_, trip):
+                seconds += fabric.seconds(case, trip)
+            case Product(flops):
+                seconds += costs.product(flops)
+            case Attend(phase):
+                seconds += costs.attention[phase is Phase.BACKWARD]
+            case Loss():
+                seconds += costs.loss
+            case Reach(visit, phase) if block.visits[visit].weight is not None:
+                passes = 2 if phase is Phase.BACKWARD else 1
+                seconds += passes * costs.before(block, visit)
+    return seconds
 
 
 def _weight_seconds(case: Case, fabric: Fabric) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
     share = case.model.block_parameters * case.item_bytes / case.topology.weight
     sent = int(share * (case.topology.weight - 1))
-    return 3 * fabric.seconds(case, Trip("all_gather", "weight", sent, ""))
+    return 3 * fabric.seconds(case, Trip("all_gather", "weight", "", sent))
 
 
 def _gradient_seconds(case: Case, fabric: Fabric) -> float:
@@ -278,4 +288,4 @@ def _gradient_seconds(case: Case, fabric: Fabric) -> float:
         return 0.0
     own = case.model.num_parameters / topology.weight / topology.pipeline
     sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
-    return fabric.seconds(case, Trip("all_reduce", "weight_data", sent, ""))
+    return fabric.seconds(case, Trip("all_reduce", "weight_data", "", sent))

@@ -1,31 +1,40 @@
-"""A rank's step in time: along its plan, computing, launching and waiting as the layers do.
+"""A rank's step in time: its tapes, block by block, with what its plan has to do at each visit.
 
-The order within a visit is that of `isp.layers.linear` and `isp.weights.communicator`: going
-forward a weight is waited for before the next ones are requested; in backward they are requested
-first, and where weights travel the weight gradient is computed before the weight is waited for.
+What a block does, and in which order, is on its tapes (`isp.planner.rehearsal`); what travels with
+the weights is launched by those who do it in a run (`isp.planner.rank`). Here is added what the
+communicator does: going forward a weight is waited for before the next ones are requested; in
+backward they are requested first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import prod
 
+from isp.comm.dry import Trip
 from isp.parallel import Axis
-from isp.parallel.config import WeightConfig
 from isp.planner.case import Case
 from isp.planner.clock import Clock
 from isp.planner.costs import Costs
-from isp.planner.counts import gradient_names
-from isp.planner.declared import actions_of, bias_of, buckets, has_bias, layouts_of, stage_chunks
-from isp.planner.fabric import Fabric
-from isp.planner.trips import LinearTrips, Trip, Trips
-from isp.weights.communicator import ISPCommModelConfig
+from isp.planner.declared import actions_of, biases_of, stage_chunks, weights_plan
+from isp.planner.fabric import Fabric, axis_of
+from isp.planner.rank import DryRank, Heard
+from isp.planner.rehearsal import (
+    Attend,
+    Event,
+    Gradient,
+    Launch,
+    Loss,
+    Product,
+    Reach,
+    Read,
+    Wait,
+    tapes_of,
+)
 from isp.weights.phase import Phase
-from isp.weights.plan import ActKind, Step, plan
-from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, trace
+from isp.weights.plan import Act, ActKind
+from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
 __all__ = ["Walk", "Walked", "walk"]
 
@@ -49,23 +58,8 @@ def walk(case: Case, fabric: Fabric, rank: int, micro_num: int) -> Walked:
     return Walk(case, fabric, rank).run(micro_num)
 
 
-@lru_cache(maxsize=64)
-def _steps(
-    chunks: Chunks, actions: tuple[Action, ...], config: WeightConfig, gathers: bool
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """What is to do at the start, as a step without a place, and the steps."""
-    if not gathers:
-        spans = trace(chunks, actions)
-        sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
-        return (), tuple(Step(site, micro, (), ()) for site, micro in sites)
-    found = plan(
-        chunks,
-        actions,
-        unit=config.forward_overlap_per,
-        launch=config.launch_allgather_before,
-        overlap=config.overlap,
-    )
-    return (Step(found.steps[0].site, -1, found.start, ()),), found.steps
+Acts = dict[tuple[Phase, int], tuple[Act, ...]]
+"""What the plan has to do before the visits of a block, by phase and visit."""
 
 
 @dataclass
@@ -79,52 +73,39 @@ class Walk:
 
     def __post_init__(self) -> None:
         case, self.place = self.case, self.case.place(self.rank)
-        self.trips = Trips(case, self.place)
+        self.dry = DryRank(case, self.place, self)
         self.costs = Costs(case, self.place, self.fabric.device)
         self.chunks = stage_chunks(case, self.place.stage)
-        self.layouts = layouts_of(case, self.place)
+        self.biases = biases_of(self.chunks)
         self.overlap = case.parallel.weight.overlap
-        self.column, self.row, self.head = (
-            self.trips.column(),
-            self.trips.row(),
-            self.trips.head(),
-        )
-        self.there, self.back = self.trips.attention()
-        self.loss = self.trips.loss()
-        self._seconds: dict[Trip, float] = {}
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
+        self._seconds: dict[tuple[str, str, int], float] = {}
         self._gathers: dict[str, list[Trip]] = {}
-        self._reductions: dict[str, list[tuple[Trip, int, int]]] = {}
-        """The transfer of each gradient, its elements in all and on this rank."""
-        self._flying: deque[tuple[int, int, int]] = deque()
-        """Number, full bytes and elements of each gradient on its way."""
-        self._flying_bytes = 0
         self._number = 0
-        self._last = False
-        """Whether this is the last backward, in which buckets may travel."""
-        self._buckets = deque(enumerate(buckets(case, self.place).gradients))
-        self._delivered = 0
+        self._published: dict[str | None, Hashable] = {}
+        """The transfer with which a block's weights are there, by weight."""
+        self._reached: tuple[Block, int] | None = None
+        """Where backward is, if what passes over memory there is still to be done."""
+        self._last = self._travels = False
+        """Whether no later backward goes through this chunk; whether buckets may travel."""
+        visits = [visit for chunk in self.chunks for block in chunk for visit in block.visits]
+        names = [name for visit in visits for name in (visit.weight, visit.bias)]
+        self._uses = Counter(name for name in names if name is not None)
+        """How many gradients of a parameter are still to come in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
         """Walk through a step."""
         clock = self.clock
         actions = actions_of(self.case, self.place.stage, micro_num)
-        start, steps = _steps(
-            self.chunks, actions, self.case.parallel.weight, self.case.gathers_weights
-        )
-        self._launch_publishing()
-        for step in start:
-            self._gather(act.weight for act in step.before)
-        backwards = [a for a in actions if a.kind is ActionKind.BACKWARD]
+        lasts = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
+        self._publish()
         times: dict[Action, tuple[float, float]] = {}
-        for step in steps:
-            kind = ActionKind.FORWARD if step.site.phase is Phase.FORWARD else ActionKind.BACKWARD
-            action = Action(kind, step.micro_batch, step.site.chunk)
-            self._last = bool(backwards) and action == backwards[-1]
+        for span, acts in self._planned(actions):
             before = clock.now, clock.exposed
-            self._visit(step)
-            took, waited = times.get(action, (0.0, 0.0))
-            times[action] = took + clock.now - before[0], waited + clock.exposed - before[1]
+            self._last = span.action == lasts.get(span.action.chunk)
+            self._pass(span, acts)
+            took, waited = times.get(span.action, (0.0, 0.0))
+            times[span.action] = took + clock.now - before[0], waited + clock.exposed - before[1]
         end, exposed = clock.now, clock.exposed
         self._end()
         return Walked(
@@ -134,194 +115,144 @@ class Walk:
             clock.busy,
         )
 
-    # -- visits ------------------------------------------------------------------------------
-
-    def _visit(self, step: Step) -> None:
-        block = self.chunks[step.site.chunk][step.site.block]
-        visit = block.visits[step.site.visit]
-        if step.site.phase is Phase.BACKWARD:
-            self._backward(block, visit, step)
-        else:
-            self._forward(block, visit, step)
-
-    def _linear(self, name: str) -> LinearTrips:
-        if name == "head":
-            return self.head
-        return self.column if name in ("wqkv", "w1") else self.row
-
-    def _forward(self, block: Block, visit: Visit, step: Step) -> None:
-        clock, name = self.clock, visit.name
-        if name == "attn":
-            self._gather_planned(step)
-            self._exchange(self.there[:-1])
-            clock.compute(self.costs.attention[0])
-            self._exchange(self.there[-1:])
+    def _planned(self, actions: tuple[Action, ...]) -> Iterator[tuple[Span, Acts]]:
+        """Every block of every action, and what the plan has to do in it."""
+        if not self.case.gathers_weights:
+            yield from ((span, {}) for span in trace(self.chunks, actions))
             return
-        if step.site.phase is Phase.RECOMPUTE and visit is next(
-            v for v in block.visits if v.weight is not None
-        ):
-            self._exchange(self.trips.recomputed_inputs())
-        clock.compute(self.costs.passes(name))
-        clock.wait(("published", block.name))
-        trips = self._linear(name)
-        self._exchange([trips.x])
-        if not self.overlap:
-            self._gather_planned(step)
-        self._wait_planned(step)
-        if self.overlap:
-            self._gather_planned(step)
-        clock.compute(self.costs.product(name))
-        self._exchange([trips.y])
-        if name == "head":
-            clock.compute(self.costs.loss)
-            self._exchange(self.loss)
+        plan = weights_plan(self.chunks, actions, self.case.parallel.weight)
+        self._gather(plan.start)
+        steps = iter(plan.steps)
+        for span in trace(self.chunks, actions):
+            own = (next(steps) for _ in span.sites)
+            yield span, {(step.site.phase, step.site.visit): step.before for step in own}
 
-    def _backward(self, block: Block, visit: Visit, step: Step) -> None:
-        clock, name = self.clock, visit.name
-        product = self.costs.product(name)
-        if name == "head":
-            clock.compute(self.costs.loss)
-        if self.overlap:
-            self._gather_planned(step)
-        trips = self._linear(name)
-        self._exchange([trips.dy])
-        again = self._set_off([trips.x] if trips.regathers_x else [])
-        if self.case.gathers_weights:
-            clock.compute(product)
-            self._reduce(block, visit)
-            if not self.overlap:
-                self._gather_planned(step)
-            self._wait_planned(step)
-            if name != "embedding":
-                clock.compute(product)
-        else:
-            if name != "embedding":
-                clock.compute(product)
-            travelling = self._set_off([trips.dx])
-            self._arrive(again)
-            clock.compute(product)
-            self._deliver(self._own_numbers(visit))
-            self._arrive(travelling)
-        clock.compute(2 * self.costs.passes(name))
-        if name == "wo":
-            self._exchange(self.back[:1])
-            clock.compute(self.costs.attention[1])
-            self._exchange(self.back[1:])
+    # -- a block -----------------------------------------------------------------------------
+
+    def _pass(self, span: Span, acts: Acts) -> None:
+        block = self.chunks[span.action.chunk][span.block]
+        tapes = tapes_of(self.case, self.place, block)
+        forward = span.action.kind is ActionKind.FORWARD
+        if forward:
+            for visit in block.visits:
+                self.clock.wait(self._published.get(visit.weight))
+        elif self._last and not self._travels:
+            self._travels = True
+            self._expect_last()
+        for event in tapes.forward if forward else tapes.backward:
+            self._play(event, block, acts)
+        self._pass_back(None)
+
+    def _play(self, event: Event, block: Block, acts: Acts) -> None:
+        clock = self.clock
+        match event:
+            case Launch(number, trip):
+                self._launch(("tape", number), trip)
+            case Wait(number):
+                clock.wait(("tape", number))
+            case Reach(visit, phase):
+                self._reach(block, visit, phase, acts.get((phase, visit), ()))
+            case Read(visit, phase):
+                self._read(phase, acts.get((phase, visit), ()))
+            case Product(flops):
+                clock.compute(self.costs.product(flops))
+            case Attend(phase):
+                clock.compute(self.costs.attention[phase is Phase.BACKWARD])
+            case Loss():
+                clock.compute(self.costs.loss)
+            case Gradient(visit, is_bias):
+                self._pass_back((block, visit))
+                name = block.visits[visit].bias if is_bias else block.visits[visit].weight
+                assert name is not None
+                self._reduce(name)
+
+    def _reach(self, block: Block, visit: int, phase: Phase, acts: tuple[Act, ...]) -> None:
+        reads = block.visits[visit].weight is not None
+        if phase is Phase.BACKWARD:
+            self._pass_back((block, visit))
+        elif reads:
+            self.clock.compute(self.costs.before(block, visit))
+        if not reads or (phase is Phase.BACKWARD and self.overlap):
+            self._gather(acts)
+
+    def _read(self, phase: Phase, acts: tuple[Act, ...]) -> None:
+        if not self.overlap:
+            self._gather(acts)
+        for act in acts:
+            if act.kind is ActKind.WAIT:
+                self.clock.wait(act.weight)
+        if self.overlap and phase is not Phase.BACKWARD:
+            self._gather(acts)
+
+    def _pass_back(self, visit: tuple[Block, int] | None) -> None:
+        """Go back through what lies before the visit that was reached last, and on to `visit`."""
+        if self._reached is not None and self._reached != visit:
+            self.clock.compute(2 * self.costs.before(*self._reached))
+        self._reached = visit
 
     # -- transfers ---------------------------------------------------------------------------
 
-    def _set_off(self, trips: Iterable[Trip | None]) -> list[int]:
-        numbers = []
-        for trip in trips:
-            if trip is not None:
-                self._number += 1
-                self._launch(self._number, trip)
-                numbers.append(self._number)
-        return numbers
-
-    def _arrive(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.clock.wait(number)
-
-    def _exchange(self, trips: Iterable[Trip | None]) -> None:
-        self._arrive(self._set_off(trips))
+    def launched(self, trip: Trip) -> Callable[[], None]:
+        """A transfer of the dry rank sets off."""
+        self._number += 1
+        number = self._number
+        self._launch(number, trip)
+        return lambda: self.clock.wait(number)
 
     def _launch(self, key: Hashable, trip: Trip, behind: Hashable | None = None) -> None:
-        seconds = self._seconds.get(trip)
+        like = trip.kind, trip.channel, trip.sent_bytes
+        seconds = self._seconds.get(like)
         if seconds is None:
-            seconds = self._seconds[trip] = self.fabric.seconds(self.case, trip)
-        axis = Axis.WEIGHT if trip.channel == "weight_reduce" else Axis(trip.channel)
-        self.clock.launch(key, self._wires[axis], seconds, behind=behind)
+            seconds = self._seconds[like] = self.fabric.seconds(self.case, trip)
+        self.clock.launch(key, self._wires[axis_of(trip)], seconds, behind=behind)
 
-    def _gather_planned(self, step: Step) -> None:
-        self._gather(act.weight for act in step.before if act.kind is ActKind.GATHER)
-
-    def _wait_planned(self, step: Step) -> None:
-        for act in step.before:
-            if act.kind is ActKind.WAIT:
-                self.clock.wait(act.weight)
-
-    def _gather(self, weights: Iterable[str]) -> None:
-        for weight in weights:
+    def _gather(self, acts: Iterable[Act]) -> None:
+        for weight in (act.weight for act in acts if act.kind is ActKind.GATHER):
             if weight not in self._gathers:
-                names = [weight, bias_of(weight)] if has_bias(self.case, weight) else [weight]
-                layouts = [self.layouts[name] for name in names]
-                self._gathers[weight] = [self.trips.gather(layout) for layout in layouts]
-            part = weight.split(".attention")[0].split(".feed_forward")[0].split(".weight")[0]
+                names = [weight, self.biases[weight]] if weight in self.biases else [weight]
+                self._gathers[weight] = self._trips_of(names)
             for trip in self._gathers[weight]:
-                self._launch(weight, trip, behind=("published", part))
+                self._launch(weight, trip, behind=self._published.get(weight))
 
-    def _reduce(self, block: Block, visit: Visit) -> None:
-        assert visit.weight is not None
-        found = self._reductions.get(visit.weight)
-        if found is None:
-            names = gradient_names(self.case, block, visit)
-            layouts = [self.layouts[name] for name in names]
-            found = [
-                (self.trips.reduce(x), prod(x.global_shape), prod(x.local_shape)) for x in layouts
-            ]
-            self._reductions[visit.weight] = found
-        limit = ISPCommModelConfig.max_reduce_bytes if self.overlap else 0
-        for trip, numbers, own in found:
-            full = numbers * self.case.item_bytes
-            while self._flying and self._flying_bytes + full > limit:
-                self._land()
-            (number,) = self._set_off([trip])
-            self._flying.append((number, full, own))
-            self._flying_bytes += full
-        if not self.overlap:
-            while self._flying:
-                self._land()
+    def _trips_of(self, names: Iterable[str]) -> list[Trip]:
+        heard = Heard()
+        rank = DryRank(self.case, self.place, heard)
+        for name in names:
+            rank.gather(name)
+        return heard
 
-    def _land(self) -> None:
-        number, full, numbers = self._flying.popleft()
-        self._flying_bytes -= full
-        self.clock.wait(number)
-        self._deliver(numbers)
-
-    def _own_numbers(self, visit: Visit) -> int:
-        assert visit.weight is not None
-        if not self._last:
-            return 0
-        return prod(self.layouts[visit.weight].local_shape)
-
-    def _deliver(self, numbers: int) -> None:
-        """Gradients are final: launch the buckets that are complete by now."""
-        if not self._last:
-            return
-        self._delivered += numbers
-        while self._buckets and self._delivered >= self._buckets[0][1][1]:
-            self._delivered -= self._buckets[0][1][1]
-            self._launch_bucket()
-
-    def _launch_bucket(self) -> None:
-        number, (axis, length) = self._buckets.popleft()
-        trip = self.trips.over(axis, length * self.case.wide_bytes, "gradients")
-        if trip is not None:
-            self._launch(("bucket", number), trip)
+    def _reduce(self, name: str) -> None:
+        """The gradient of a parameter is there."""
+        if self.case.gathers_weights:
+            self.dry.reduce(name)
+            if not self.overlap:
+                self.dry.reducer.finish()
+        if self._last:
+            self._uses[name] -= 1
+            if self._uses[name] <= 0:
+                self.dry.gradients.collect(self.dry.parameters[name])
 
     # -- ends of a step ----------------------------------------------------------------------
 
-    def _launch_publishing(self) -> None:
+    def _publish(self) -> None:
         """The weights of the step before are on their way when a step begins."""
-        held = buckets(self.case, self.place).published
-        names = [block.name for chunk in self.chunks for block in chunk]
-        for number, length in enumerate(held):
-            trip = self.trips.publish(length)
-            first, stop = (len(names) * i // len(held) for i in (number, number + 1))
-            key = ("published", names[min(first, len(names) - 1)])
-            self._launch(key, trip)
-            for name in names[first + 1 : stop]:
-                self.clock.join(("published", name), key)
+        self.dry.publisher.launch()
+        buckets = enumerate(self.dry.publisher.members, start=1)  # numbered as they are launched
+        keys = {item.name: number for number, bucket in buckets for item in bucket}
+        for block in (block for chunk in self.chunks for block in chunk):
+            weights = [visit.weight for visit in block.visits if visit.weight is not None]
+            self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
+
+    def _expect_last(self) -> None:
+        """Buckets may travel from here on; what autograd brings is taken to be there at once."""
+        gradients = self.dry.gradients
+        gradients.expect_last()
+        for name in self.dry.parameters.keys() - self._uses.keys():
+            gradients.collect(self.dry.parameters[name])
 
     def _end(self) -> None:
-        total = len(buckets(self.case, self.place).gradients)
-        while self._flying:
-            self._land()
-        while self._buckets:
-            self._launch_bucket()
-        for number in range(total):
-            self.clock.wait(("bucket", number))
+        self.dry.reducer.finish()
+        self.dry.gradients.reduce()
         self.clock.compute(self.costs.update)
-        numbers = (Axis.DATA, Axis.MODEL, Axis.STAGE, Axis.PIPELINE)
-        self._exchange([self.trips.over(axis, 8, "numbers") for axis in numbers])
+        for axis in (Axis.DATA, Axis.MODEL, Axis.STAGE, Axis.PIPELINE):
+            self.dry.all_reduce_number(axis)

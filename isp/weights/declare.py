@@ -14,7 +14,7 @@ from torch import nn
 
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
-from isp.weights.trace import Block, Chunks, Visit
+from isp.weights.trace import Block, Chunks, Passes, Visit
 
 __all__ = ["DeclaredBlock", "DeclaredVisit", "WeightHolder", "as_chunks", "weight_names"]
 
@@ -44,6 +44,8 @@ class DeclaredVisit:
     """False where a recompute does not come by."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
+    passes: Passes | None = None
+    """What is computed ahead of the layer's product; `isp plan` needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +85,12 @@ def as_chunks(declared: DeclaredChunks) -> Chunks:
     weights = weight_names(declared)
 
     def visit(v: DeclaredVisit) -> Visit:
-        weight = None if v.layer is None else weights[id(v.layer.weight)]
-        return Visit(v.name, weight, v.launch_point, v.in_recompute, v.weight_in_backward)
+        weight = bias = None
+        if v.layer is not None:
+            weight = weights[id(v.layer.weight)]
+            bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
+        flags = v.in_recompute, v.weight_in_backward
+        return Visit(v.name, weight, v.launch_point, *flags, bias, v.passes)
 
     return tuple(
         tuple(Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed) for b in chunk)

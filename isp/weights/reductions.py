@@ -114,6 +114,11 @@ class GradientReducer:
         sent.release()
         return shard
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of the full gradients that are kept until their sums have arrived."""
+        return self._bytes_in_flight
+
     def finish(self) -> None:
         """Wait for all that is in flight and deliver it."""
         while self._in_flight:

@@ -24,6 +24,7 @@ __all__ = [
     "ActionKind",
     "Block",
     "Chunks",
+    "Passes",
     "Site",
     "Span",
     "Visit",
@@ -54,6 +55,18 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
+class Passes(NamedTuple):
+    """What passes over memory ahead of a visit's product (norms, activations, rotations).
+
+    Numbers read and written for each token, in forward.
+    """
+
+    between: int = 0
+    """Of what lies between the linears."""
+    inside: int = 0
+    """Of the features inside, over all ranks that split them."""
+
+
 class Visit(NamedTuple):
     """One place of a block's forward, as the model declares it."""
 
@@ -68,6 +81,10 @@ class Visit(NamedTuple):
     before and behind it is recomputed separately."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
+    bias: str | None = None
+    """The bias of the layer that reads the weight, by its unique name."""
+    passes: Passes | None = None
+    """None where the model does not say; a plan of its time needs it."""
 
 
 class Block(NamedTuple):

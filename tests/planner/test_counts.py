@@ -12,9 +12,10 @@ import torch
 from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
-from isp.planner.counts import _gathers, block_trips, gathers, traffic
-from isp.planner.declared import few_micro_batches, stage_chunks, weight_layout
-from isp.planner.trips import Trips
+from isp.planner.counts import _gathers, block_trips, gathers, gradients_of, traffic
+from isp.planner.declared import few_micro_batches, stage_chunks
+from isp.planner.rank import DryRank, Heard
+from isp.planner.rehearsal import Launch, tapes_of
 from isp.train.batches import share_micro_batches
 from isp.weights.trace import Block
 from model.config import ModelConfig
@@ -167,11 +168,13 @@ def test_volumes_of_a_block_are_those_of_the_papers(
     InternEvo (arXiv 2401.09149) counts two all-reduces each way for mtp, an all-gather and a
     reduce-scatter in the place of each for msp, and the gathers of the inputs again for fsp.
     """
-    case, trips, block = _whole_block(mode, tensor=4, weight=1)
+    case, block = _whole_block(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
-    assert sum(trip.sent_bytes for trip in block_trips(trips, block)) == (forward + backward) * unit
-    linears = (trips.column(), trips.row()) * 2
-    assert sum(trip.sent_bytes for linear in linears for trip in linear.forward) == forward * unit
+    place = case.place(0)
+    sent = sum(trip.sent_bytes for _, trip in block_trips(case, place, block))
+    assert sent == (forward + backward) * unit
+    launches = [e for e in tapes_of(case, place, block).forward if isinstance(e, Launch)]
+    assert sum(launch.trip.sent_bytes for launch in launches) == forward * unit
     assert case.model.kv_heads == case.model.num_heads
 
 
@@ -181,23 +184,26 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     q, k, v and the output of attention, [B, S/p, D] each, by all-to-all, forward and backward; the
     weights gathered forward and backward, and their gradients reduce-scattered.
     """
-    case, trips, block = _whole_block(Mode.ISP, tensor=4, weight=4)
-    there, back = trips.attention()
+    case, block = _whole_block(Mode.ISP, tensor=4, weight=4)
+    place = case.place(0)
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
-    assert sum(trip.sent_bytes for trip in (*there, *back)) == 8 * heads
+    assert sum(trip.sent_bytes for _, trip in block_trips(case, place, block)) == 8 * heads
     weights = 4 * 32 * 32 + 3 * 32 * 40
-    reduced = [t for t in block_trips(trips, block) if t.kind == "reduce_scatter"]
-    assert sum(trip.sent_bytes for trip in reduced) == weights * 4 * 3 // 4
-    gathered = [
-        trips.gather(weight_layout(case, name, trips.place)).sent_bytes * count
-        for name, count in gathers(case, 0).items()
-        if name.startswith("layers.1.")
-    ]
-    assert sum(gathered) == 2 * weights * 4 * 3 // 4
+    heard = Heard()
+    rank = DryRank(case, place, heard)
+    for name in gradients_of(case, place, block):
+        rank.reduce(name)
+    assert {trip.kind for trip in heard} == {"reduce_scatter"}
+    assert sum(trip.sent_bytes for trip in heard) == weights * 4 * 3 // 4
+    heard.clear()
+    for name, count in gathers(case, 0).items():
+        for _ in range(count if name.startswith("layers.1.") else 0):
+            rank.gather(name)
+    assert sum(trip.sent_bytes for trip in heard) == 2 * weights * 4 * 3 // 4
 
 
-def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Trips, Block]:
-    """A middle block with as many KV heads as query heads, and what travels in it."""
+def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Block]:
+    """A middle block with as many KV heads as query heads."""
     layout = Layout(mode=mode, tensor=tensor, weight=weight)
     case = case_of(layout, Task(model=replace(BASE, num_kv_heads=8)), "float32")
-    return case, Trips(case, case.place(0)), stage_chunks(case, 0)[0][2]
+    return case, stage_chunks(case, 0)[0][2]

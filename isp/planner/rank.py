@@ -1,0 +1,134 @@
+"""A rank's weights without memory, and what moves them and their gradients, over dry channels.
+
+Those who move are the runtime's own: `WeightGatherer`, `GradientReducer`, `MainGradients` and
+`Publisher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from isp.comm.dry import DryChannel, Listener, Trip
+from isp.optim.main_grads import MainGradients
+from isp.optim.rows import Publisher
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+from isp.planner.case import Case, Place
+from isp.planner.declared import layouts_of, local_parameters
+from isp.weights.communicator import ISPCommModelConfig
+from isp.weights.gathers import WeightGatherer
+from isp.weights.pool import MemoryPool
+from isp.weights.reductions import GradientReducer
+
+__all__ = ["DryRank", "Heard"]
+
+META = torch.device("meta")
+
+
+class Heard(list[Trip]):
+    """A listener that keeps the trips."""
+
+    def launched(self, trip: Trip) -> Callable[[], object]:
+        """A transfer sets off."""
+        self.append(trip)
+        return lambda: None
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Whose weight is gathered."""
+
+    name: str
+    layouts: dict[str, ParameterLayout]
+    weight: nn.Parameter
+    bias: nn.Parameter | None = None
+
+
+class DryRank:
+    """The rank at `place`; `listener` hears of all that it would send."""
+
+    def __init__(self, case: Case, place: Place, listener: Listener) -> None:
+        self.case = case
+        self.items = local_parameters(case, place)
+        self.parameters = {item.name: item.parameter for item in self.items}
+        self.layouts = layouts_of(case, place)
+        self._listener = listener
+        self._index = {
+            Axis.TENSOR: place.tensor,
+            Axis.WEIGHT: place.weight,
+            Axis.ZERO1: place.zero1,
+        }
+        self.pool = MemoryPool()
+        """What gradients are reduced into."""
+
+    def __getitem__(self, axis: Axis) -> DryChannel:
+        """The channel along `axis`."""
+        return self._channel(axis, axis.value)
+
+    @cached_property
+    def gradients(self) -> MainGradients:
+        """The main gradients, which no autograd fills."""
+        gradients = MainGradients(self.items, self)
+        gradients.close()
+        return gradients
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """The way of updated weights to the zero1 group."""
+        return Publisher(self.items, self[Axis.ZERO1])
+
+    @cached_property
+    def reducer(self) -> GradientReducer:
+        """The sums of gradients over the weight group."""
+        weight = self.case.parallel.weight
+        own_group = weight.own_reduce_group or weight.reduce_by != "auto"
+        reducer = GradientReducer(
+            self._channel(Axis.WEIGHT, "weight_reduce" if own_group else Axis.WEIGHT.value),
+            self.pool,
+            dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
+            max_bytes_in_flight=ISPCommModelConfig.max_reduce_bytes if weight.overlap else 0,
+        )
+        reducer.sink = self.gradients
+        return reducer
+
+    def reduce(self, name: str) -> None:
+        """Set the sum of the full gradient of parameter `name` on its way."""
+        layout, parameter = self.layouts[name], self.parameters[name]
+        full = torch.empty(layout.global_shape, dtype=parameter.dtype, device=META)
+        self.reducer.sink.promise(parameter)
+        self.reducer.launch(parameter, full, layout, label=f"{name}.grad")
+
+    def gather(self, name: str) -> None:
+        """Set the full tensor of parameter `name` on its way."""
+        layer = _Layer(name, {"weight": self.layouts[name]}, self.parameters[name])
+        WeightGatherer(self[Axis.WEIGHT], MemoryPool()).launch(layer, with_bias=False)
+
+    def all_reduce_number(self, axis: Axis) -> None:
+        """Add up a number of the step along `axis`, and wait for the sum."""
+        number = torch.empty((), dtype=torch.float64, device=META)
+        self[axis].all_reduce_(number, label="metrics").wait()
+
+    def share_batch(self) -> None:
+        """Send tokens, labels and positions of a step to the ranks of a sequence."""
+        case = self.case
+        shape = (case.micro_num, 3, case.rows, case.tokens)
+        batch = torch.empty(shape, dtype=torch.int64, device=META)
+        self[Axis.TENSOR].broadcast_(batch, label="batch").wait()
+
+    def add_tied(self, name: str) -> None:
+        """Sum the gradient of a table that two stages have."""
+        self[Axis.EMBEDDING].all_reduce_(self.gradients.grad(self.parameters[name]), label=name)
+
+    def _channel(self, axis: Axis, name: str) -> DryChannel:
+        return DryChannel(
+            name,
+            self.case.size(axis),
+            self._index.get(axis, 0),
+            self._listener,
+            sum_locally=self.case.sums_locally,
+        )

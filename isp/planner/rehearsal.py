@@ -1,0 +1,322 @@
+"""What a micro-batch does in each block, in order: the model itself, run without ranks or numbers.
+
+The model goes forward and back once on the meta device, over channels of the layout's sizes that
+say what would travel. So what is planned is what the layers do, in the order in which they do it.
+
+One block of a kind is run and stands for all of its kind. Kinds are told apart by what the blocks
+declare and by the shapes of their weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from isp.attention import AttentionMask, DistributedAttention
+from isp.comm import Channel
+from isp.comm.dry import DryChannel, Trip
+from isp.layers.factory import LayerFactory
+from isp.layers.module import named_parameters
+from isp.parallel import Axis, Mode
+from isp.planner.case import Case, Place
+from isp.planner.declared import BlockKind, kind_of, kind_of_block
+from isp.weights.declare import DeclaredBlock, WeightHolder, as_chunks
+from isp.weights.phase import Phase
+from isp.weights.trace import Block
+from isp.weights.wp import WPCommunicator
+from model.config import ModelConfig
+from model.decoder import Decoder
+
+__all__ = [
+    "Attend",
+    "Event",
+    "Gradient",
+    "Launch",
+    "Loss",
+    "Product",
+    "Reach",
+    "Read",
+    "Tapes",
+    "Wait",
+    "tapes_of",
+]
+
+
+class Launch(NamedTuple):
+    """A transfer sets off."""
+
+    number: int
+    trip: Trip
+
+
+class Wait(NamedTuple):
+    """A transfer is waited for."""
+
+    number: int
+
+
+class Reach(NamedTuple):
+    """A visit begins; in backward only that of a layer whose input has a gradient."""
+
+    visit: int
+    phase: Phase
+
+
+class Read(NamedTuple):
+    """The weight of a visit is read."""
+
+    visit: int
+    phase: Phase
+
+
+class Product(NamedTuple):
+    """Matrices are multiplied."""
+
+    flops: int
+
+
+class Attend(NamedTuple):
+    """Local attention, or its gradient."""
+
+    phase: Phase
+
+
+class Gradient(NamedTuple):
+    """The gradient of the weight, or bias, of a visit is there."""
+
+    visit: int
+    is_bias: bool
+
+
+class Loss(NamedTuple):
+    """The loss of the logits, or its gradient."""
+
+
+Event = Launch | Wait | Reach | Read | Product | Attend | Gradient | Loss
+
+
+class Tapes(NamedTuple):
+    """What a block does for one micro-batch."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    """With what is recomputed for it."""
+
+
+def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
+    """What `block` does on the rank at `place`."""
+    model = replace(
+        case.model,
+        num_layers=1,
+        checkpoint=float(block.recomputed),
+        checkpoint_distribute_activations=block.recomputed
+        and case.model.checkpoint_distribute_activations,
+    )
+    part = _Part(
+        case.mode,
+        case.topology.tensor,
+        place.tensor,
+        case.gathers_weights,
+        case.parallel.weight.vocab_parallel_loss,
+    )
+    found = _rehearsed(model, part, case.rows, case.tokens, getattr(torch, case.dtype))
+    return found[kind_of_block(case, block)]
+
+
+class _Part(NamedTuple):
+    """What decides the part of a micro-batch that a rank computes."""
+
+    mode: Mode
+    tensor: int
+    place: int
+    gathers_weights: bool
+    vocab_parallel_loss: bool
+
+
+META = torch.device("meta")
+
+
+@lru_cache(maxsize=256)
+def _rehearsed(
+    model: ModelConfig, part: _Part, rows: int, tokens: int, dtype: torch.dtype
+) -> dict[BlockKind, Tapes]:
+    """The tapes of each kind of block of `model`."""
+    recorder, facts = _Recorder(), part.mode.facts
+    tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
+    layers = LayerFactory(
+        mode=part.mode,
+        tensor=tensor,
+        weight=Channel.solo() if facts.gathers_weights else tensor,
+        communicator=_DryWeights(recorder, gathers=part.gathers_weights),
+        device=META,
+        dtype=dtype,
+        vocab_parallel_loss=part.vocab_parallel_loss,
+    )
+    attention = DistributedAttention(_DryAttention(recorder), layers.attention_channel)
+    decoder = Decoder(model, layers, attention)
+    blocks = decoder.weight_blocks()
+    recorder.follow(blocks)
+    own = tokens // part.tensor if facts.slices_batch else tokens
+    ids = torch.empty(rows, own, dtype=torch.int64, device=META)
+    labels = ids.new_empty(rows, tokens if decoder.splits_logits else own)
+    with _Products(recorder):
+        logits = decoder(ids, ids, None)
+        recorder.note(Loss())
+        loss = decoder.token_losses(logits, labels).sum()
+        recorder.phase = Phase.BACKWARD
+        recorder.note(Loss())
+        loss.backward()
+    (declared,) = as_chunks((blocks,))
+    shapes = {p.name: p.layout.global_shape for p in named_parameters(decoder)}
+    kinds = (kind_of(block, shapes) for block in declared)
+    return dict(zip(kinds, recorder.tapes(len(blocks)), strict=True))
+
+
+class _Recorder:
+    """Notes what happens, under the block in which it does."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.FORWARD
+        self._block = 0
+        self._launched = 0
+        self._places: dict[int, tuple[int, int]] = {}
+        """Block and visit, by the id of the module that is called there."""
+        self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
+        """By block, and whether in forward."""
+
+    def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
+        """Note when a visit of `blocks` is reached."""
+        for b, block in enumerate(blocks):
+            for v, visit in enumerate(block.visits):
+                module = visit.at if visit.layer is None else visit.layer
+                assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
+                assert id(module) not in self._places, f"{visit.name} is called twice"
+                self._places[id(module)] = b, v
+                module.register_forward_pre_hook(self._begins)
+                module.register_forward_hook(self._will_go_back)
+
+    def note(self, event: Event) -> None:
+        """Something happens in the block that runs."""
+        self._events[self._block, self.phase is Phase.FORWARD].append(event)
+
+    def launched(self, trip: Trip) -> Callable[[], None]:
+        """A transfer sets off."""
+        self._launched += 1
+        number = self._launched
+        self.note(Launch(number, trip))
+        return lambda: self.note(Wait(number))
+
+    def visit_of(self, layer: WeightHolder) -> int:
+        """The visit of a layer in its block."""
+        return self._places[id(layer)][1]
+
+    def tapes(self, num_blocks: int) -> list[Tapes]:
+        """What each block did."""
+        return [
+            Tapes(tuple(self._events[b, True]), tuple(self._events[b, False]))
+            for b in range(num_blocks)
+        ]
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        block, visit = self._places[id(module)]
+        if self.phase is Phase.FORWARD:
+            self._block = block
+        self.note(Reach(visit, self.phase))
+
+    def _will_go_back(self, module: nn.Module, _: Any, y: Tensor) -> None:
+        """A block goes back from the moment at which the gradient of a visit's result is there."""
+        if self.phase is Phase.FORWARD:
+            y.register_hook(lambda _: self._goes_back(self._places[id(module)][0]))
+
+    def _goes_back(self, block: int) -> None:
+        self._block = block
+
+
+class _DryWeights(WPCommunicator):
+    """Notes who reads weights and has gradients; weights are whole where they are gathered."""
+
+    def __init__(self, recorder: _Recorder, *, gathers: bool) -> None:
+        self.gathers_weights = gathers
+        self._recorder = recorder
+
+    @property
+    def communication_mode(self) -> str:
+        return "isp" if self.gathers_weights else "tp"
+
+    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
+        self._recorder.note(Reach(self._recorder.visit_of(module), phase))
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        before, self._recorder.phase = self._recorder.phase, Phase.RECOMPUTE
+        try:
+            yield
+        finally:
+            self._recorder.phase = before
+
+    def weight_hook(
+        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
+    ) -> Tensor:
+        if not is_bias:
+            recorder = self._recorder
+            recorder.note(Read(recorder.visit_of(module), recorder.phase))
+        return shard
+
+    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
+        pass
+
+    def grad_hook(
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
+    ) -> Tensor:
+        self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
+        return grad
+
+
+class _DryAttention:
+    """Local attention that attends to nothing."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        out: Tensor = _Attention.apply(q, k, v, self._recorder)
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: _Recorder) -> Tensor:
+        ctx.recorder = recorder
+        recorder.note(Attend(recorder.phase))
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recorder.note(Attend(Phase.BACKWARD))
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors), None)
+
+
+class _Products(TorchDispatchMode):
+    """Notes the products of matrices."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+        return out
