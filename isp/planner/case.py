@@ -125,6 +125,12 @@ class Case:
         return self.tokens // (1 if self.mode.facts.splits_features else self.topology.tensor)
 
     @property
+    def logits(self) -> int:
+        """Logits of a micro-batch on a rank after they have been exchanged, in numbers."""
+        parts = self.feature_parts
+        return self.rows * self.tokens_inside * -(-self.model.vocab_size // parts)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.rows * self.tokens * self.micro_num * self.topology.data

@@ -15,7 +15,6 @@ from isp.attention.heads import HeadPlan
 from isp.planner.case import Case, Place
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec
-from isp.planner.saved import logits
 from isp.weights.trace import Block
 
 __all__ = ["Costs"]
@@ -72,7 +71,7 @@ class Costs:
     @cached_property
     def loss(self) -> float:
         """Seconds of the loss, one way."""
-        return self._over_memory(logits(self.case) * 4 * self.case.wide_bytes)
+        return self._over_memory(self.case.logits * 4 * self.case.wide_bytes)
 
     @cached_property
     def update(self) -> float:

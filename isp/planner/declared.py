@@ -244,10 +244,12 @@ BlockKind = tuple[bool, tuple[tuple[Visit, tuple[int, ...]], ...]]
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
     """The kind of a block, its weights being of these global shapes."""
-    visits = (
-        (visit._replace(weight=None, bias=visit.bias and ""), shapes.get(visit.weight or "", ()))
-        for visit in block.visits
-    )
+
+    def alike(visit: Visit) -> Visit:
+        again = visit.in_recompute or not block.recomputed
+        return visit._replace(weight=None, bias=visit.bias and "", in_recompute=again)
+
+    visits = ((alike(visit), shapes.get(visit.weight or "", ())) for visit in block.visits)
     return block.recomputed, tuple(visits)
 
 

@@ -10,9 +10,10 @@ P parameters of a rank's stage, w ranks of a weight group, z of a zero1 group
 
 in the modes that split features with t in the place of w. This is the hybrid ZeRO of Rajbhandari
 et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
-attention are `isp.planner.saved`, for as many micro-batches as the schedule keeps; the pools follow
-from the plan of gathers and from the gradients in flight. `work` is what an operation has in hand
-besides: gradients of activations, copies for a collective, full gradients on their way.
+attention are what a rehearsal keeps (`isp.planner.rehearsal`), for as many micro-batches as the
+schedule does; the pools follow from the plan of gathers and from the gradients in flight. `work` is
+what an operation has in hand besides: gradients of activations, copies for a collective, full
+gradients on their way.
 """
 
 from __future__ import annotations
@@ -42,15 +43,7 @@ from isp.planner.declared import (
     weights_plan,
 )
 from isp.planner.rank import DryRank, Heard
-from isp.planner.saved import (
-    Saved,
-    logits,
-    saved_by_block,
-    saved_by_ends,
-    saved_by_loss,
-    saved_if_recomputed,
-    saved_rotary,
-)
+from isp.planner.rehearsal import Saved, rehearsal, tapes_of
 from isp.weights.plan import ActKind
 from isp.weights.rows import piece_shape
 from isp.weights.trace import Action, ActionKind, Block, Chunks
@@ -149,15 +142,16 @@ def _backward(
             moment=name,
         )
 
-    whole, kept, ends = saved_by_block(case, place), _sum(own.layers), Ends.of(case, chunk)
+    kept, ends = _sum(own.layers), Ends.of(case, chunk)
     if ends.last:
         head, (before, after) = chunk[-1], flights[chunk[-1].name]
-        yield moment("the loss", kept, before, _loss_bytes(case))
+        yield moment("the loss", kept, before, _loss_bytes(case, place))
         after += 0 if case.gathers_weights else _full_gradient(case, place, head)
-        yield moment(f"the backward of {head.name}", kept, after, logits(case) * case.item_bytes)
+        yield moment(f"the backward of {head.name}", kept, after, case.logits * case.item_bytes)
     for block, held in zip(reversed(ends.between), reversed(own.layers), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         work = _work(case) + flights[block.name].before
+        whole = tapes_of(case, place, block._replace(recomputed=False)).saved
         yield moment(f"the backward of {block.name}", _sum([kept, whole]), work)
     if ends.first:
         table = chunk[0]
@@ -175,12 +169,11 @@ class _Kept:
 
     @classmethod
     def of(cls, case: Case, place: Place, chunk: tuple[Block, ...]) -> _Kept:
-        whole, part = saved_by_block(case, place), saved_if_recomputed(case, place)
-        ends = Ends.of(case, chunk)
-        return cls(
-            [part if block.recomputed else whole for block in ends.between],
-            saved_by_ends(case, is_first=ends.first, is_last=ends.last) + saved_rotary(case),
-        )
+        between = Ends.of(case, chunk).between
+        saved = [tapes_of(case, place, block).saved for block in chunk]
+        layers = [held for block, held in zip(chunk, saved, strict=True) if block in between]
+        ends = sum(held.total for held in saved) - sum(held.total for held in layers)
+        return cls(layers, ends + rehearsal(case, place).shared)
 
     @property
     def total(self) -> Saved:
@@ -250,10 +243,10 @@ def _between_stages(case: Case, place: Place) -> int:
     return one * (ends + most)
 
 
-def _loss_bytes(case: Case) -> int:
+def _loss_bytes(case: Case, place: Place) -> int:
     """The softmax and, in the loss's backward, the gradient that is made of it."""
     narrow = case.item_bytes if case.item_bytes < case.wide_bytes else 0
-    return saved_by_loss(case) + logits(case) * (case.wide_bytes + narrow)
+    return rehearsal(case, place).loss + case.logits * (case.wide_bytes + narrow)
 
 
 def _work(case: Case) -> int:

@@ -1,23 +1,29 @@
 """What a micro-batch does in each block, in order: the model itself, run without ranks or numbers.
 
 The model goes forward and back once on the meta device, over channels of the layout's sizes that
-say what would travel. So what is planned is what the layers do, in the order in which they do it.
+say what would travel. So what is planned is what the layers do, in the order in which they do it,
+and what autograd keeps of it.
 
 One block of a kind is run and stands for all of its kind. Kinds are told apart by what the blocks
 declare and by the shapes of their weights.
+
+[Note: One node] Norms and local attention are one kernel each on CUDA, and keep their inputs,
+output and statistics. On CPU a norm is several operations, as on meta, and attention computes in
+float32 at least. What CUDA keeps has not been counted on a device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -26,6 +32,7 @@ from isp.comm import Channel
 from isp.comm.dry import DryChannel, Trip
 from isp.layers.factory import LayerFactory
 from isp.layers.module import named_parameters
+from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.planner.case import Case, Place
 from isp.planner.declared import BlockKind, kind_of, kind_of_block
@@ -45,8 +52,11 @@ __all__ = [
     "Product",
     "Reach",
     "Read",
+    "Rehearsal",
+    "Saved",
     "Tapes",
     "Wait",
+    "rehearsal",
     "tapes_of",
 ]
 
@@ -104,21 +114,52 @@ class Loss(NamedTuple):
 Event = Launch | Wait | Reach | Read | Product | Attend | Gradient | Loss
 
 
+class Saved(NamedTuple):
+    """Bytes that are kept for backward, by who keeps them."""
+
+    activations: int = 0
+    attention: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.activations + self.attention
+
+
 class Tapes(NamedTuple):
     """What a block does for one micro-batch."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     """With what is recomputed for it."""
+    saved: Saved
+    """What it keeps from the one to the other."""
+
+
+class Rehearsal(NamedTuple):
+    """A micro-batch of a model."""
+
+    tapes: dict[BlockKind, Tapes]
+    shared: int
+    """Bytes that all blocks keep together."""
+    loss: int
+    """Bytes that the loss keeps."""
 
 
 def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
     """What `block` does on the rank at `place`."""
+    found = rehearsal(case, place, recomputed=block.recomputed).tapes
+    return found[kind_of_block(case, block)]
+
+
+def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsal:
+    """A micro-batch on the rank at `place`, all layers recomputed or none."""
     model = replace(
         case.model,
-        num_layers=1,
-        checkpoint=float(block.recomputed),
-        checkpoint_distribute_activations=block.recomputed
+        num_layers=2,
+        checkpoint=float(recomputed),
+        checkpoint_keeps_attention=recomputed and case.model.checkpoint_keeps_attention,
+        checkpoint_distribute_activations=recomputed
         and case.model.checkpoint_distribute_activations,
     )
     part = _Part(
@@ -128,8 +169,8 @@ def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
         case.gathers_weights,
         case.parallel.weight.vocab_parallel_loss,
     )
-    found = _rehearsed(model, part, case.rows, case.tokens, getattr(torch, case.dtype))
-    return found[kind_of_block(case, block)]
+    dtype = getattr(torch, case.dtype)
+    return _rehearsed(model, part, case.rows, case.tokens, dtype, case.on_cpu)
 
 
 class _Part(NamedTuple):
@@ -147,12 +188,12 @@ META = torch.device("meta")
 
 @lru_cache(maxsize=256)
 def _rehearsed(
-    model: ModelConfig, part: _Part, rows: int, tokens: int, dtype: torch.dtype
-) -> dict[BlockKind, Tapes]:
-    """The tapes of each kind of block of `model`."""
+    model: ModelConfig, part: _Part, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
+) -> Rehearsal:
+    """Two layers stand for all: what the first keeps beyond the second is shared."""
     recorder, facts = _Recorder(), part.mode.facts
     tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
-    layers = LayerFactory(
+    layers = (LayerFactory if on_cpu else _CudaLayers)(
         mode=part.mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
@@ -161,24 +202,38 @@ def _rehearsed(
         dtype=dtype,
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    attention = DistributedAttention(_DryAttention(recorder), layers.attention_channel)
+    attention = DistributedAttention(_DryAttention(recorder, on_cpu), layers.attention_channel)
     decoder = Decoder(model, layers, attention)
     blocks = decoder.weight_blocks()
     recorder.follow(blocks)
     own = tokens // part.tensor if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if decoder.splits_logits else own)
+    recorder.know((*decoder.parameters(), ids))
     with _Products(recorder):
-        logits = decoder(ids, ids, None)
-        recorder.note(Loss())
-        loss = decoder.token_losses(logits, labels).sum()
+        with saved_tensors_hooks(recorder.keep, lambda x: x):
+            logits = decoder(ids, ids, None)
+            recorder.note(Loss())
+            loss = decoder.token_losses(logits, labels).sum()
+        saved = recorder.saved(len(blocks) + 1)
         recorder.phase = Phase.BACKWARD
         recorder.note(Loss())
         loss.backward()
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in named_parameters(decoder)}
-    kinds = (kind_of(block, shapes) for block in declared)
-    return dict(zip(kinds, recorder.tapes(len(blocks)), strict=True))
+    kinds = [kind_of(block, shapes) for block in declared]
+    shared = saved[kinds.index(kinds[2])].total - saved[2].total
+    tapes = (Tapes(*recorder.tapes(b), saved[b]) for b in range(len(kinds)))
+    return Rehearsal(dict(zip(kinds, tapes, strict=True)), shared, saved[-1].total)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Memory that is kept for backward."""
+
+    block: int
+    memory: torch.UntypedStorage
+    by_attention: bool = False
 
 
 class _Recorder:
@@ -186,10 +241,19 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.phase = Phase.FORWARD
+        self.attends = False
+        """Whether local attention runs."""
         self._block = 0
+        self._ahead = 0
+        """The block that what is kept belongs to: the next from a block's last visit on."""
         self._launched = 0
+        self._known: set[int] = set()
+        self._kept: dict[int, _Kept] = {}
+        """By the storage."""
         self._places: dict[int, tuple[int, int]] = {}
         """Block and visit, by the id of the module that is called there."""
+        self._lasts: set[int] = set()
+        """Those of the last visits of blocks."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
 
@@ -202,7 +266,8 @@ class _Recorder:
                 assert id(module) not in self._places, f"{visit.name} is called twice"
                 self._places[id(module)] = b, v
                 module.register_forward_pre_hook(self._begins)
-                module.register_forward_hook(self._will_go_back)
+                module.register_forward_hook(self._ends)
+            self._lasts.add(id(module))
 
     def note(self, event: Event) -> None:
         """Something happens in the block that runs."""
@@ -219,12 +284,28 @@ class _Recorder:
         """The visit of a layer in its block."""
         return self._places[id(layer)][1]
 
-    def tapes(self, num_blocks: int) -> list[Tapes]:
-        """What each block did."""
-        return [
-            Tapes(tuple(self._events[b, True]), tuple(self._events[b, False]))
-            for b in range(num_blocks)
-        ]
+    def tapes(self, block: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+        """What a block did, forward and back."""
+        return tuple(self._events[block, True]), tuple(self._events[block, False])
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """These are there in any case."""
+        self._known = {x.untyped_storage()._cdata for x in tensors}
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Autograd keeps x."""
+        memory = x.untyped_storage()
+        if memory._cdata not in self._known:
+            kept = self._kept.setdefault(memory._cdata, _Kept(self._ahead, memory))
+            kept.by_attention |= self.attends
+        return x
+
+    def saved(self, num_blocks: int) -> list[Saved]:
+        """What each block keeps, memory once, for the first that does."""
+        found = [[0, 0] for _ in range(num_blocks)]
+        for kept in self._kept.values():
+            found[kept.block][kept.by_attention] += kept.memory.nbytes()
+        return [Saved(*sizes) for sizes in found]
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         block, visit = self._places[id(module)]
@@ -232,10 +313,13 @@ class _Recorder:
             self._block = block
         self.note(Reach(visit, self.phase))
 
-    def _will_go_back(self, module: nn.Module, _: Any, y: Tensor) -> None:
+    def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
         """A block goes back from the moment at which the gradient of a visit's result is there."""
-        if self.phase is Phase.FORWARD:
-            y.register_hook(lambda _: self._goes_back(self._places[id(module)][0]))
+        if self.phase is not Phase.FORWARD:
+            return
+        block, _ = self._places[id(module)]
+        self._ahead = block + (id(module) in self._lasts)
+        y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
         self._block = block
@@ -284,27 +368,65 @@ class _DryWeights(WPCommunicator):
 class _DryAttention:
     """Local attention that attends to nothing."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, on_cpu: bool) -> None:
         self._recorder = recorder
+        self._on_cpu = on_cpu
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        out: Tensor = _Attention.apply(q, k, v, self._recorder)
-        return out
+        wide = torch.promote_types(q.dtype, torch.float32)
+        own = wide if self._on_cpu else q.dtype  # [Note: One node]
+        self._recorder.attends = True
+        out: Tensor = _Attention.apply(
+            *(x.to(own) for x in (q, k, v)), wide if self._on_cpu else torch.float32, self._recorder
+        )
+        self._recorder.attends = False
+        return out.to(q.dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: _Recorder) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, statistics: torch.dtype, recorder: _Recorder
+    ) -> Tensor:
         ctx.recorder = recorder
         recorder.note(Attend(recorder.phase))
-        ctx.save_for_backward(q, k, v)
-        return torch.empty_like(q)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        sums = out.new_empty(out.shape[:-1], dtype=statistics)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.recorder.note(Attend(Phase.BACKWARD))
-        return (*(torch.empty_like(x) for x in ctx.saved_tensors), None)
+        q, k, v, _, _ = ctx.saved_tensors
+        return (*(torch.empty_like(x) for x in (q, k, v)), None, None)
+
+
+class _CudaLayers(LayerFactory):
+    """Layers as CUDA computes them, [Note: One node]."""
+
+    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
+        layout = super().rms_norm(size, eps=eps, per_head=per_head).layouts["weight"]
+        return _CudaNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+
+class _CudaNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Norm.apply(x, self.weight)
+        return y
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Products(TorchDispatchMode):

@@ -12,8 +12,9 @@ import torch
 from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
+from isp.planner.declared import stage_chunks
 from isp.planner.memory import Memory, memory, states
-from isp.planner.saved import saved_by_block
+from isp.planner.rehearsal import tapes_of
 from isp.settings import OptimizerConfig
 from isp.train.memory import memory_owners
 from model.config import ModelConfig
@@ -200,6 +201,8 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     keys = 32 * 2
     expected = 2 * (2 * hidden + 4) + 4 * inner  # norms and MLP
     attention = heads + keys + (heads + 2 * keys) + heads + 4 * 4
-    assert saved_by_block(on_gpu, place).activations == TOKENS * expected
-    assert saved_by_block(on_gpu, place).attention == TOKENS * attention
-    assert saved_by_block(on_gpu, place).total < saved_by_block(on_cpu, place).total
+    layer = stage_chunks(on_gpu, 0)[0][1]
+    kept = tapes_of(on_gpu, place, layer).saved
+    assert kept.activations == TOKENS * expected
+    assert kept.attention == TOKENS * attention
+    assert kept.total < tapes_of(on_cpu, place, layer).saved.total

@@ -10,13 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from isp.parallel import Axis, Mode, WeightConfig
-from isp.planner.saved import (
-    saved_by_block,
-    saved_by_ends,
-    saved_by_loss,
-    saved_if_recomputed,
-    saved_rotary,
-)
+from isp.planner.declared import stage_chunks
+from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.train.batches import slice_sequence
 from model.config import ModelConfig
 from tests.planner.test_counts import case_of
@@ -113,12 +108,11 @@ def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         case = case_of(layout, _task(config, number), dtype)
         for rank in range(world):
             place = case.place(rank)
-            recomputed = {0.0: 0, 0.6: 2}[config.checkpoint]
-            blocks = recomputed * saved_if_recomputed(case, place).total
-            blocks += (config.num_layers - recomputed) * saved_by_block(case, place).total
-            ends = saved_by_ends(case, is_first=True, is_last=True) + saved_rotary(case)
+            (blocks,) = stage_chunks(case, 0)
+            kept = sum(tapes_of(case, place, block).saved.total for block in blocks)
+            common = rehearsal(case, place)
             found = of_ranks[rank][number]
-            assert found == (blocks + ends, saved_by_loss(case)), f"{layout} {dtype} {config}"
+            assert found == (kept + common.shared, common.loss), f"{layout} {dtype} {config}"
 
 
 def test_planned_activations_are_the_saved_ones_on_one_rank() -> None:
