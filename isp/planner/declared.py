@@ -59,7 +59,9 @@ class Declaration:
     layouts: dict[str, ParameterLayout]
     """By parameter, in order of declaration."""
     blocks: tuple[Block, ...]
-    """Embedding, layers, head."""
+    """All blocks: one before the layers, the layers, one behind."""
+    parameters: dict[str, frozenset[str]]
+    """The parameters of each block, by its name; blocks may share one."""
 
 
 @lru_cache(maxsize=64)
@@ -76,8 +78,14 @@ def declaration(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Dec
         dtype=torch.float32,
     )
     decoder = Decoder(model, layers, DistributedAttention(CpuAttention(), solo))
-    (blocks,) = as_chunks((decoder.weight_blocks(),))
-    return Declaration({p.name: p.layout for p in named_parameters(decoder)}, blocks)
+    declared, found = decoder.weight_blocks(), list(named_parameters(decoder))
+    names = {item.parameter: item.name for item in found}
+    (blocks,) = as_chunks((declared,))
+    return Declaration(
+        {item.name: item.layout for item in found},
+        blocks,
+        {block.name: frozenset(names[p] for p in block.module.parameters()) for block in declared},
+    )
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +113,7 @@ def _declared(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Decla
             for visit in blocks[number].visits
         )
         blocks[number] = blocks[number]._replace(recomputed=again, visits=visits)
-    return Declaration(plain.layouts, tuple(blocks))
+    return replace(plain, blocks=tuple(blocks))
 
 
 def blocks_of(case: Case) -> tuple[Block, ...]:
@@ -213,17 +221,6 @@ def weights_plan(chunks: Chunks, actions: tuple[Action, ...], config: WeightConf
     )
 
 
-def _is_on(name: str, span: LayerSpan, model: ModelConfig) -> bool:
-    """Whether the stage of these layers has parameter `name`."""
-    part, _, rest = name.partition(".")
-    if part == "layers":
-        return span.start <= int(rest.partition(".")[0]) < span.stop
-    is_last = span.stop == model.num_layers
-    if part == "embedding":
-        return span.start == 0 or (is_last and model.tie_embeddings)
-    return is_last
-
-
 def weight_layout(case: Case, name: str, place: Place) -> ParameterLayout:
     """The layout of a parameter on the rank at `place`."""
     return layouts_of(case, place)[name]
@@ -272,7 +269,7 @@ def local_parameters(case: Case, place: Place) -> tuple[NamedParameter, ...]:
         case.parallel.weight.embed_split_hidden,
         case.topology.weight,
         place.weight,
-        _spans_of(case, place.stage),
+        tuple(tuple(b.name for b in chunk) for chunk in stage_chunks(case, place.stage)),
         case.dtype,
     )
 
@@ -284,14 +281,16 @@ def _local_parameters(
     embed_split_hidden: bool,
     parts: int,
     index: int,
-    spans: tuple[LayerSpan, ...],
+    chunks: tuple[tuple[str, ...], ...],
     dtype: str,
 ) -> tuple[NamedParameter, ...]:
     found: dict[str, NamedParameter] = {}
-    declared = _layouts(model, mode, embed_split_hidden, parts, index).items()
-    for name, layout in ((n, x) for span in spans for n, x in declared if _is_on(n, span, model)):
-        if name in found:
-            continue
-        data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
-        found[name] = NamedParameter(name, nn.Parameter(data), layout)
+    layouts = _layouts(model, mode, embed_split_hidden, parts, index)
+    of_blocks = declaration(model, mode, embed_split_hidden).parameters
+    for blocks in chunks:
+        own = frozenset[str]().union(*(of_blocks[block] for block in blocks))
+        for name in (name for name in layouts if name in own and name not in found):
+            layout = layouts[name]
+            data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
+            found[name] = NamedParameter(name, nn.Parameter(data), layout)
     return tuple(found.values())

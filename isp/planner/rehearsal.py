@@ -149,7 +149,9 @@ class Rehearsal(NamedTuple):
 def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
     """What `block` does on the rank at `place`."""
     found = rehearsal(case, place, recomputed=block.recomputed).tapes
-    return found[kind_of_block(case, block)]
+    kind = kind_of_block(case, block)
+    assert kind in found, f"{block.name} is like no block that was rehearsed"
+    return found[kind]
 
 
 def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsal:

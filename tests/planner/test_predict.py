@@ -14,6 +14,7 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, Tensor
 from isp.planner.case import Case
 from isp.planner.clock import Clock
 from isp.planner.costs import Costs
+from isp.planner.declared import stage_chunks
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec, known_fabrics, load_fabric
 from isp.planner.predict import predict
 from model.config import ModelConfig
@@ -143,6 +144,17 @@ def test_attention_costs_what_its_pairs_cost() -> None:
     assert Costs(packed, packed.place(0), _device()).attention_flops == pairs / 4
     split = _case(Layout(tensor=4, weight=4), model)
     assert Costs(split, split.place(0), _device()).attention_flops == pairs / 4
+
+
+def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:
+    """Catches a part of a model whose time is taken for nothing."""
+    case = _case(Layout())
+    layer = stage_chunks(case, 0)[0][1]
+    silent = layer._replace(visits=tuple(v._replace(passes=None) for v in layer.visits))
+    costs = Costs(case, case.place(0), _device())
+    assert costs.before(layer, 0) > 0
+    with pytest.raises(ValueError, match=r"wqkv in layers.0 cannot be planned"):
+        costs.before(silent, 0)
 
 
 def test_known_fabrics_can_be_read_and_written() -> None:
