@@ -52,7 +52,7 @@ class DryChannel(Channel):
         sent_bytes: int,
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
-        keep: tuple[Tensor, ...] = (),
+        keep: tuple[Tensor, ...],
     ) -> Pending:
         arrive = self.listener.launched(Trip(kind, self.name, label, sent_bytes))
 

@@ -73,6 +73,18 @@ class OverlapUnit(StrEnum):
     MODULE = "module"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How weights are gathered ahead of their use: what decides a plan, besides the model."""
+
+    unit: OverlapUnit = OverlapUnit.LAYER
+    """What is prefetched as one unit while going forward."""
+    launch: LaunchPoint = LaunchPoint.WO
+    """Where in a block the next block's weights are requested, per layer."""
+    overlap: bool = True
+    """False: each weight is gathered at the moment of its first read."""
+
+
 class PipelineSchedule(StrEnum):
     """In which order a stage works on its micro-batches; `torch.distributed.pipelining`'s names."""
 
@@ -133,6 +145,15 @@ class WeightConfig:
     vocabulary; by default each has its tokens and the whole vocabulary, and nothing travels."""
     poison_freed_buffers: bool = False
     """For debugging: fill freed gather buffers with NaN, so that a late read shows in the loss."""
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """How weights are gathered ahead."""
+        return Prefetch(
+            unit=self.forward_overlap_per,
+            launch=self.launch_allgather_before,
+            overlap=self.overlap,
+        )
 
 
 @section("parallel.pipeline")

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from isp.comm.dry import Trip
 from isp.parallel import Axis
-from isp.parallel.config import WeightConfig
+from isp.parallel.config import Prefetch
 from isp.planner.case import Case, Place
 from isp.planner.declared import (
     actions_of,
@@ -17,12 +17,11 @@ from isp.planner.declared import (
     few_micro_batches,
     order_of,
     stage_chunks,
-    weights_plan,
 )
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import Gradient, Launch, tapes_of
 from isp.weights.phase import Phase
-from isp.weights.plan import ActKind
+from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, Block, Chunks
 
 K = TypeVar("K")
@@ -207,21 +206,21 @@ def gathers(case: Case, stage: int) -> Counter[str]:
 
 def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
     actions = actions_of(case, stage, micro_num)
-    return _count_gathers(stage_chunks(case, stage), actions, case.parallel.weight)
+    return _count_gathers(stage_chunks(case, stage), actions, case.parallel.weight.prefetch)
 
 
 @lru_cache(maxsize=512)
 def _count_gathers(
     chunks: Chunks,
     actions: tuple[Action, ...],
-    config: WeightConfig,
+    prefetch: Prefetch,
 ) -> Counter[str]:
     """A bias is gathered with its weight if a forward reads it before the weight is freed."""
     biases = biases_of(chunks)
-    plan = weights_plan(chunks, actions, config)
-    found: Counter[str] = Counter(a.weight for a in plan.start if a.kind is ActKind.GATHER)
+    steps = plan(chunks, actions, prefetch)
+    found: Counter[str] = Counter(a.weight for a in steps.start if a.kind is ActKind.GATHER)
     forward: dict[str, bool] = {}
-    for step in plan.steps:
+    for step in steps.steps:
         for act in step.before:
             if act.kind is ActKind.GATHER:
                 found[act.weight] += 1

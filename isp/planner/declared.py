@@ -20,12 +20,11 @@ from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter, named_parameters
 from isp.parallel import Axis, Mode
-from isp.parallel.config import LaunchPoint, WeightConfig
+from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
-from isp.weights.plan import Plan, plan
 from isp.weights.trace import Action, Block, Chunks, Visit, recomputed_blocks
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
@@ -48,7 +47,6 @@ __all__ = [
     "order_of",
     "stage_chunks",
     "weight_layout",
-    "weights_plan",
 ]
 
 
@@ -208,17 +206,6 @@ def few_micro_batches(case: Case) -> int:
     pipeline = case.parallel.pipeline
     rest = case.micro_num % pipeline.size
     return min(case.micro_num, (2 + pipeline.num_chunks) * pipeline.size + rest)
-
-
-def weights_plan(chunks: Chunks, actions: tuple[Action, ...], config: WeightConfig) -> Plan:
-    """The prefetch plan that a communicator with this configuration follows."""
-    return plan(
-        chunks,
-        actions,
-        unit=config.forward_overlap_per,
-        launch=config.launch_allgather_before,
-        overlap=config.overlap,
-    )
 
 
 def weight_layout(case: Case, name: str, place: Place) -> ParameterLayout:

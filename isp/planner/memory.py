@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from isp.optim.rows import owned_rows
 from isp.parallel import ParallelConfig
-from isp.parallel.config import WeightConfig
+from isp.parallel.config import Prefetch
 from isp.planner.case import Case, Place
 from isp.planner.counts import gradients_of, neighbours_of
 from isp.planner.declared import (
@@ -40,11 +40,10 @@ from isp.planner.declared import (
     local_parameters,
     stage_chunks,
     weight_layout,
-    weights_plan,
 )
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import Saved, rehearsal, tapes_of
-from isp.weights.plan import ActKind
+from isp.weights.plan import ActKind, plan
 from isp.weights.rows import piece_shape
 from isp.weights.trace import Action, ActionKind, Block, Chunks
 
@@ -343,9 +342,8 @@ def _gather_pool(case: Case, place: Place) -> int:
     weights = dict.fromkeys(visit.weight for visit in visits if visit.weight is not None)
     names = [*weights, *(biases[weight] for weight in weights if weight in biases)]
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in names)
-    config = replace(case.parallel.weight, size=1)
     actions = actions_of(case, place.stage, few_micro_batches(case))
-    reserved = _reserved(chunks, actions, config, kinds)
+    reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
     a_name = {kind: name for name, kind in kinds}
     pieces = {kind: layouts[a_name[kind]] for kind in reserved}
     return case.item_bytes * sum(
@@ -357,14 +355,14 @@ def _gather_pool(case: Case, place: Place) -> int:
 def _reserved(
     chunks: Chunks,
     actions: tuple[Action, ...],
-    config: WeightConfig,
+    prefetch: Prefetch,
     kinds: tuple[tuple[str, int], ...],
 ) -> Counter[int]:
     """How many buffers of each kind a pool has made by the end of a step."""
-    plan, kind_of, biases = weights_plan(chunks, actions, config), dict(kinds), biases_of(chunks)
+    steps, kind_of, biases = plan(chunks, actions, prefetch), dict(kinds), biases_of(chunks)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
-    acts = [*plan.start, *(act for step in plan.steps for act in (*step.before, *step.after))]
+    acts = [*steps.start, *(act for step in steps.steps for act in (*step.before, *step.after))]
     for act in acts:
         names = [act.weight, *([biases[act.weight]] if act.weight in biases else [])]
         for kind in (kind_of[name] for name in names):

@@ -17,7 +17,7 @@ from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.clock import Clock
 from isp.planner.costs import Costs
-from isp.planner.declared import actions_of, biases_of, stage_chunks, weights_plan
+from isp.planner.declared import actions_of, biases_of, stage_chunks
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import (
@@ -33,7 +33,7 @@ from isp.planner.rehearsal import (
     tapes_of,
 )
 from isp.weights.phase import Phase
-from isp.weights.plan import Act, ActKind
+from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
 __all__ = ["Walk", "Walked", "walk"]
@@ -120,11 +120,11 @@ class Walk:
         if not self.case.gathers_weights:
             yield from ((span, {}) for span in trace(self.chunks, actions))
             return
-        plan = weights_plan(self.chunks, actions, self.case.parallel.weight)
-        self._gather(plan.start)
-        steps = iter(plan.steps)
+        start, steps = plan(self.chunks, actions, self.case.parallel.weight.prefetch)
+        self._gather(start)
+        following = iter(steps)
         for span in trace(self.chunks, actions):
-            own = (next(steps) for _ in span.sites)
+            own = (next(following) for _ in span.sites)
             yield span, {(step.site.phase, step.site.visit): step.before for step in own}
 
     # -- a block -----------------------------------------------------------------------------

@@ -67,14 +67,7 @@ def _rank_plan(config: JobConfig, order: PipelineOrder, rank: int) -> RankPlan:
         models.append(shape_only(config, spans[stage], models[0] if models else None))
     chunks = as_chunks(tuple(model.weight_blocks() for model in models))
     actions = order.actions(rank, config.data.micro_num)
-    weight = config.parallel.weight
-    steps = plan(
-        chunks,
-        actions,
-        unit=weight.forward_overlap_per,
-        launch=weight.launch_allgather_before,
-        overlap=weight.overlap,
-    )
+    steps = plan(chunks, actions, config.parallel.weight.prefetch)
     title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
     return RankPlan(title, steps, chunks, actions)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, streams
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.cursor import PlanCursor
 from isp.weights.declare import (
     DeclaredBlock,
@@ -118,8 +118,9 @@ class ISPCommunicator(WPCommunicator):
         poison: bool = False,
     ) -> None:
         self.overlap = overlap
-        self.launch_allgather_before = launch_allgather_before
-        self.forward_overlap_per = forward_overlap_per
+        self.prefetch = Prefetch(
+            unit=forward_overlap_per, launch=launch_allgather_before, overlap=overlap
+        )
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
         """What weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
@@ -185,13 +186,7 @@ class ISPCommunicator(WPCommunicator):
 
     def plan(self, actions: Sequence[Action]) -> Plan:
         """The acts of a step of these actions."""
-        return plan(
-            as_chunks(self._chunks),
-            tuple(actions),
-            unit=self.forward_overlap_per,
-            launch=self.launch_allgather_before,
-            overlap=self.overlap,
-        )
+        return plan(as_chunks(self._chunks), tuple(actions), self.prefetch)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Follow the plan of `actions` from here on, and launch its first gathers.

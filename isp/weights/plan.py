@@ -41,7 +41,7 @@ from functools import lru_cache
 from itertools import chain, groupby, islice, repeat
 from typing import NamedTuple
 
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.phase import Phase
 from isp.weights.trace import Action, Chunks, Site, Span, trace
 
@@ -81,26 +81,18 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def plan(
-    chunks: Chunks,
-    actions: tuple[Action, ...],
-    *,
-    unit: OverlapUnit,
-    launch: LaunchPoint,
-    overlap: bool = True,
-) -> Plan:
+def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Plan:
     """The acts of a step in which this stage runs `actions` on `chunks`.
 
-    `launch` says where in a block the next is requested, per layer; a block that does not have this
-    launch point requests before its first visit. Without `overlap` each weight is gathered at the
-    moment of its first read; it stays as long, so the number of gathers is the same.
+    A block that does not have the launch point requests the next before its first visit. Without
+    overlap a weight stays as long as with it, so the number of gathers is the same.
     """
     spans = trace(chunks, actions)
     reads, units = _reads(spans)
-    stays = _stays(reads, units, unit)
-    if overlap and unit is OverlapUnit.LAYER:
-        _launch_per_layer(reads, units, stays, chunks, launch)
-    elif overlap:
+    stays = _stays(reads, units, prefetch.unit)
+    if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:
+        _launch_per_layer(reads, units, stays, chunks, prefetch.launch)
+    elif prefetch.overlap:
         _launch_per_module(reads, units, stays)
     return _place(spans, stays.values())
 

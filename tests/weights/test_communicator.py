@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.cursor import PlanCursor
 from isp.weights.phase import Phase
@@ -310,7 +310,7 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     """Catches a visit out of turn taken for one far ahead: all that lies between would be lost."""
     chunks = decoder(2)
     order = sequential_actions(2)
-    cursor = PlanCursor(plan(chunks, order, unit=LAYER, launch=LaunchPoint.WO), lambda site: site)
+    cursor = PlanCursor(plan(chunks, order, Prefetch()), lambda site: site)
     sites = [step.site for step in cursor.plan.steps]
     forward = sites[: sites.index(Site(Phase.BACKWARD, 0, 3, 0))]
     for site in forward:

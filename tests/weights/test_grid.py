@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.grid import grid
 from isp.weights.plan import plan
 from isp.weights.trace import Action, Chunks, sequential_actions
@@ -20,7 +20,7 @@ def shown(
     *,
     compact: bool = True,
 ) -> str:
-    made = plan(chunks, order, unit=unit, launch=LaunchPoint.WO)
+    made = plan(chunks, order, Prefetch(unit=unit))
     return grid(made, chunks, order, compact=compact)
 
 
@@ -86,7 +86,7 @@ def test_a_large_plan_fits_a_terminal(unit: OverlapUnit, fraction: float) -> Non
 def test_the_whole_grid_has_a_row_for_every_site() -> None:
     """Catches: sites left out where all of them were asked for."""
     chunks, order = decoder(8), sequential_actions(2)
-    steps = plan(chunks, order, unit=OverlapUnit.LAYER, launch=LaunchPoint.WO).steps
+    steps = plan(chunks, order, Prefetch()).steps
     lines = shown(chunks, order, compact=False).splitlines()
     assert len(lines) == len(steps) + len(["header", "start", "", "totals", "peak"])
 
@@ -101,6 +101,6 @@ def test_chunks_are_told_apart() -> None:
 def test_a_plan_that_does_not_hold_is_not_shown() -> None:
     """Catches: a table that looks right of a plan that is wrong."""
     chunks, order = decoder(2), sequential_actions(1)
-    made = plan(chunks, order, unit=OverlapUnit.LAYER, launch=LaunchPoint.WO)
+    made = plan(chunks, order, Prefetch())
     with pytest.raises(AssertionError, match="step 0"):
         grid(made._replace(start=()), chunks, order)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.simulate import simulate
@@ -32,7 +32,7 @@ def planned(
     overlap: bool = True,
 ) -> list[str]:
     """The plan as text, after the simulation has found nothing wrong with it."""
-    result = plan(chunks, actions(order), unit=unit, launch=launch, overlap=overlap)
+    result = plan(chunks, actions(order), Prefetch(unit=unit, launch=launch, overlap=overlap))
     simulate(result, chunks, actions(order))
     return events(result, chunks)
 
@@ -213,7 +213,7 @@ def test_the_next_block_is_requested_before_the_launch_point(
 ) -> None:
     """Catches: a launch point that is not heeded, in one phase or at all."""
     chunks = decoder(4, 1.0)
-    steps = plan(chunks, sequential_actions(1), unit=OverlapUnit.LAYER, launch=launch).steps
+    steps = plan(chunks, sequential_actions(1), Prefetch(launch=launch)).steps
     launching = [
         chunks[0][step.site.block].visits[step.site.visit].launch_point
         for step in steps
@@ -287,7 +287,7 @@ def test_a_module_called_twice_is_gathered_once(unit: OverlapUnit) -> None:
     visits = [Visit(name, weight) for name, weight in zip("1234", "xyzx", strict=True)]
     chunks = ((Block("a", tuple(visits)), block("b", ("w1",)), block("c", ("w1",))),)
     order = actions("F0 B0")
-    result = simulate(plan(chunks, order, unit=unit, launch=LaunchPoint.WO), chunks, order)
+    result = simulate(plan(chunks, order, Prefetch(unit=unit)), chunks, order)
     assert result.gathers["x", Phase.FORWARD] == result.gathers["x", Phase.BACKWARD] == 1
     assert result.peak.modules == 2 or unit is OverlapUnit.LAYER
 
@@ -337,10 +337,10 @@ def test_a_step_without_weights_or_work_has_an_empty_plan() -> None:
 
 def test_a_plan_is_made_once_and_can_be_a_key() -> None:
     """Catches: a list or dict in the plan, and planning again at every step."""
-    arguments = {"unit": OverlapUnit.LAYER, "launch": LaunchPoint.WO}
-    first = plan(decoder(3), sequential_actions(2), **arguments)
-    assert plan(decoder(3), sequential_actions(2), **arguments) is first
-    assert hash(first) == hash(plan.__wrapped__(decoder(3), sequential_actions(2), **arguments))
+    arguments = decoder(3), sequential_actions(2), Prefetch()
+    first = plan(*arguments)
+    assert plan(*arguments) is first
+    assert hash(first) == hash(plan.__wrapped__(*arguments))
 
 
 def test_planning_needs_no_torch() -> None:

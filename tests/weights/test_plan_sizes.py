@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from isp.parallel import PipelineConfig, PipelineSchedule
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.pipeline import PipelineOrder, one_forward_one_backward
 from isp.weights.phase import Phase
 from isp.weights.plan import plan
@@ -73,7 +73,7 @@ def check(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit, launch: LaunchPoint
 ) -> Simulation:
     """Simulate the plan, and hold the result against the budget and the count."""
-    made = plan.__wrapped__(chunks, order, unit=unit, launch=launch)
+    made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, launch=launch))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
     assert all(ahead.visits > 0 for ahead in result.lookaheads), "gathered at the moment of use"
@@ -83,7 +83,7 @@ def check(
 
 def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
     """The same gathers, each at the moment of use."""
-    made = plan.__wrapped__(chunks, order, unit=unit, launch=LaunchPoint.WO, overlap=False)
+    made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, overlap=False))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
     assert all(ahead.visits == 0 for ahead in result.lookaheads)
@@ -193,7 +193,7 @@ def test_one_gather_forward_and_one_backward_at_every_fraction(
 def test_a_block_that_is_not_recomputed_goes_back_with_one_weight_ahead() -> None:
     """Catches: a rolling window that gathers the next block at once, or some of it late."""
     chunks, order = decoder(8), sequential_actions(1)
-    made = plan(chunks, order, unit=OverlapUnit.LAYER, launch=LaunchPoint.WO)
+    made = plan(chunks, order, Prefetch())
     result = simulate(made, chunks, order)
     backward = [
         here.weights

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.plan import Act, ActKind, Plan, Step, plan
 from isp.weights.simulate import simulate
 from isp.weights.trace import Action, Chunks, sequential_actions
@@ -42,7 +42,7 @@ def edits(acts: Slots) -> Iterator[tuple[int, int, Act]]:
 
 
 def made_for(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> Plan:
-    return plan(chunks, order, unit=unit, launch=LaunchPoint.WO)
+    return plan(chunks, order, Prefetch(unit=unit))
 
 
 @every_plan
@@ -160,7 +160,7 @@ FREE_C = Act(ActKind.FREE, "c.w1")
 )
 def test_what_is_wrong_is_said_with_its_place(slot: int, acts: list[Act], message: str) -> None:
     """Catches: a failure that does not say where."""
-    made = plan(CHUNKS, ORDER, unit=OverlapUnit.LAYER, launch=LaunchPoint.WO)
+    made = plan(CHUNKS, ORDER, Prefetch())
     changed = slots(made)
     changed[slot] = acts
     with pytest.raises(AssertionError, match=message):
@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said_with_its_place(slot: int, acts: list[Act], messag
 
 def test_what_a_simulation_counts() -> None:
     """Catches: numbers of a simulation that are off by one; here they can be counted by hand."""
-    made = plan(CHUNKS, ORDER, unit=OverlapUnit.LAYER, launch=LaunchPoint.WO)
+    made = plan(CHUNKS, ORDER, Prefetch())
     result = simulate(made, CHUNKS, ORDER)
     assert [here.weights for here in result.occupancy] == [2, 2, 1]  # a and b, b and c, c
     assert [here.blocks for here in result.occupancy] == [2, 2, 1]
