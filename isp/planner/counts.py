@@ -19,7 +19,8 @@ from isp.planner.declared import (
     stage_chunks,
 )
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import Gradient, Launch, tapes_of
+from isp.planner.rehearsal import tapes_of
+from isp.planner.tape import Gradient, Launch
 from isp.weights.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, Block, Chunks

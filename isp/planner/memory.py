@@ -42,7 +42,8 @@ from isp.planner.declared import (
     weight_layout,
 )
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import Saved, rehearsal, tapes_of
+from isp.planner.rehearsal import rehearsal, tapes_of
+from isp.planner.tape import Saved
 from isp.weights.plan import ActKind, plan
 from isp.weights.rows import piece_shape
 from isp.weights.trace import Action, ActionKind, Block, Chunks
@@ -261,12 +262,27 @@ def _work(case: Case) -> int:
 
 def _update(case: Case, place: Place) -> int:
     """Buckets of updated weights, packed and gathered."""
-    size = case.topology.zero1
-    if size == 1:
-        return 0
-    heard = Heard()
+    return _published(_alike(case), place._replace(tensor=0))
+
+
+@lru_cache(maxsize=1024)
+def _published(case: Case, place: Place) -> int:
+    size, heard = case.topology.zero1, Heard()
     DryRank(case, place, heard).publisher.launch()
-    return sum(trip.sent_bytes for trip in heard) // (size - 1) * (size + 1)
+    return sum(trip.sent_bytes for trip in heard) // max(1, size - 1) * (size + 1)
+
+
+def _alike(case: Case, micro_num: int = 1) -> Case:
+    """The case without what decides nothing about weights, so that others share the answer."""
+    return replace(
+        case,
+        model=bare(case.model),
+        parallel=ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline),
+        topology=replace(case.topology, tensor=1),
+        rows=1,
+        tokens=1,
+        micro_num=micro_num,
+    )
 
 
 # -- weights and gradients that travel -------------------------------------------------------
@@ -297,13 +313,9 @@ def _reductions(case: Case, place: Place) -> tuple[dict[str, _Flight], int]:
         return {}, 0
     blocks = reversed(_blocks(case, place))
     order = tuple((block.name, tuple(gradients_of(case, place, block))) for block in blocks)
-    topology = replace(case.topology, tensor=1, zero1=1)
-    parallel = ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline)
-    alike = replace(
-        case, model=bare(case.model), parallel=parallel, topology=topology, rows=1, tokens=1
-    )
-    passes = min(case.micro_num, 4)  # a few are as good as many
-    return _reduced(replace(alike, micro_num=passes), place._replace(tensor=0, zero1=0), order)
+    alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
+    alike = replace(alike, topology=replace(alike.topology, zero1=1))
+    return _reduced(alike, place._replace(tensor=0, zero1=0), order)
 
 
 @lru_cache(maxsize=1024)

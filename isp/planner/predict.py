@@ -11,7 +11,8 @@ from isp.planner.costs import Costs
 from isp.planner.counts import between_stages
 from isp.planner.declared import few_micro_batches, kind_of_block, order_of, stage_chunks
 from isp.planner.fabric import Fabric
-from isp.planner.rehearsal import Product, tapes_of
+from isp.planner.rehearsal import tapes_of
+from isp.planner.tape import Product
 from isp.planner.walk import Walked, walk
 from isp.weights.trace import ActionKind, Block
 from model.flops import flops_per_step

@@ -14,126 +14,36 @@ float32 at least. What CUDA keeps has not been counted on a device.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask, DistributedAttention
 from isp.comm import Channel
-from isp.comm.dry import DryChannel, Trip
+from isp.comm.dry import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.module import named_parameters
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.planner.case import Case, Place
 from isp.planner.declared import BlockKind, kind_of, kind_of_block
-from isp.weights.declare import DeclaredBlock, WeightHolder, as_chunks
+from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, Recorder, Tapes
+from isp.weights.declare import WeightHolder, as_chunks
 from isp.weights.phase import Phase
 from isp.weights.trace import Block
 from isp.weights.wp import WPCommunicator
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = [
-    "Attend",
-    "Event",
-    "Gradient",
-    "Launch",
-    "Loss",
-    "Product",
-    "Reach",
-    "Read",
-    "Rehearsal",
-    "Saved",
-    "Tapes",
-    "Wait",
-    "rehearsal",
-    "tapes_of",
-]
-
-
-class Launch(NamedTuple):
-    """A transfer sets off."""
-
-    number: int
-    trip: Trip
-
-
-class Wait(NamedTuple):
-    """A transfer is waited for."""
-
-    number: int
-
-
-class Reach(NamedTuple):
-    """A visit begins; in backward only that of a layer whose input has a gradient."""
-
-    visit: int
-    phase: Phase
-
-
-class Read(NamedTuple):
-    """The weight of a visit is read."""
-
-    visit: int
-    phase: Phase
-
-
-class Product(NamedTuple):
-    """Matrices are multiplied."""
-
-    flops: int
-
-
-class Attend(NamedTuple):
-    """Local attention, or its gradient."""
-
-    phase: Phase
-
-
-class Gradient(NamedTuple):
-    """The gradient of the weight, or bias, of a visit is there."""
-
-    visit: int
-    is_bias: bool
-
-
-class Loss(NamedTuple):
-    """The loss of the logits, or its gradient."""
-
-
-Event = Launch | Wait | Reach | Read | Product | Attend | Gradient | Loss
-
-
-class Saved(NamedTuple):
-    """Bytes that are kept for backward, by who keeps them."""
-
-    activations: int = 0
-    attention: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.activations + self.attention
-
-
-class Tapes(NamedTuple):
-    """What a block does for one micro-batch."""
-
-    forward: tuple[Event, ...]
-    backward: tuple[Event, ...]
-    """With what is recomputed for it."""
-    saved: Saved
-    """What it keeps from the one to the other."""
+__all__ = ["Rehearsal", "rehearsal", "tapes_of"]
 
 
 class Rehearsal(NamedTuple):
@@ -156,14 +66,6 @@ def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
 
 def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsal:
     """A micro-batch on the rank at `place`, all layers recomputed or none."""
-    model = replace(
-        case.model,
-        num_layers=2,
-        checkpoint=float(recomputed),
-        checkpoint_keeps_attention=recomputed and case.model.checkpoint_keeps_attention,
-        checkpoint_distribute_activations=recomputed
-        and case.model.checkpoint_distribute_activations,
-    )
     part = _Part(
         case.mode,
         case.topology.tensor,
@@ -172,7 +74,19 @@ def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsa
         case.parallel.weight.vocab_parallel_loss,
     )
     dtype = getattr(torch, case.dtype)
+    model = _two_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, dtype, case.on_cpu)
+
+
+@lru_cache(maxsize=64)
+def _two_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
+    return replace(
+        model,
+        num_layers=2,
+        checkpoint=float(recomputed),
+        checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
+        checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
+    )
 
 
 class _Part(NamedTuple):
@@ -193,7 +107,7 @@ def _rehearsed(
     model: ModelConfig, part: _Part, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
 ) -> Rehearsal:
     """Two layers stand for all: what the first keeps beyond the second is shared."""
-    recorder, facts = _Recorder(), part.mode.facts
+    recorder, facts = Recorder(), part.mode.facts
     tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
     layers = (LayerFactory if on_cpu else _CudaLayers)(
         mode=part.mode,
@@ -229,108 +143,10 @@ def _rehearsed(
     return Rehearsal(dict(zip(kinds, tapes, strict=True)), shared, saved[-1].total)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Memory that is kept for backward."""
-
-    block: int
-    memory: torch.UntypedStorage
-    by_attention: bool = False
-
-
-class _Recorder:
-    """Notes what happens, under the block in which it does."""
-
-    def __init__(self) -> None:
-        self.phase = Phase.FORWARD
-        self.attends = False
-        """Whether local attention runs."""
-        self._block = 0
-        self._ahead = 0
-        """The block that what is kept belongs to: the next from a block's last visit on."""
-        self._launched = 0
-        self._known: set[int] = set()
-        self._kept: dict[int, _Kept] = {}
-        """By the storage."""
-        self._places: dict[int, tuple[int, int]] = {}
-        """Block and visit, by the id of the module that is called there."""
-        self._lasts: set[int] = set()
-        """Those of the last visits of blocks."""
-        self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
-        """By block, and whether in forward."""
-
-    def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
-        """Note when a visit of `blocks` is reached."""
-        for b, block in enumerate(blocks):
-            for v, visit in enumerate(block.visits):
-                module = visit.at if visit.layer is None else visit.layer
-                assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
-                assert id(module) not in self._places, f"{visit.name} is called twice"
-                self._places[id(module)] = b, v
-                module.register_forward_pre_hook(self._begins)
-                module.register_forward_hook(self._ends)
-            self._lasts.add(id(module))
-
-    def note(self, event: Event) -> None:
-        """Something happens in the block that runs."""
-        self._events[self._block, self.phase is Phase.FORWARD].append(event)
-
-    def launched(self, trip: Trip) -> Callable[[], None]:
-        """A transfer sets off."""
-        self._launched += 1
-        number = self._launched
-        self.note(Launch(number, trip))
-        return lambda: self.note(Wait(number))
-
-    def visit_of(self, layer: WeightHolder) -> int:
-        """The visit of a layer in its block."""
-        return self._places[id(layer)][1]
-
-    def tapes(self, block: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """What a block did, forward and back."""
-        return tuple(self._events[block, True]), tuple(self._events[block, False])
-
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """These are there in any case."""
-        self._known = {x.untyped_storage()._cdata for x in tensors}
-
-    def keep(self, x: Tensor) -> Tensor:
-        """Autograd keeps x."""
-        memory = x.untyped_storage()
-        if memory._cdata not in self._known:
-            kept = self._kept.setdefault(memory._cdata, _Kept(self._ahead, memory))
-            kept.by_attention |= self.attends
-        return x
-
-    def saved(self, num_blocks: int) -> list[Saved]:
-        """What each block keeps, memory once, for the first that does."""
-        found = [[0, 0] for _ in range(num_blocks)]
-        for kept in self._kept.values():
-            found[kept.block][kept.by_attention] += kept.memory.nbytes()
-        return [Saved(*sizes) for sizes in found]
-
-    def _begins(self, module: nn.Module, _: Any) -> None:
-        block, visit = self._places[id(module)]
-        if self.phase is Phase.FORWARD:
-            self._block = block
-        self.note(Reach(visit, self.phase))
-
-    def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
-        """A block goes back from the moment at which the gradient of a visit's result is there."""
-        if self.phase is not Phase.FORWARD:
-            return
-        block, _ = self._places[id(module)]
-        self._ahead = block + (id(module) in self._lasts)
-        y.register_hook(lambda _: self._goes_back(block))
-
-    def _goes_back(self, block: int) -> None:
-        self._block = block
-
-
 class _DryWeights(WPCommunicator):
     """Notes who reads weights and has gradients; weights are whole where they are gathered."""
 
-    def __init__(self, recorder: _Recorder, *, gathers: bool) -> None:
+    def __init__(self, recorder: Recorder, *, gathers: bool) -> None:
         self.gathers_weights = gathers
         self._recorder = recorder
 
@@ -370,7 +186,7 @@ class _DryWeights(WPCommunicator):
 class _DryAttention:
     """Local attention that attends to nothing."""
 
-    def __init__(self, recorder: _Recorder, on_cpu: bool) -> None:
+    def __init__(self, recorder: Recorder, on_cpu: bool) -> None:
         self._recorder = recorder
         self._on_cpu = on_cpu
 
@@ -389,7 +205,7 @@ class _DryAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, statistics: torch.dtype, recorder: _Recorder
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, statistics: torch.dtype, recorder: Recorder
     ) -> Tensor:
         ctx.recorder = recorder
         recorder.note(Attend(recorder.phase))
@@ -434,7 +250,7 @@ class _Norm(torch.autograd.Function):
 class _Products(TorchDispatchMode):
     """Notes the products of matrices."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 

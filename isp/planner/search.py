@@ -16,7 +16,8 @@ from isp.planner.declared import blocks_of
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
-from isp.planner.rehearsal import Attend, Launch, Loss, Product, Reach, tapes_of
+from isp.planner.rehearsal import tapes_of
+from isp.planner.tape import Attend, Launch, Loss, Product, Reach
 from isp.weights.phase import Phase
 from isp.weights.trace import Block
 

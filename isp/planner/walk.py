@@ -20,18 +20,8 @@ from isp.planner.costs import Costs
 from isp.planner.declared import actions_of, biases_of, stage_chunks
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import (
-    Attend,
-    Event,
-    Gradient,
-    Launch,
-    Loss,
-    Product,
-    Reach,
-    Read,
-    Wait,
-    tapes_of,
-)
+from isp.planner.rehearsal import tapes_of
+from isp.planner.tape import Attend, Event, Gradient, Launch, Loss, Product, Reach, Read, Wait
 from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace

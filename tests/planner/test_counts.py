@@ -15,7 +15,8 @@ from isp.planner.case import Case
 from isp.planner.counts import _gathers, block_trips, gathers, gradients_of, traffic
 from isp.planner.declared import few_micro_batches, stage_chunks
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import Launch, tapes_of
+from isp.planner.rehearsal import tapes_of
+from isp.planner.tape import Launch
 from isp.train.batches import share_micro_batches
 from isp.weights.trace import Block
 from model.config import ModelConfig
