@@ -53,6 +53,7 @@ class DryChannel(Channel):
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
         keep: tuple[Tensor, ...],
+        pair: tuple[int, ...] = (),
     ) -> Pending:
         arrive = self.listener.launched(Trip(kind, self.name, label, sent_bytes))
 

@@ -20,7 +20,7 @@ from isp.planner.declared import (
 )
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Gradient, Launch
+from isp.planner.tape import Gradient, Launch, Tapes
 from isp.weights.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, Block, Chunks
@@ -64,15 +64,17 @@ def traffic(case: Case, rank: int) -> Traffic:
     """What `rank` sends in a step, from the broadcast of the data to the published weights."""
     place = case.place(rank)
     found: Counter[tuple[str, Trip]] = Counter()
-    for block in (block for chunk in stage_chunks(case, place.stage) for block in chunk):
-        for what, trip in block_trips(case, place, block):
+    blocks = [block for chunk in stage_chunks(case, place.stage) for block in chunk]
+    tapes = tapes_of(case, place, blocks)
+    for block in blocks:
+        for what, trip in block_trips(tapes[block.name]):
             found[what, trip] += case.micro_num
     send = between_stages(case)
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
         found["activations", hop] += case.micro_num * sum(
             sum(ends) for ends in neighbours_of(case, place.stage)
         )
-    found.update(_weight_trips(case, place))
+    found.update(_weight_trips(case, place, blocks, tapes))
     found.update(_ends_of_step(case, place))
     return Traffic(
         _sum(((trip.kind, trip.channel), trip, n) for (_, trip), n in found.items() if n),
@@ -88,9 +90,8 @@ def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
     return found
 
 
-def block_trips(case: Case, place: Place, block: Block) -> Iterator[tuple[str, Trip]]:
+def block_trips(tapes: Tapes) -> Iterator[tuple[str, Trip]]:
     """What travels for one micro-batch in a block, besides weights and their gradients."""
-    tapes = tapes_of(case, place, block)
     for event in (*tapes.forward, *tapes.backward):
         if isinstance(event, Launch):
             yield _subject(event.trip), event.trip
@@ -108,10 +109,10 @@ def _subject(trip: Trip) -> str:
     return "activations"
 
 
-def gradients_of(case: Case, place: Place, block: Block) -> list[str]:
+def gradients_of(block: Block, tapes: Tapes) -> list[str]:
     """The parameters whose gradients the backward of a block gives, in order."""
     found = []
-    for event in tapes_of(case, place, block).backward:
+    for event in tapes.backward:
         if isinstance(event, Gradient):
             visit = block.visits[event.visit]
             name = visit.bias if event.is_bias else visit.weight
@@ -126,7 +127,9 @@ def between_stages(case: Case) -> Trip:
     return Trip("send", Axis.PIPELINE.value, "activations", sent)
 
 
-def _weight_trips(case: Case, place: Place) -> Counter[tuple[str, Trip]]:
+def _weight_trips(
+    case: Case, place: Place, blocks: list[Block], tapes: dict[str, Tapes]
+) -> Counter[tuple[str, Trip]]:
     """Weights gathered, and their gradients summed."""
     found: Counter[tuple[str, Trip]] = Counter()
     if not case.gathers_weights:
@@ -136,8 +139,8 @@ def _weight_trips(case: Case, place: Place) -> Counter[tuple[str, Trip]]:
     for weight, count in gathers(case, place.stage).items():
         rank.gather(weight)
         found["weights", heard.pop()] += count
-    for block in (block for chunk in stage_chunks(case, place.stage) for block in chunk):
-        for name in gradients_of(case, place, block):
+    for block in blocks:
+        for name in gradients_of(block, tapes[block.name]):
             rank.reduce(name)
             found["weight gradients", heard.pop()] += case.micro_num
     return found

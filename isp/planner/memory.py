@@ -148,11 +148,11 @@ def _backward(
         yield moment("the loss", kept, before, _loss_bytes(case, place))
         after += 0 if case.gathers_weights else _full_gradient(case, place, head)
         yield moment(f"the backward of {head.name}", kept, after, case.logits * case.item_bytes)
+    plain = tapes_of(case, place, (b._replace(recomputed=False) for b in ends.between))
     for block, held in zip(reversed(ends.between), reversed(own.layers), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         work = _work(case) + flights[block.name].before
-        whole = tapes_of(case, place, block._replace(recomputed=False)).saved
-        yield moment(f"the backward of {block.name}", _sum([kept, whole]), work)
+        yield moment(f"the backward of {block.name}", _sum([kept, plain[block.name].saved]), work)
     if ends.first:
         table = chunk[0]
         full = 0 if case.gathers_weights else _full_gradient(case, place, table)
@@ -170,7 +170,7 @@ class _Kept:
     @classmethod
     def of(cls, case: Case, place: Place, chunk: tuple[Block, ...]) -> _Kept:
         between = Ends.of(case, chunk).between
-        saved = [tapes_of(case, place, block).saved for block in chunk]
+        saved = [tapes.saved for tapes in tapes_of(case, place, chunk).values()]
         layers = [held for block, held in zip(chunk, saved, strict=True) if block in between]
         ends = sum(held.total for held in saved) - sum(held.total for held in layers)
         return cls(layers, ends + rehearsal(case, place).shared)
@@ -311,8 +311,9 @@ def _reduce_pool(case: Case, place: Place) -> int:
 def _reductions(case: Case, place: Place) -> tuple[dict[str, _Flight], int]:
     if not case.gathers_weights:
         return {}, 0
-    blocks = reversed(_blocks(case, place))
-    order = tuple((block.name, tuple(gradients_of(case, place, block))) for block in blocks)
+    blocks = _blocks(case, place)[::-1]
+    tapes = tapes_of(case, place, blocks)
+    order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
     alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
     alike = replace(alike, topology=replace(alike.topology, zero1=1))
     return _reduced(alike, place._replace(tensor=0, zero1=0), order)

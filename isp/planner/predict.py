@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 from isp.pipeline.timeline import timeline
@@ -138,12 +139,12 @@ def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     order = order_of(case)
     costs, place = Costs(case, case.place(0), fabric.device), case.place(0)
 
-    def seconds(block: Block) -> float:
-        events = tapes_of(case, place, block).forward
+    def seconds(blocks: tuple[Block, ...]) -> float:
+        events = chain(*(tapes.forward for tapes in tapes_of(case, place, blocks).values()))
         return sum(costs.product(event.flops) for event in events if isinstance(event, Product))
 
     return {
-        stage: sum(seconds(block) for block in blocks)
+        stage: seconds(blocks)
         for rank in range(case.topology.pipeline)
         for stage, blocks in zip(order.stages_of(rank), stage_chunks(case, rank), strict=True)
     }

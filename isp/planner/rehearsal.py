@@ -14,7 +14,7 @@ float32 at least. What CUDA keeps has not been counted on a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -56,12 +56,15 @@ class Rehearsal(NamedTuple):
     """Bytes that the loss keeps."""
 
 
-def tapes_of(case: Case, place: Place, block: Block) -> Tapes:
-    """What `block` does on the rank at `place`."""
-    found = rehearsal(case, place, recomputed=block.recomputed).tapes
-    kind = kind_of_block(case, block)
-    assert kind in found, f"{block.name} is like no block that was rehearsed"
-    return found[kind]
+def tapes_of(case: Case, place: Place, blocks: Iterable[Block]) -> dict[str, Tapes]:
+    """What `blocks` do on the rank at `place`, by name."""
+    named = {block.name: (block.recomputed, kind_of_block(case, block)) for block in blocks}
+    found: dict[BlockKind, Tapes] = {}
+    for recomputed in {recomputed for recomputed, _ in named.values()}:
+        found |= rehearsal(case, place, recomputed=recomputed).tapes
+    for name, (_, kind) in named.items():
+        assert kind in found, f"{name} is like no block that was rehearsed"
+    return {name: found[kind] for name, (_, kind) in named.items()}
 
 
 def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsal:

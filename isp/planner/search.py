@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 
 from isp.comm.dry import Trip
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
-from isp.planner.case import Case, Place
+from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import blocks_of
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
 from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Attend, Launch, Loss, Product, Reach
+from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Tapes
 from isp.weights.phase import Phase
 from isp.weights.trace import Block
 
@@ -247,19 +248,26 @@ def _estimate(case: Case, fabric: Fabric) -> float:
     """Seconds of a step if weights and gradients hide as well as they can."""
     place, stages = case.place(0), case.topology.pipeline
     costs = Costs(case, place, fabric.device)
+    tapes = tapes_of(case, place, blocks_of(case))
+
+    def seconds(blocks: Iterable[Block]) -> float:
+        alike = [(tapes[block.name], block) for block in blocks]
+        counts = Counter(id(tape) for tape, _ in alike)  # alike blocks share their tapes
+        samples = {id(tape): (block, tape) for tape, block in alike}
+        return sum(n * _block_seconds(case, costs, fabric, *samples[i]) for i, n in counts.items())
+
     first, *layers, last = blocks_of(case)
-    block = sum(_block_seconds(case, place, costs, fabric, layer) for layer in layers)
+    block = seconds(layers)
     if case.gathers_weights:
         block = max(block, len(layers) * _weight_seconds(case, fabric))
-    ends = sum(_block_seconds(case, place, costs, fabric, end) for end in (first, last))
-    micro = block / stages + ends / (1 if stages == 1 else 2)
+    micro = block / stages + seconds((first, last)) / (1 if stages == 1 else 2)
     return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
 
 
-def _block_seconds(case: Case, place: Place, costs: Costs, fabric: Fabric, block: Block) -> float:
+def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes: Tapes) -> float:
     """Seconds of a block, forward and back, if nothing but weights and gradients hides."""
     seconds = 0.0
-    for event in chain(*tapes_of(case, place, block)):
+    for event in (*tapes.forward, *tapes.backward):
         match event:
             case Launch(_, trip):
                 seconds += fabric.seconds(case, trip)

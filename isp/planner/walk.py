@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from isp.comm.dry import Trip
 from isp.parallel import Axis
@@ -66,6 +67,7 @@ class Walk:
         self.dry = DryRank(case, self.place, self)
         self.costs = Costs(case, self.place, self.fabric.device)
         self.chunks = stage_chunks(case, self.place.stage)
+        self.tapes = tapes_of(case, self.place, chain(*self.chunks))
         self.biases = biases_of(self.chunks)
         self.overlap = case.parallel.weight.overlap
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
@@ -121,7 +123,7 @@ class Walk:
 
     def _pass(self, span: Span, acts: Acts) -> None:
         block = self.chunks[span.action.chunk][span.block]
-        tapes = tapes_of(self.case, self.place, block)
+        tapes = self.tapes[block.name]
         forward = span.action.kind is ActionKind.FORWARD
         if forward:
             for visit in block.visits:

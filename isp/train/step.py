@@ -249,7 +249,8 @@ class _Work:
     def between(self, micro_batch: int) -> Tensor:
         """A new tensor such as travels between stages, [B, S', D]."""
         step, (rows, tokens) = self._step, self.tokens[micro_batch].shape
-        if step.mesh.topology.mode in (Mode.MSP, Mode.FSP):
+        facts = step.mesh.topology.mode.facts
+        if facts.splits_sequence and not facts.slices_batch:
             tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
         weight = next(step.chunks[0].parameters())
         return weight.new_empty(rows, tokens, step.chunks[0].config.hidden_size)

@@ -171,10 +171,10 @@ def test_volumes_of_a_block_are_those_of_the_papers(
     """
     case, block = _whole_block(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
-    place = case.place(0)
-    sent = sum(trip.sent_bytes for _, trip in block_trips(case, place, block))
+    tapes = tapes_of(case, case.place(0), [block])[block.name]
+    sent = sum(trip.sent_bytes for _, trip in block_trips(tapes))
     assert sent == (forward + backward) * unit
-    launches = [e for e in tapes_of(case, place, block).forward if isinstance(e, Launch)]
+    launches = [e for e in tapes.forward if isinstance(e, Launch)]
     assert sum(launch.trip.sent_bytes for launch in launches) == forward * unit
     assert case.model.kv_heads == case.model.num_heads
 
@@ -187,12 +187,13 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     """
     case, block = _whole_block(Mode.ISP, tensor=4, weight=4)
     place = case.place(0)
+    tapes = tapes_of(case, place, [block])[block.name]
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
-    assert sum(trip.sent_bytes for _, trip in block_trips(case, place, block)) == 8 * heads
+    assert sum(trip.sent_bytes for _, trip in block_trips(tapes)) == 8 * heads
     weights = 4 * 32 * 32 + 3 * 32 * 40
     heard = Heard()
     rank = DryRank(case, place, heard)
-    for name in gradients_of(case, place, block):
+    for name in gradients_of(block, tapes):
         rank.reduce(name)
     assert {trip.kind for trip in heard} == {"reduce_scatter"}
     assert sum(trip.sent_bytes for trip in heard) == weights * 4 * 3 // 4

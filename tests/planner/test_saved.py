@@ -109,7 +109,7 @@ def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         for rank in range(world):
             place = case.place(rank)
             (blocks,) = stage_chunks(case, 0)
-            kept = sum(tapes_of(case, place, block).saved.total for block in blocks)
+            kept = sum(t.saved.total for t in tapes_of(case, place, blocks).values())
             common = rehearsal(case, place)
             found = of_ranks[rank][number]
             assert found == (kept + common.shared, common.loss), f"{layout} {dtype} {config}"
