@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from isp.checkpoint.agreement import attempt_first
+from isp.comm import Channel
 from isp.config import JobConfig
 from isp.metrics import (
     MetricsFile,
@@ -22,15 +24,16 @@ __all__ = ["StepOutputs"]
 class StepOutputs:
     """On rank 0 the files of metrics, and a progress bar if somebody watches; on others nothing.
 
-    A context that goes on after `last_step`.
+    A context that goes on after `last_step`; all ranks of `host` enter it together. Raises
+    CheckpointError on all of them if a file cannot be opened, or is none of ours.
     """
 
     def __init__(
-        self, config: JobConfig, folder: RunFolder, *, rank: int, last_step: int = 0
+        self, config: JobConfig, folder: RunFolder, host: Channel, *, last_step: int
     ) -> None:
         self._config = config
         self._folder = folder
-        self._rank = rank
+        self._host = host
         self._last_step = last_step
         self._stack = ExitStack()
         self._files: list[MetricsFile | TensorBoardFile] = []
@@ -47,12 +50,10 @@ class StepOutputs:
             self._bar.show(loss=loss, eta_seconds=eta_seconds)
 
     def __enter__(self) -> Self:
-        if self._rank == 0:
-            self._open_files()
-            self._bar = self._open_bar()
+        attempt_first(self._host, f"writing on in {self._folder.path}", self._open)
         return self
 
-    def _open_files(self) -> None:
+    def _open(self) -> None:
         metrics, last_step = self._config.metrics, self._last_step
         self._files.append(
             self._stack.enter_context(self._folder.open_metrics(last_step=last_step))
@@ -62,6 +63,7 @@ class StepOutputs:
             self._files.append(
                 self._stack.enter_context(TensorBoardFile(folder, last_step=last_step))
             )
+        self._bar = self._open_bar()
 
     def _open_bar(self) -> ProgressBar | None:
         stream = watched_stream()

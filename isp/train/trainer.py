@@ -120,8 +120,7 @@ class Trainer:
         """
         self.step, self.tokens = self._checkpoints.begin(start)
         stopped: str | None = None
-        rank = self.mesh.rank
-        with StepOutputs(self.config, self.folder, rank=rank, last_step=self.step) as outputs:
+        with StepOutputs(self.config, self.folder, self.mesh.host, last_step=self.step) as outputs:
             self._meter.restart()
             first = self.step + 1
             while self.step < self.config.training.steps and stopped is None:

@@ -96,11 +96,15 @@ def _rank(
 
 def _run(world: int, config: JobConfig, at_step: int = 0, act: Any = None) -> Path:
     """Run the job; the folder of the newest run."""
+    run_ranks(world, _rank, config, _free_port(), at_step, act, timeout_seconds=100)
+    return _latest(config)
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_ranks(world, _rank, config, port, at_step, act, timeout_seconds=100)
-    return _latest(config)
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _latest(config: JobConfig) -> Path:
@@ -317,6 +321,25 @@ def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
         log = (_latest(one) / "logs/rank_0.log").read_text()
         assert log.count("Trying again for") == 4
         assert "done:" not in log
+
+
+def _refusal(rank: int, *args: Any) -> str:
+    try:
+        _rank(rank, *args, 0, None)
+    except OSError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_broken_line_of_numbers_ends_all_ranks(config):
+    """Catches a first rank that gives up alone, and others that wait for it until a time-out."""
+    config = replace(config, parallel=MTP_2, training=replace(config.training, steps=2))
+    with (_run(2, config) / "metrics.jsonl").open("a") as file:
+        file.write("no record\n")
+    more = replace(config, training=replace(config.training, steps=3))
+    first, second = run_ranks(2, _refusal, more, _free_port(), timeout_seconds=100)
+    assert first == second
+    assert "metrics.jsonl, line 3 is not a record of a step: repair it" in first
 
 
 def test_more_steps_continue_a_finished_run(config):
