@@ -48,7 +48,7 @@ class PackedDataset:
     is dropped, another part each epoch. The stream is never built, nor is the order of the pieces:
     a sample works out its place, finds its documents by bisection and reads only its own tokens. So
     opening reads no tokens, and an epoch costs one permutation of the documents: in all about 80
-    bytes of memory and 0.2 microseconds a document, whatever their length.
+    bytes of memory and half a microsecond a document, whatever their length.
 
     With `pack`, a document is a world of its own: positions restart at each piece, and the last
     token before another document has no label. Without, the stream is cut as it is.
