@@ -142,6 +142,7 @@ class IndexedDatasetWriter:
 
     Nothing appears under the final names before the end, so a killed writer leaves at most
     `.partial` files, which the next one replaces. Memory: 4 bytes a sequence, 8 a document.
+    Entering raises ValueError where files cannot be made.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -153,8 +154,14 @@ class IndexedDatasetWriter:
         self._document_indices = array("q", [0])
 
     def __enter__(self) -> Self:
-        self._prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin: IO[bytes] = self._partial(".bin").open("wb")
+        try:
+            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin: IO[bytes] = self._partial(".bin").open("wb")
+        except OSError as error:
+            raise ValueError(
+                f"output={self._prefix}: cannot write to {error.filename} ({error.strerror}): name"
+                f" a path whose folder is there or can be made"
+            ) from error
         return self
 
     def add_document(self, *sequences: TokenArray) -> None:

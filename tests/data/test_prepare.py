@@ -59,3 +59,11 @@ def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="input=gone does not exist"):
         prepare("gone", tmp_path / "q", progress=False)
     assert not list(tmp_path.glob("q*"))
+
+
+@pytest.mark.parametrize("output", ["file/x", "file/x/y"])
+def test_an_output_that_cannot_be_written(tmp_path: Path, output: str) -> None:
+    """Catches "File exists" alone, which does not say what is wrong with the output."""
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match=rf"^output=.*{output}: cannot write to .*: name a path"):
+        prepare(str(tmp_path / "file"), tmp_path / output, progress=False)
