@@ -35,6 +35,16 @@ class AttentionBackend(StrEnum):
         }
         return packages.get(self)
 
+    @property
+    def remedy(self) -> str:
+        """How to get it; empty: torch has it."""
+        remedies = {
+            "flash2": "pip install flash-attn --no-build-isolation",
+            "flash3": "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention",
+            "flash4": "pip install flash-attn-4",
+        }
+        return remedies.get(self, "")
+
     def check_fits(self, device: str, dtype: str) -> None:
         """Raise ValueError if it cannot compute in `dtype` on a `device` of this type."""
         anywhere = self in (AttentionBackend.AUTO, AttentionBackend.SDPA)

@@ -127,12 +127,11 @@ class JobConfig:
                 " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
                 " metrics.jsonl has the same numbers"
             )
-        package = self.model.attention_backend.package
-        if package is not None and importlib.util.find_spec(package) is None:
+        backend = self.model.attention_backend
+        if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(
-                f"model.attention_backend={self.model.attention_backend} needs the package"
-                f" {package}, which is not installed: use auto, which takes the fastest that is"
-                f" there"
+                f"model.attention_backend={backend} needs the package {backend.package}, which is"
+                f" not installed: {backend.remedy}, or use auto, the fastest that is there"
             )
 
     def unused(self) -> list[str]:

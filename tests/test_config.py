@@ -346,7 +346,8 @@ def test_an_attention_whose_package_is_missing_is_refused(write):
     overrides = ["--model.attention_backend=flash3", "--training.dtype=bfloat16"]
     config = load_config(write(MINIMAL), overrides)
     with pytest.raises(
-        ConfigError, match=r"flash3 needs the package flash_attn_interface, .* auto"
+        ConfigError,
+        match=r"flash3 needs the package flash_attn_interface, .*: build it .*, or use auto",
     ):
         config.require_packages()
 

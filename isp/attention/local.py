@@ -47,13 +47,6 @@ _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
     AttentionBackend.FLASH3: Flash3Attention,
     AttentionBackend.FLASH4: Flash4Attention,
 }
-_REMEDIES = {
-    AttentionBackend.VARLEN: "install torch 2.11 or later",
-    AttentionBackend.FLASH2: "pip install flash-attn --no-build-isolation",
-    AttentionBackend.FLASH3: "build it in the `hopper` folder of"
-    " github.com/Dao-AILab/flash-attention",
-    AttentionBackend.FLASH4: "pip install flash-attn-4",
-}
 
 
 def choose_backend(
@@ -94,7 +87,7 @@ def make_local_attention(
         logger.info("attention: %s (auto%s)", chosen, passed_over)
         return _make(chosen, device, scale)
     if backend is not AttentionBackend.SDPA and (fault := fault_of(backend)):
-        remedy = f"{_REMEDIES[backend]}, or " if backend in _REMEDIES else ""
+        remedy = f"{backend.remedy}, or " if backend.remedy else ""
         raise ValueError(
             f"model.attention_backend={backend} does not run here ({fault}): {remedy}use"
             f" model.attention_backend=auto"
