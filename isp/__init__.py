@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from isp.attention.distributed import DistributedAttention
     from isp.attention.exchange import SeqAllToAll
-    from isp.scheduler_hook import ISPCommunicatorSchedulerHook
+    from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
     from isp.weights.ends import (
         EmbeddingWeightParallelCommunicator,
@@ -27,7 +27,7 @@ _HOMES = {
     "HeadWeightParallelCommunicator": "isp.weights.ends",
     "ISPCommModelConfig": "isp.weights.communicator",
     "ISPCommunicator": "isp.weights.communicator",
-    "ISPCommunicatorSchedulerHook": "isp.scheduler_hook",
+    "ISPCommunicatorSchedulerHook": "isp.pipeline.hooks",
     "ISPCommunicatorWrapper": "isp.weights.wrapper",
     "ISPOverlapState": "isp.weights.communicator",
     "MemoryPool": "isp.weights.pool",

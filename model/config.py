@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from isp.attention_backend import AttentionBackend
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.section import Count, Fraction, NotNegative, Size, section
+from isp.settings.attention_backend import AttentionBackend
+from isp.settings.section import Count, Fraction, NotNegative, Size, section
 
 __all__ = ["ModelConfig", "check_layout"]
 

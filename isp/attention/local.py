@@ -15,7 +15,7 @@ from isp.attention.flash import Flash2Attention, Flash3Attention, Flash4Attentio
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import SdpaAttention, SdpaKernel
 from isp.attention.varlen import VarlenAttention
-from isp.attention_backend import AttentionBackend
+from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
     "AttentionBackend",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import LAUNCHER_REPORTS
 from isp.cli.rank_folder import rank_folder
-from isp.signals import StopRequest
+from isp.run.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

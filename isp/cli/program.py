@@ -213,7 +213,7 @@ class _HelpKeys(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         from isp.config import JobConfig
-        from isp.config_keys import KeyTable
+        from isp.config.keys import KeyTable
 
         try:
             print(KeyTable.of(JobConfig).reference(None if values is None else str(values)))

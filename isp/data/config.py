@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from isp.section import Count, Text, section
+from isp.settings.section import Count, Text, section
 
 __all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig"]
 

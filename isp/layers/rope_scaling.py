@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from isp.section import Count, CountOrZero, NotNegative, Positive, section
+from isp.settings.section import Count, CountOrZero, NotNegative, Positive, section
 
 __all__ = ["RopeScaling", "RopeScalingType"]
 

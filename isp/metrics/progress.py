@@ -8,7 +8,7 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
-from isp.durations import format_duration
+from isp.settings.durations import format_duration
 
 __all__ = ["ProgressBar", "watched_stream"]
 
@@ -21,7 +21,7 @@ def watched_stream() -> TextIO | None:
 class ProgressBar:
     """A bar of `total` steps, of which `done` are, at the bottom of the terminal behind `stream`.
 
-    Log lines appear above it: `isp.run_logging` writes them so. A terminal that goes away takes
+    Log lines appear above it: `isp.run.log_files` writes them so. A terminal that goes away takes
     the bar with it, and nothing else.
     """
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from isp.durations import format_duration
+from isp.settings.durations import format_duration
 
 __all__ = ["Speed", "StepRecord", "speed"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isp.section import Ranks, section
+from isp.settings.section import Ranks, section
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients
+from isp.pipeline.hooks import SchedulerHook
 from isp.pipeline.order import PipelineOrder
 from isp.pipeline.program import Hop, program
-from isp.scheduler_hook import SchedulerHook
 from isp.weights.trace import Action, ActionKind
 
 __all__ = ["Pipeline", "StageWork"]

@@ -12,12 +12,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from isp.comm.dry import Trip
 from isp.config import ConfigError
-from isp.config_faults import describe_faults
-from isp.config_keys import KeyTable
+from isp.config.faults import describe_faults
+from isp.config.keys import KeyTable
+from isp.config.yaml_file import KeyPath, read_yaml
 from isp.parallel import Axis
 from isp.planner.case import Case
-from isp.section import NotNegative, Positive, Ranks, section
-from isp.yaml_file import KeyPath, read_yaml
+from isp.settings.section import NotNegative, Positive, Ranks, section
 
 __all__ = ["DeviceSpec", "Fabric", "LinkSpec", "axis_of", "known_fabrics", "load_fabric"]
 

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from isp.config import JobConfig, load_config
-from isp.environment import Environment
 from isp.metrics import StepRecord, read_metrics
 from isp.report.page import Page, Section
 from isp.report.style import (
@@ -28,7 +27,8 @@ from isp.report.style import (
     legend_above,
     new_axes,
 )
-from isp.run_folder import RunFolder
+from isp.run.environment import Environment
+from isp.run.folder import RunFolder
 
 __all__ = ["Means", "means", "run_page"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp.profile import Profile
-from isp.run_folder import RunFolder
+from isp.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from isp.report.page import Page

@@ -10,7 +10,7 @@ from isp.comm import CommLog
 from isp.comm.log import Transfer
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
-from isp.train.phases import PhaseClock, PhaseTimes, RunPhase, training_seconds
+from isp.metrics.phases import PhaseClock, PhaseTimes, RunPhase, training_seconds
 from isp.train.step import StepOutcome
 from model.config import ModelConfig
 from model.flops import flops_per_step

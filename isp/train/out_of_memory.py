@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from isp.environment import RankPlace
 from isp.metrics import peak_memory_gib
+from isp.run.environment import RankPlace
 from isp.train.memory import MemoryOwner, describe_owners
 
 __all__ = ["MemoryGuard", "OutOfMemory", "memory_guard"]

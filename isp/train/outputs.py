@@ -16,7 +16,7 @@ from isp.metrics import (
     TensorBoardFile,
     watched_stream,
 )
-from isp.run_folder import RunFolder
+from isp.run.folder import RunFolder
 
 __all__ = ["StepOutputs"]
 

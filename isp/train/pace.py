@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from isp.config import JobConfig
-from isp.train.phases import PhaseTimes, RunPhase, training_seconds
+from isp.metrics.phases import PhaseTimes, RunPhase, training_seconds
 
 __all__ = ["Pace"]
 

@@ -19,7 +19,7 @@ from isp.parallel import Mode
 from isp.profile.clock import clock_lead
 from isp.profile.table import describe
 from isp.report import write_report
-from isp.run_folder import run_name
+from isp.run.folder import run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.make_step import make_train_step
 from isp.train.profile_parts import (

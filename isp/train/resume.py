@@ -23,7 +23,7 @@ from isp.checkpoint.lock import folder_lock
 from isp.checkpoint.shapes import check_shapes
 from isp.config import JobConfig
 from isp.parallel import Topology
-from isp.run_folder import (
+from isp.run.folder import (
     RunFolder,
     earlier_runs,
     explained,

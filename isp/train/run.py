@@ -13,10 +13,10 @@ import torch
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
-from isp.environment import Environment, RankPlace
-from isp.run_folder import RunFolder
-from isp.run_logging import run_logging
-from isp.signals import StopRequest
+from isp.run.environment import Environment, RankPlace
+from isp.run.folder import RunFolder
+from isp.run.log_files import run_logging
+from isp.run.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
 from isp.train.out_of_memory import memory_guard
 from isp.train.param_names import check_param_groups

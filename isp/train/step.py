@@ -13,13 +13,13 @@ from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
+from isp.metrics.phases import PhaseClock, RunPhase
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.pipeline import Pipeline
-from isp.scheduler_hook import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
+from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
 from isp.train.batches import slice_sequence
 from isp.train.build import BuiltModel
-from isp.train.phases import PhaseClock, RunPhase
 
 __all__ = ["StepOutcome", "TrainStep"]
 

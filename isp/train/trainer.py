@@ -15,10 +15,11 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
+from isp.metrics.phases import PhaseClock, RunPhase
 from isp.optim import learning_rate
 from isp.parallel import Axis
-from isp.run_folder import RunFolder
-from isp.signals import StopRequest
+from isp.run.folder import RunFolder
+from isp.run.signals import StopRequest
 from isp.train.agreement import StepFacts, agree
 from isp.train.data import StepData
 from isp.train.make_step import make_train_step
@@ -26,7 +27,6 @@ from isp.train.memory import MemoryOwner, memory_owners
 from isp.train.meter import StepMeter, model_flops
 from isp.train.outputs import StepOutputs
 from isp.train.pace import Pace
-from isp.train.phases import PhaseClock, RunPhase
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints

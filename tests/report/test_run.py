@@ -14,12 +14,12 @@ from typing import NamedTuple
 import pytest
 
 from isp.cli import main
-from isp.environment import Environment, RankPlace
 from isp.metrics import MetricsFile, StepRecord
 from isp.report import run
 from isp.report.run import means, run_command, run_page
 from isp.report.style import PHONE, WIDE, to_svg
-from isp.run_folder import RunFolder
+from isp.run.environment import Environment, RankPlace
+from isp.run.folder import RunFolder
 from tests.metrics.test_record import RECORD
 from tests.report.html_page import HtmlPage
 

@@ -15,7 +15,7 @@ from isp.checkpoint import CheckpointError
 from isp.checkpoint.choice import candidates_at, preview
 from isp.checkpoint.lock import folder_lock
 from isp.config import JobConfig, load_config
-from isp.run_folder import run_name
+from isp.run.folder import run_name
 from isp.train import resume
 from isp.train.changes import check_changes
 from isp.train.resume import Start, check_start, open_run

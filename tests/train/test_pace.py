@@ -12,8 +12,8 @@ from isp.config import (
     TrainingConfig,
     ValidationConfig,
 )
+from isp.metrics.phases import PhaseTimes, RunPhase
 from isp.train.pace import Pace
-from isp.train.phases import PhaseTimes, RunPhase
 
 
 def job(*, freq: int = 0, interval: int = 0) -> JobConfig:

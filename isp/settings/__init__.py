@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from isp.durations import parse_duration
-from isp.section import (
+from isp.settings.durations import parse_duration
+from isp.settings.section import (
     Count,
     CountOrZero,
     Fraction,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from isp.environment import Environment, RankPlace
 from isp.metrics import read_metrics
-from isp.run_folder import RunFolder, earlier_runs, run_name
+from isp.run.environment import Environment, RankPlace
+from isp.run.folder import RunFolder, earlier_runs, run_name
 from isp.settings import JobSection
 from tests.metrics.test_record import RECORD
 

@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from isp.yaml_file import KeyPath
+from isp.config.yaml_file import KeyPath
 
 __all__ = ["KeyTable", "docs_of", "general"]
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: YAML and overrides in, one frozen `JobConfig` out."""
+"""`JobConfig`, everything that decides a run, and how it is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from isp.config_faults import describe_faults, place
-from isp.config_keys import KeyTable
+from isp.config.faults import describe_faults, place
+from isp.config.keys import KeyTable
+from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.parallel.config import ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
-from isp.section import section
 from isp.settings import (
     CheckpointConfig,
     CommConfig,
@@ -29,7 +29,7 @@ from isp.settings import (
     TrainingConfig,
     ValidationConfig,
 )
-from isp.yaml_file import KeyPath, parse_value, read_yaml
+from isp.settings.section import section
 from model.config import ModelConfig, check_layout
 from model.presets import with_preset
 

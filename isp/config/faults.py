@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
-from isp.config_keys import KeyTable, general
-from isp.section import describe_value
-from isp.yaml_file import KeyPath
+from isp.config.keys import KeyTable, general
+from isp.config.yaml_file import KeyPath
+from isp.settings.section import describe_value
 
 __all__ = ["describe_faults", "place"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isp.durations import format_duration, parse_duration
+from isp.settings.durations import format_duration, parse_duration
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from isp.signals import StopRequest
+from isp.run.signals import StopRequest
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
@@ -71,7 +71,7 @@ def test_repeats_and_announcements_do_not_end_the_run() -> None:
 
 
 STUCK = """
-from isp.signals import StopRequest
+from isp.run.signals import StopRequest
 with StopRequest(repeat_seconds=0.0) as stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from isp.environment import Environment
 from isp.metrics import MetricsFile
+from isp.run.environment import Environment
 from isp.settings import JobSection
 
 __all__ = ["RunFolder", "earlier_runs", "explained", "latest_run", "run_name", "try_writing"]

@@ -18,7 +18,7 @@ from isp.config import (
     load_config,
     to_yaml,
 )
-from isp.config_keys import KeyTable, docs_of
+from isp.config.keys import KeyTable, docs_of
 from isp.parallel import Mode
 from isp.train.run import choose_device
 
@@ -319,7 +319,7 @@ CONFIGS = {
 
 def test_every_config_fits_its_ranks():
     """Catches a configuration that is shipped and refused."""
-    folder = Path(__file__).parent.parent / "configs"
+    folder = Path(__file__).parents[2] / "configs"
     assert {path.name for path in folder.glob("*.yaml")} == set(CONFIGS)
     for name, world in CONFIGS.items():
         config = load_config(folder / name)

@@ -12,9 +12,9 @@ import torch
 from isp.comm.log import CommLog
 from isp.config import load_config
 from isp.metrics import read_metrics
+from isp.metrics.phases import PhaseClock, RunPhase, training_seconds
 from isp.parallel import Mode
 from isp.train import main
-from isp.train.phases import PhaseClock, RunPhase, training_seconds
 from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal
 from tests.metrics.test_tensorboard import shown
@@ -160,8 +160,8 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     assert [r.step for r in records if r.eta_seconds is not None] == [2, 3, 4, 5, 6, 7]
     log = (tmp_path / "out/job/latest/logs/rank_0.log").read_text()
     assert log.count("  eta: 0:") == 6
-    *_, bar, done, end = [row for row in rows if row]
+    *_, saved, step, bar, end = [row for row in rows if row]
     assert sum(row.startswith("step: ") for row in rows) == 8
     assert bar.startswith("100%|")
     assert "8/8, loss: " in bar
-    assert (done.split()[0], end.split()[0]) == ("saved", "done:")
+    assert [row.split()[0] for row in (saved, step, end)] == ["saved", "step:", "done:"]

@@ -1,0 +1,1 @@
+"""What a run is besides its steps: its folder, its log files, its signals, its machine."""
