@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -72,10 +71,8 @@ def _decode(encoded: dict[str, Any]) -> Any:
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:
-    dtype = vars(torch).get(name)
-    whole = all(type(size) is int and size >= 0 for size in shape)
-    if not isinstance(dtype, torch.dtype) or not whole:
-        raise ValueError(f"{name} {shape} is not a tensor's dtype and shape")
-    if math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"a tensor of {name} {shape} does not have {len(data)} bytes")
-    return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)
+    dtype: Any = vars(torch).get(name)
+    try:
+        return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)
+    except (TypeError, RuntimeError):  # of no dtype, or no shape for it
+        raise ValueError(f"{name} {shape} is not a tensor of {len(data)} bytes") from None

@@ -209,6 +209,10 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "odd step": (lambda path: _change(path, step="30"), "step: Input should be a valid integer"),
     "no mode": (lambda path: _change(path, topology={"tensor": 1}), "topology.world_size"),
     "odd value": (lambda path: _change(path, shared={"$tensor": ["load", [2], ""]}), "load [2]"),
+    "endless tensor": (
+        lambda path: _change(path, shared={"$tensor": ["float32", [2**70, 0], ""]}),
+        f"float32 [{2**70}, 0] is not a tensor of 0 bytes",
+    ),
     "other values": (lambda path: _change(path, shared=[1]), "shared: Input should be"),
     "a list": (lambda path: _change(path, format=[]), "has format []"),
 }
