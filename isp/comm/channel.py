@@ -349,10 +349,11 @@ class Channel:
         """As `_wait_on_device`, with events around the transfer and the wait.
 
         A transfer ends where a stream that does nothing but wait for this channel's ends: they
-        follow each other there as they do on the wire, and hold up nothing else.
+        follow each other there as they do on the wire, and hold up nothing else. So it must be
+        none of those that gathers and NCCL run on.
         """
         launch, work = clock.mark(), start()
-        self._ends = self._ends or streams.new(clock.device)
+        self._ends = self._ends or streams.new(clock.device, priority=-1)
         with streams.on(self._ends):
             work.wait()
             end = clock.mark()

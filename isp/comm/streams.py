@@ -18,9 +18,13 @@ Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
 
-def new(device: torch.device) -> Stream | None:
-    """Another stream."""
-    return Stream(device) if device.type == "cuda" else None
+def new(device: torch.device, *, priority: int = 0) -> Stream | None:
+    """Another stream of `priority` 0 or, higher, -1.
+
+    torch has 32 streams of each, and gives them out again when it has given all: those of 0 are
+    also NCCL's, one for each of its groups.
+    """
+    return Stream(device, priority=priority) if device.type == "cuda" else None
 
 
 def current(device: torch.device) -> Stream | None:
