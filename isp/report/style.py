@@ -69,10 +69,6 @@ class Size:
     height: int
     font: float
 
-    def taller(self, factor: float) -> Size:
-        """The same width, and `factor` times the height."""
-        return Size(self.width, round(self.height * factor), self.font)
-
 
 WIDE = Size(1080, 340, 13)
 """On a desktop, and in PNGs."""
