@@ -42,7 +42,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
         raise ValueError(
             f"another run saves to {folder} ({holder}): wait until it has ended, or start a run of"
-            " its own with another job.name or checkpoint.folder, or checkpoint.auto_resume=false"
+            " its own with another job.name or checkpoint.folder"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

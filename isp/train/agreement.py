@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a step, in one all-reduce."""
+"""What the ranks tell each other between steps, in one all-reduce each time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from isp.comm import Channel
 
-__all__ = ["StepFacts", "agree"]
+__all__ = ["StepFacts", "agree", "any_asked"]
 
 
 class StepFacts(NamedTuple):
@@ -31,3 +31,8 @@ def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: 
     facts[3 + host.rank] = own_seconds
     num_asked, num_late, total, *by_rank = host.all_reduce_(facts, label="metrics").wait().tolist()
     return StepFacts(num_asked > 0, num_late > 0, total, by_rank)
+
+
+def any_asked(host: Channel, asked: bool) -> bool:
+    """Whether any rank of `host` was asked to stop."""
+    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", label="metrics").wait())

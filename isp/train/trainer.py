@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +14,13 @@ from isp.checkpoint import CheckpointError
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
+from isp.metrics import describe_mfu, device_name, peak_tflops, shared_cores
 from isp.metrics.phases import PhaseClock, RunPhase
 from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.run.folder import RunFolder
 from isp.run.signals import StopRequest
-from isp.train.agreement import StepFacts, agree
+from isp.train.agreement import StepFacts, agree, any_asked
 from isp.train.data import StepData
 from isp.train.make_step import make_train_step
 from isp.train.memory import MemoryOwner, memory_owners
@@ -161,8 +161,11 @@ class Trainer:
             self._save(last=True)
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
             self._save(last=False)
-        self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
+        asked = self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
         self._warn(outcome, facts)
+        if asked and stopped is None and self.step < config.training.steps:
+            stopped = "as asked"
+            self._save(last=True)
         return stopped
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
@@ -201,7 +204,9 @@ class Trainer:
         outputs: StepOutputs,
         *,
         stopped: bool,
-    ) -> None:
+    ) -> bool:
+        """The record of the step, with an evaluation if one is due. Returns whether a rank was
+        asked to stop meanwhile."""
         eta_seconds = self._pace.seconds_left(self.step)
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
         finished = self.step == self.config.training.steps
@@ -209,7 +214,7 @@ class Trainer:
         evaluates = freq > 0 and (self.step % freq == 0 or finished)
         is_told = stopped or finished or self.step % self.config.metrics.log_freq == 0
         if not (evaluates or is_told):
-            return
+            return False
         memory = self._meter.memory_gib()
         record = self._meter.record(
             outcome,
@@ -220,19 +225,33 @@ class Trainer:
             loss_scale=loss_scale,
             eta_seconds=eta_seconds,
         )
+        asked = False
         if evaluates:
-            record = self._evaluated(record)
+            self.clock.enter(RunPhase.EVALUATION)
+            begin = time.perf_counter()
+            val_loss = self._evaluate()
+            asked = val_loss is None
+            seconds = time.perf_counter() - begin
+            self._leave_phase()
+            record = dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
         logger.info("%s", record.line(self.config.training.steps))
         outputs.record(record)
+        return asked
 
-    def _evaluated(self, record: StepRecord) -> StepRecord:
-        """`record` with the loss on held-out text, and the time that took."""
-        self.clock.enter(RunPhase.EVALUATION)
-        begin = time.perf_counter()
-        val_loss = self.train_step.evaluate(self.data.validation())
-        seconds = time.perf_counter() - begin
-        self._leave_phase()
-        return dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
+    def _evaluate(self) -> float | None:
+        """The loss on held-out text; None if a rank is asked to stop before its end."""
+        asked = False
+
+        def until_asked() -> Iterator[list[MicroBatch]]:
+            nonlocal asked
+            for batches in self.data.validation():
+                asked = any_asked(self.mesh.host, self.stop.requested)
+                if asked:
+                    return
+                yield batches
+
+        val_loss = self.train_step.evaluate(until_asked())
+        return None if asked else val_loss
 
     def _profile(self, outcome: StepOutcome) -> None:
         """Write the profile of the step that has just been taken; no part of its time."""

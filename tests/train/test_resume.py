@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from isp.config import (
     TrainingConfig,
     ValidationConfig,
 )
+from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, read_metrics
 from isp.parallel import Mode, PipelineConfig, TensorConfig, WeightConfig
 from isp.train import main, saving
@@ -284,6 +285,31 @@ def test_the_last_save_comes_before_the_last_evaluation(config, monkeypatch):
     with pytest.raises(RuntimeError, match="rank 0 died"):
         _run(1, _evaluating(config, monkeypatch))
     assert CheckpointFolder(_latest(config) / "checkpoint").steps() == [STEPS]
+
+
+def test_a_stop_ends_an_evaluation(config, monkeypatch):
+    """Catches a stop that waits for the end of an evaluation, and for another step behind it."""
+    batches = StepData.validation
+
+    def asked(self: StepData) -> Iterator[list[MicroBatch]]:
+        first, *_ = batches(self)
+        yield first
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while True:
+            time.sleep(0.01)  # until the signal has been seen, on whichever rank
+            yield first
+
+    monkeypatch.setattr(StepData, "validation", asked)
+    config = replace(
+        config,
+        data=replace(config.data, valid_fraction=0.2),
+        validation=ValidationConfig(freq=2),
+        checkpoint=replace(config.checkpoint, interval=2),  # saved as well just before
+    )
+    stopped = _run(4, config)
+    assert CheckpointFolder(stopped / "checkpoint").steps() == [2]
+    assert [(r.step, r.val_loss) for r in _numbers(stopped)] == [(1, None), (2, None)]
+    assert "stopped after step 2 of" in (stopped / "logs/rank_0.log").read_text()
 
 
 class _MakeRoom(logging.Handler):
