@@ -57,8 +57,11 @@ def _inner_folder(folder: str) -> str:
 
 
 def _duration(value: int | str | None) -> int | str | None:
-    if value is not None:
-        parse_duration(value)
+    try:
+        if value is not None:
+            parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or null for no limit") from error
     return value
 
 
