@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from isp.weights.phase import Phase
-from isp.weights.wp import WPCommunicator
+from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Paced"]
 
@@ -29,15 +30,13 @@ class Paced(WPCommunicator):
     def communication_mode(self) -> str:
         return self.communicator.communication_mode
 
-    def prefetch_hook(self, *, module: Any, phase: Phase) -> None:
-        self.communicator.prefetch_hook(module=module, phase=phase)
-
-    def weight_hook(self, shard: Tensor, **place: Any) -> Tensor:
-        return self.communicator.weight_hook(shard, **place)
-
-    def release_hook(self, *, module: Any, phase: Phase) -> None:
-        time.sleep(self.seconds(module))
-        self.communicator.release_hook(module=module, phase=phase)
+    @contextmanager
+    def visit(
+        self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> Iterator[FullWeights]:
+        with self.communicator.visit(module, phase, weight, bias) as full:
+            yield full
+            time.sleep(self.seconds(module))
 
     def grad_hook(self, grad: Tensor, *, module: Any, **place: Any) -> Tensor | None:
         time.sleep(self.seconds(module))

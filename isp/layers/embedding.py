@@ -30,17 +30,17 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
-        table = layer.communicator.weight_hook(weight, module=layer, phase=Phase.FORWARD)
-        ctx.layer, ctx.num_rows = layer, table.shape[0]
         foreign = None
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
             ids = (ids - start).masked_fill(foreign, 0)
-        y = F.embedding(ids, table)
+        with layer.communicator.visit(layer, Phase.FORWARD, weight) as full:
+            table = full.weight
+            ctx.layer, ctx.num_rows = layer, table.shape[0]
+            y = F.embedding(ids, table)
         if foreign is not None:
             y = y.masked_fill(foreign.unsqueeze(-1), 0)
-        layer.communicator.release_hook(module=layer, phase=Phase.FORWARD)
         ctx.save_for_backward(ids, foreign)
         return layer.moves.y(y, label=f"{layer.name}.y").wait()
 

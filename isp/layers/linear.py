@@ -5,6 +5,7 @@ B batch, S sequence, I in features, O out features; x is [B, S, I], W is [O, I],
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,12 +45,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
         full_x = moves.x(x, label=f"{layer.name}.x").wait()
-        w = communicator.weight_hook(weight, module=layer, phase=Phase.FORWARD)
-        b = None
-        if bias is not None:
-            b = communicator.weight_hook(bias, module=layer, phase=Phase.FORWARD, is_bias=True)
-        y = F.linear(full_x, w, b)
-        communicator.release_hook(module=layer, phase=Phase.FORWARD)
+        with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
+            y = F.linear(full_x, full.weight, full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
@@ -64,48 +61,43 @@ class _Linear(torch.autograd.Function):
         want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
-        if want_x:
-            communicator.prefetch_hook(module=layer, phase=Phase.BACKWARD)
-        dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
-        x_arriving = Pending.ready(x)
-        if moves.regather_x and want_w:
-            x_arriving = moves.x(x, label=f"{layer.name}.x")
+        visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else nullcontext()
+        with visit as full:
+            dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
+            x_arriving = Pending.ready(x)
+            if moves.regather_x and want_w:
+                x_arriving = moves.x(x, label=f"{layer.name}.x")
 
-        def input_gradient() -> Pending | None:
-            if not want_x:
-                return None
-            w = communicator.weight_hook(weight, module=layer, phase=Phase.BACKWARD)
-            dx = dy @ w.to(dy.dtype)  # [Note: Autocast]
-            communicator.release_hook(module=layer, phase=Phase.BACKWARD)
-            return moves.dx(dx, label=f"{layer.name}.dx")
+            def input_gradient() -> Pending | None:
+                if full is None:
+                    return None
+                dx = dy @ full.weight.to(dy.dtype)  # [Note: Autocast]
+                return moves.dx(dx, label=f"{layer.name}.dx")
 
-        def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-            dw = db = None
-            if want_w:
-                flat_dy = dy.flatten(0, -2)
-                flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
-                if ctx.parameter is not None and want_w is Wanted.FLOW:
-                    dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
-                else:
-                    dw = flat_dy.T @ flat_x
-                if dw is not None:
-                    returned = want_w is Wanted.VALUE
-                    dw = communicator.grad_hook(dw, module=layer, returned=returned)
-            if want_b:
-                db = communicator.grad_hook(
-                    dy.flatten(0, -2).sum(0),
-                    module=layer,
-                    is_bias=True,
-                    returned=want_b is Wanted.VALUE,
-                )
-            return dw, db
+            def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
+                dw = db = None
+                if want_w:
+                    flat_dy = dy.flatten(0, -2)
+                    flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
+                    if ctx.parameter is not None and want_w is Wanted.FLOW:
+                        dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
+                    else:
+                        dw = flat_dy.T @ flat_x
+                    if dw is not None:
+                        returned = want_w is Wanted.VALUE
+                        dw = communicator.grad_hook(dw, module=layer, returned=returned)
+                if want_b:
+                    db = dy.flatten(0, -2).sum(0)
+                    returned = want_b is Wanted.VALUE
+                    db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
+                return dw, db
 
-        if communicator.gathers_weights:
-            dw, db = weight_gradients()
-            dx = input_gradient()
-        else:
-            dx = input_gradient()
-            dw, db = weight_gradients()
+            if communicator.gathers_weights:
+                dw, db = weight_gradients()
+                dx = input_gradient()
+            else:
+                dx = input_gradient()
+                dw, db = weight_gradients()
         return None if dx is None else dx.wait(), dw, db, None
 
 

@@ -15,9 +15,9 @@ float32 at least. What CUDA keeps has not been counted on a device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, Recor
 from isp.weights.declare import WeightHolder, as_chunks
 from isp.weights.phase import Phase
 from isp.weights.trace import Block
-from isp.weights.wp import WPCommunicator
+from isp.weights.wp import FullWeights, WPCommunicator
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -157,9 +157,6 @@ class _DryWeights(WPCommunicator):
     def communication_mode(self) -> str:
         return "isp" if self.gathers_weights else "tp"
 
-    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        self._recorder.note(Reach(self._recorder.visit_of(module), phase))
-
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         before, self._recorder.phase = self._recorder.phase, Phase.RECOMPUTE
@@ -168,22 +165,38 @@ class _DryWeights(WPCommunicator):
         finally:
             self._recorder.phase = before
 
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        if not is_bias:
-            recorder = self._recorder
-            recorder.note(Read(recorder.visit_of(module), recorder.phase))
-        return shard
-
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        pass
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return nullcontext(_DryVisit(self._recorder, module, phase, weight, bias))
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
         self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
         return grad
+
+
+class _DryVisit:
+    """Shards that stand for full tensors; notes when the weight is read."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        module: WeightHolder,
+        phase: Phase,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        self.bias = bias
+        self._recorder, self._visit, self._weight = recorder, recorder.visit_of(module), weight
+        if phase is Phase.BACKWARD:  # a forward is reached when the layer is called
+            recorder.note(Reach(self._visit, phase))
+
+    @cached_property
+    def weight(self) -> Tensor:
+        self._recorder.note(Read(self._visit, self._recorder.phase))
+        return self._weight
 
 
 class _DryAttention:

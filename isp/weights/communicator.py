@@ -1,17 +1,12 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
 [Note: Plan and cursor] What to do where is decided by the plan (`isp.weights.plan`), which knows
-the order of the whole step. The layers report where they are: `prefetch_hook` and `weight_hook`
-before a visit, `release_hook` after it, a module hook at launch points without a weight. A cursor
-walks along the plan with them, and its acts are executed. A visit that the plan does not have (a
-module called once more than declared, an evaluation nobody announced) gathers for itself and leaves
-the cursor alone; a visit that did not happen is caught up with when a later one does.
-
-[Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
-be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
-gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
-given up, what is there is dropped, and the layers gather for themselves until the next forward from
-the start.
+the order of the whole step. The layers report where they are: `visit` around the use of a weight, a
+module hook at launch points without one. A cursor walks along the plan with them, and its acts are
+executed. A visit that the plan does not have (a module called once more than declared, an
+evaluation nobody announced) gathers for itself and leaves the cursor alone; a visit that did not
+happen is caught up with when a later one does. Visits may be nested; what one holds is there until
+it ends, whatever the plan frees meanwhile.
 
 [Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
 last reduce-scatter: no compute is left when it is launched.
@@ -42,7 +37,8 @@ from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.reductions import GradientReducer, GradientSink
-from isp.weights.trace import Action, ActionKind, Site
+from isp.weights.trace import Action, Site
+from isp.weights.unannounced import UnannouncedPasses
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
@@ -71,20 +67,64 @@ class ISPOverlapState:
     gathered: dict[str, GatheredLayer] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
 class _Visit:
-    """The visit that the layers are in."""
+    """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
 
-    layer: WeightHolder
-    phase: Phase
-    step: Step | None
-    """Its step of the plan, if it has one."""
-    launched: bool = False
-    """Whether the gathers of the step have been launched."""
-    asked: bool = False
-    """Whether the layer has asked for its weight."""
-    own: GatheredLayer | None = None
-    """Gathered for this visit alone."""
+    def __init__(
+        self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, *, with_bias: bool
+    ) -> None:
+        self._communicator, self._layer, self._phase = communicator, layer, phase
+        self._with_bias = with_bias
+        self._step: Step | None = None
+        self._cursor: PlanCursor | None = None
+        self._held: GatheredLayer | None = None
+        self._launched = False
+
+    def __enter__(self) -> _Visit:
+        self._step = self._communicator._arrive(id(self._layer), self._phase)
+        self._cursor = self._communicator._cursor
+        # A backward has the weight gradient to compute before it reads the weight.
+        if self._communicator.overlap and self._phase is Phase.BACKWARD:
+            self._launch_gathers()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._held is not None and self._communicator._failure is None:
+            self._communicator._let_go(self._held)
+        if (step := self._planned) is not None and error is None:
+            self._communicator._execute(step.after)
+
+    @property
+    def weight(self) -> Tensor:
+        with self._communicator._fails_for_good():
+            weight = self._gathered().weight()
+        # Only now: what is needed at once does not share the wire with what is needed next.
+        self._launch_gathers()
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        if not self._with_bias:
+            return None
+        with self._communicator._fails_for_good():
+            return self._gathered().bias()
+
+    @property
+    def _planned(self) -> Step | None:
+        """Its step, as long as the plan is followed."""
+        return self._step if self._cursor is self._communicator._cursor else None
+
+    def _gathered(self) -> GatheredLayer:
+        if self._held is None:
+            self._held = self._communicator._hold(
+                self._layer, planned=self._planned is not None, with_bias=self._with_bias
+            )
+        return self._held
+
+    def _launch_gathers(self) -> None:
+        if (step := self._planned) is not None and not self._launched:
+            self._launched = True
+            self._communicator._execute(act for act in step.before if act.kind is ActKind.GATHER)
 
 
 class ISPCommunicator(WPCommunicator):
@@ -142,8 +182,7 @@ class ISPCommunicator(WPCommunicator):
         """Chunk, layer and block of each weight; of its first visit, if there are several."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
         self._cursor: PlanCursor | None = None
-        self._automatic = True
-        self._visit: _Visit | None = None
+        self._unannounced: UnannouncedPasses | None = None
         self._recomputing = False
         self._failure: BaseException | None = None
 
@@ -166,6 +205,8 @@ class ISPCommunicator(WPCommunicator):
                 self._homes.setdefault(name, (site[0], visit.layer, block.module))
             elif visit.at is not None:
                 visit.at.register_forward_pre_hook(self._passes(site))
+        keys = [self._key_at(place) for place, *_ in self._declared()]
+        self._unannounced = UnannouncedPasses(self, keys, len(self._chunks))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
@@ -194,8 +235,8 @@ class ISPCommunicator(WPCommunicator):
         To be called as soon as the weights of the next step are published. What an earlier plan
         left behind is drained.
         """
-        self._automatic = False
-        self._begin(actions)
+        self._unannounced = None
+        self.follow(actions)
 
     def finish(self) -> None:
         """Deliver all gradients and give all buffers back; to be called after the last backward."""
@@ -208,11 +249,9 @@ class ISPCommunicator(WPCommunicator):
         """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
         self._check()
         self._cursor = None
-        self._leave()
-        with self._fails_for_good():
-            for state in self._states:
-                while state.gathered:
-                    state.gathered.popitem()[1].drop()
+        for state in self._states:
+            while state.gathered:
+                self._let_go(state.gathered.popitem()[1])
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -229,38 +268,12 @@ class ISPCommunicator(WPCommunicator):
             raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
         self.model_chunk = chunk
 
-    # -- the layers' hooks -------------------------------------------------------------------
+    # -- what layers call --------------------------------------------------------------------
 
-    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        visit = self._enter(module, phase)
-        if self.overlap:
-            self._launch_gathers(visit)
-
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        visit = self._visit
-        if is_bias:
-            assert visit is not None, "the weight is asked for before the bias"
-            with self._fails_for_good():
-                return self._gathered(visit).bias()
-        phase = self._true(phase)
-        announced = visit is not None and visit.layer is module and visit.phase is phase
-        if visit is None or visit.asked or not announced:
-            visit = self._enter(module, phase)
-        visit.asked = True
-        with self._fails_for_good():
-            weight = self._gathered(visit).weight()
-        # Only now: what is needed at once does not share the wire with what is needed next.
-        self._launch_gathers(visit)
-        return weight
-
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        visit = self._leave()
-        assert visit is not None, "released without having been asked for"
-        assert visit.layer is module, "another layer has been reached in between"
-        if visit.step is not None:
-            self._execute(visit.step.after)
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> _Visit:
+        return _Visit(self, module, phase, with_bias=bias is not None)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
@@ -303,11 +316,7 @@ class ISPCommunicator(WPCommunicator):
         layer = self._chunks[chunk][block].visits[visit].layer
         return place if layer is None else id(layer)
 
-    def _true(self, phase: Phase) -> Phase:
-        """A layer does not know that its forward is a recompute."""
-        return Phase.RECOMPUTE if phase is Phase.FORWARD and self._recomputing else phase
-
-    def _begin(self, actions: Sequence[Action]) -> None:
+    def follow(self, actions: Sequence[Action]) -> None:
         self.drain()
         self._cursor = PlanCursor(self.plan(actions), self._key_of)
         self._wait_for_writers()
@@ -317,28 +326,16 @@ class ISPCommunicator(WPCommunicator):
         """Let gathers wait for what is queued now, such as an update of the weights."""
         streams.follow(self._stream)
 
-    def _enter(self, layer: WeightHolder, phase: Phase) -> _Visit:
-        self._leave()
-        step = self._arrive(id(layer), phase)
-        self._visit = _Visit(layer, self._true(phase), step)
-        return self._visit
-
-    def _leave(self) -> _Visit | None:
-        """End the visit that the layers are in, if any; one that failed left its weight behind."""
-        visit, self._visit = self._visit, None
-        if visit is not None and visit.own is not None:
-            with self._fails_for_good():
-                visit.own.drop()
-        return visit
-
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""
         self._check()
-        phase = self._true(phase)
+        if phase is Phase.FORWARD and self._recomputing:  # a layer does not know that it is
+            phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
-        is_next = found is not None and not found[1]
-        if self._automatic and phase is Phase.FORWARD and not is_next:
-            found = self._new_pass(key)
+        out_of_turn = found is None or found[1]
+        if self._unannounced is not None and phase is Phase.FORWARD and out_of_turn:
+            self._unannounced(key)
+            found = None if self._cursor is None else self._cursor.arrive(key, phase)
         if found is None:
             return None
         step, skipped = found
@@ -346,30 +343,6 @@ class ISPCommunicator(WPCommunicator):
         for passed in skipped:
             self._execute((*passed.before, *passed.after))
         return step
-
-    def _new_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
-        """Begin a pass that nobody announced, at `key` [Note: Unannounced]."""
-        keys = [self._key_at(place) for place, *_ in self._declared()]
-        if key not in keys:  # a layer that nobody has declared is in no plan
-            return None
-        self.drain()
-        if key != keys[0]:
-            return None
-        self._begin(self._one_pass())
-        assert self._cursor is not None
-        return self._cursor.arrive(key, Phase.FORWARD)
-
-    def _one_pass(self) -> tuple[Action, ...]:
-        """What is expected when nobody says: all chunks forward, then back."""
-        chunks = range(len(self._chunks))
-        forward = (Action(ActionKind.FORWARD, 0, c) for c in chunks)
-        backward = (Action(ActionKind.BACKWARD, 0, c) for c in reversed(chunks))
-        return (*forward, *backward)
-
-    def _launch_gathers(self, visit: _Visit) -> None:
-        if visit.step is not None and not visit.launched:
-            visit.launched = True
-            self._execute(act for act in visit.step.before if act.kind is ActKind.GATHER)
 
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
@@ -380,8 +353,7 @@ class ISPCommunicator(WPCommunicator):
                 with_bias = layer.bias is not None and self._goes_forward(layer, name)
                 gathered[name] = self._gather(layer, block, with_bias=with_bias)
             elif kind is ActKind.FREE and name in gathered:
-                with self._fails_for_good():
-                    gathered.pop(name).drop()
+                self._let_go(gathered.pop(name))
 
     def _goes_forward(self, layer: WeightHolder, weight: str) -> bool:
         """Whether `layer` goes forward, which reads a bias, before `weight` is freed again."""
@@ -399,29 +371,27 @@ class ISPCommunicator(WPCommunicator):
                     fn(block)
             return self._gatherer.launch(layer, with_bias=with_bias)
 
-    def _gathered(self, visit: _Visit) -> GatheredLayer:
-        """What the visit reads: as planned, or gathered for it alone."""
-        if visit.own is not None:
-            return visit.own
-        with_bias = visit.layer.bias is not None and visit.phase is not Phase.BACKWARD
-        name = self._names.get(id(visit.layer.weight))
+    def _hold(self, layer: WeightHolder, *, planned: bool, with_bias: bool) -> GatheredLayer:
+        """What a visit reads, held for it: as planned, or gathered for it alone."""
+        name = self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             self._wait_for_writers()
-            visit.own = self._gatherer.launch(visit.layer, with_bias=with_bias)
-            return visit.own
+            return self._gatherer.launch(layer, with_bias=with_bias)
         chunk, _, block = self._homes[name]
-        planned = self._states[chunk].gathered
-        if name in planned and planned[name].stale:
-            planned.pop(name).drop()
-        if name in planned and planned[name].serves(visit.layer, visit.phase):
-            return planned[name]
+        gathered = self._states[chunk].gathered
+        if name in gathered and gathered[name].stale:
+            self._let_go(gathered.pop(name))
+        if name in gathered and (gathered[name].has_bias or not with_bias):
+            return gathered[name].hold()
         self._wait_for_writers()  # the reader, too, is queued behind them
-        gathered = self._gather(visit.layer, block, with_bias=with_bias)
-        if visit.step is None or name in planned:
-            visit.own = gathered
-        else:
-            planned[name] = gathered
-        return gathered
+        own = self._gather(layer, block, with_bias=with_bias)
+        if planned and name not in gathered:
+            gathered[name] = own.hold()
+        return own
+
+    def _let_go(self, gathered: GatheredLayer) -> None:
+        with self._fails_for_good():
+            gathered.let_go()
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.parallel.topology import Axis
 from isp.weights.declare import WeightHolder
 from isp.weights.phase import Phase
-from isp.weights.wp import WPCommunicator
+from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["EmbeddingWeightParallelCommunicator", "HeadWeightParallelCommunicator"]
 
@@ -42,19 +42,13 @@ class _Delegating(WPCommunicator):
             reduce_over=Axis.WEIGHT_DATA,
         )
 
-    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        self.communicator.prefetch_hook(module=module, phase=phase)
-
     def recomputing(self) -> AbstractContextManager[None]:
         return self.communicator.recomputing()
 
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        return self.communicator.weight_hook(shard, module=module, phase=phase, is_bias=is_bias)
-
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        self.communicator.release_hook(module=module, phase=phase)
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return self.communicator.visit(module, phase, weight, bias)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False

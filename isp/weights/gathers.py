@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending, streams
 from isp.weights.declare import WeightHolder
 from isp.weights.optimizer_steps import optimizer_steps
-from isp.weights.phase import Phase
 from isp.weights.pool import Lease, MemoryPool
 from isp.weights.rows import joined, pad_rows, piece_shape
 
@@ -40,10 +39,11 @@ class _Full:
 
 @dataclass(slots=True, eq=False)
 class GatheredLayer:
-    """The full weight of a layer, and its bias where one is read."""
+    """The full weight of a layer, and its bias where one is read; there until all let go of it."""
 
     _weight: _Full
     _bias: _Full | None
+    _holders: int = 1
 
     @property
     def stale(self) -> bool:
@@ -54,9 +54,22 @@ class GatheredLayer:
     def _parts(self) -> tuple[_Full, ...]:
         return (self._weight,) if self._bias is None else (self._weight, self._bias)
 
-    def serves(self, layer: WeightHolder, phase: Phase) -> bool:
-        """Whether all that `layer` reads in `phase` is here."""
-        return phase is Phase.BACKWARD or layer.bias is None or self._bias is not None
+    @property
+    def has_bias(self) -> bool:
+        """Whether the bias is here, too."""
+        return self._bias is not None
+
+    def hold(self) -> GatheredLayer:
+        """Itself, with one more that has to let go of it."""
+        self._holders += 1
+        return self
+
+    def let_go(self) -> None:
+        """The last one waits for what is under way, and gives the buffers back."""
+        self._holders -= 1
+        if self._holders == 0:
+            for full in self._parts:
+                full.drop()
 
     def weight(self) -> Tensor:
         """The full weight; waits for it."""
@@ -66,11 +79,6 @@ class GatheredLayer:
         """The full bias; waits for it."""
         assert self._bias is not None
         return self._bias.pending.wait()
-
-    def drop(self) -> None:
-        """Wait for what is under way, and give the buffers back."""
-        for full in self._parts:
-            full.drop()
 
 
 class WeightGatherer:

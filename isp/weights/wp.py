@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from isp.weights.declare import WeightHolder
 from isp.weights.phase import Phase
 
-__all__ = ["LocalWeights", "WPCommunicator"]
+__all__ = ["FullWeights", "LocalWeights", "WPCommunicator"]
+
+
+class FullWeights(Protocol):
+    """The full tensors of a layer, as values that may be read until the visit ends."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, ..]; waits for it."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N], if the visit was given one; waits for it."""
 
 
 class WPCommunicator(ABC):
     """What a layer asks when it needs a weight, and tells when it has a gradient.
 
     A parameter never changes identity: `layer.weight` is the shard, always. The full weight is a
-    value that the layer may read between `weight_hook` and `release_hook`.
+    value:
+
+        with communicator.visit(layer, Phase.FORWARD, layer.weight, layer.bias) as full:
+            y = F.linear(x, full.weight, full.bias)
     """
 
     gathers_weights: bool
@@ -28,26 +44,25 @@ class WPCommunicator(ABC):
     def communication_mode(self) -> str:
         """`isp` if weights are gathered over a weight group, `tp` if they stay where they are."""
 
-    def prefetch_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        """The layer has been reached; it will ask for its weight after some work of its own."""
-        return
-
     def recomputing(self) -> AbstractContextManager[None]:
         """Forward passes in this context compute again what a backward is about to need."""
         return nullcontext()
 
     @abstractmethod
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        """The full tensor of which `shard` is this rank's part: [n, ..] -> [N, ..].
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        """The full tensors of which `weight` [n, ..] and `bias` [n] are this rank's parts.
 
-        The weight is asked for before the bias.
+        To be entered when the layer is reached, as far ahead of the first read as there is work
+        that needs no weight. They may be read any number of times.
         """
 
-    @abstractmethod
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        """The layer has issued its last read of weight and bias in this visit."""
+    def weight_hook(self, shard: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
+        """A copy of the full tensor of `shard`, to keep: [n, ..] -> [N, ..]. Layers `visit`."""
+        weight, bias = (module.weight, shard) if is_bias else (shard, None)
+        with self.visit(module, Phase.FORWARD, weight, bias) as full:
+            return (full.weight if full.bias is None else full.bias).detach().clone()
 
     @abstractmethod
     def grad_hook(
@@ -59,6 +74,11 @@ class WPCommunicator(ABC):
         """
 
 
+class _Local(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
 class LocalWeights(WPCommunicator):
     """Weights used as they lie: the modes that split the computation and not only the weights."""
 
@@ -68,13 +88,10 @@ class LocalWeights(WPCommunicator):
     def communication_mode(self) -> str:
         return "tp"
 
-    def weight_hook(
-        self, shard: Tensor, *, module: WeightHolder, phase: Phase, is_bias: bool = False
-    ) -> Tensor:
-        return shard
-
-    def release_hook(self, *, module: WeightHolder, phase: Phase) -> None:
-        pass
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return nullcontext(_Local(weight, bias))
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False

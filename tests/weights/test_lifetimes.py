@@ -16,6 +16,7 @@ from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightCon
 from isp.parallel.config import OverlapUnit
 from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.phase import Phase
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
 from tests.weights.echo import CPU, Net, echo_layers, echo_net, leased_bytes, plain_linear
@@ -453,3 +454,25 @@ def test_gathers_wait_until_the_weights_are_published() -> None:
     for prompt, late, careless in run_ranks(4, published_runs):
         assert late == prompt
         assert careless != prompt
+
+
+@torch.no_grad()
+def test_nested_visits_read_in_tiles() -> None:
+    """Catches a weight that another visit, or the end of a step, takes from the visit it is in."""
+    net, communicator, channel = echo_net(bias=True)
+    a, b = net.blocks[0].wqkv, net.blocks[0].wo
+    communicator.begin(ONE)
+    net.embedding(IDS)
+    with (
+        communicator.visit(a, Phase.FORWARD, a.weight, a.bias) as first,
+        communicator.visit(b, Phase.FORWARD, b.weight, b.bias) as second,
+    ):
+        for x in torch.ones(2, 3, 4, dtype=torch.float64):
+            y = torch.nn.functional.linear(x, first.weight, first.bias)
+            assert torch.equal(y, plain_linear(x, a))
+            communicator.drain()
+            copy = communicator.weight_hook(a.bias, module=a, is_bias=True)  # type: ignore[arg-type]
+            assert torch.equal(second.weight, b.weight.repeat(2, 1))
+    assert torch.equal(copy, a.bias.repeat(2))  # type: ignore[union-attr]
+    assert leased_bytes(communicator) == 0
+    assert channel.events.count("gather a.wo") == 2  # the plan's, and after it was dropped
