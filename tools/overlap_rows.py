@@ -22,7 +22,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.module import init_weights, named_parameters
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, Topology
-from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
+from isp.parallel.config import ParallelConfig, Prefetch, TensorConfig, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.ends import EmbeddingWeightParallelCommunicator
 from isp.weights.pool import MemoryPool
@@ -160,22 +160,12 @@ def move(moves: Sequence[Transfer], channel: Channel, at_once: int = 4) -> None:
         pending.wait()
 
 
-def ours(
-    name: str,
-    compute: Compute,
-    mesh: Mesh,
-    *,
-    overlap: bool = True,
-    unit: OverlapUnit = OverlapUnit.LAYER,
-    launch: LaunchPoint = LaunchPoint.WO,
-) -> Row:
-    """The step with an `ISPCommunicator`."""
+def ours(name: str, compute: Compute, mesh: Mesh, **prefetch: Any) -> Row:
+    """The step with an `ISPCommunicator`; `prefetch` are fields of `Prefetch`."""
     communicator = ISPCommunicator(
         mesh[Axis.WEIGHT],
         ISPCommModelConfig(device=CPU),
-        overlap=overlap,
-        forward_overlap_per=unit,
-        launch_allgather_before=launch,
+        prefetch=Prefetch(**prefetch),
     )
     model = compute.decoder(mesh, communicator)
     communicator.declare([model.weight_blocks()])

@@ -147,6 +147,11 @@ class WeightConfig:
     """For debugging: fill freed gather buffers with NaN, so that a late read shows in the loss."""
 
     @property
+    def reduces_apart(self) -> bool:
+        """Whether gradients are reduced over a channel of their own."""
+        return self.own_reduce_group or self.reduce_by != "auto"
+
+    @property
     def prefetch(self) -> Prefetch:
         """How weights are gathered ahead."""
         return Prefetch(

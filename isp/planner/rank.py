@@ -86,12 +86,13 @@ class DryRank:
     def reducer(self) -> GradientReducer:
         """The sums of gradients over the weight group."""
         weight = self.case.parallel.weight
-        own_group = weight.own_reduce_group or weight.reduce_by != "auto"
+        config = ISPCommModelConfig.of(weight, META)
+        name = "weight_reduce" if weight.reduces_apart else Axis.WEIGHT.value
         reducer = GradientReducer(
-            self._channel(Axis.WEIGHT, "weight_reduce" if own_group else Axis.WEIGHT.value),
+            self._channel(Axis.WEIGHT, name),
             self.pool,
-            dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
-            max_bytes_in_flight=ISPCommModelConfig.max_reduce_bytes if weight.overlap else 0,
+            dtype=config.reduce_dtype,
+            max_bytes_in_flight=config.max_reduce_bytes if weight.overlap else 0,
         )
         reducer.sink = self.gradients
         return reducer

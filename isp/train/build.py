@@ -91,20 +91,15 @@ def build_model(
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
     reduce_channel = mesh[Axis.WEIGHT]
-    if weight.own_reduce_group or sum_locally is not None:
+    if weight.reduces_apart:
         reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
     return ISPCommunicator(
         mesh[Axis.WEIGHT],
-        ISPCommModelConfig(
-            device=device,
-            reduce_dtype=torch.float32 if weight.reduce_dtype == "float32" else None,
-        ),
+        ISPCommModelConfig.of(weight, device),
+        prefetch=weight.prefetch,
+        enable_memory_pool=weight.memory_pool,
         reduce_channel=reduce_channel,
         poison=weight.poison_freed_buffers,
-        overlap=weight.overlap,
-        enable_memory_pool=weight.memory_pool,
-        launch_allgather_before=weight.launch_allgather_before,
-        forward_overlap_per=weight.forward_overlap_per,
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, streams
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.parallel.config import Prefetch, WeightConfig
 from isp.weights.cursor import PlanCursor
 from isp.weights.declare import (
     DeclaredBlock,
@@ -58,6 +58,12 @@ class ISPCommModelConfig:
     """Gradients are summed and delivered in it if it is wider than their own; None: in theirs."""
     max_reduce_bytes: int = 1 << 28
     """Full gradients kept at most while their sums are under way, in bytes."""
+
+    @classmethod
+    def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
+        """What a configuration says."""
+        reduce_dtype = torch.float32 if weight.reduce_dtype == "float32" else None
+        return cls(device=device, reduce_dtype=reduce_dtype)
 
 
 @dataclass(eq=False)
@@ -139,7 +145,7 @@ class ISPCommunicator(WPCommunicator):
 
     Who does not call `begin` gets the plan of one forward and one backward, again and again, as
     long as layers come in its order [Note: Unannounced].
-    `overlap` and `enable_memory_pool` change when and where things happen, never a bit of the
+    `prefetch` and `enable_memory_pool` change when and where things happen, never a bit of the
     result. Several communicators may live in one process; each serves one thread.
     """
 
@@ -150,17 +156,12 @@ class ISPCommunicator(WPCommunicator):
         channel: Channel,
         config: ISPCommModelConfig,
         *,
-        overlap: bool = True,
+        prefetch: Prefetch | None = None,
         enable_memory_pool: bool = True,
-        launch_allgather_before: LaunchPoint = LaunchPoint.WO,
-        forward_overlap_per: OverlapUnit = OverlapUnit.LAYER,
         reduce_channel: Channel | None = None,
         poison: bool = False,
     ) -> None:
-        self.overlap = overlap
-        self.prefetch = Prefetch(
-            unit=forward_overlap_per, launch=launch_allgather_before, overlap=overlap
-        )
+        self.prefetch = prefetch or Prefetch()
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
         """What weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
@@ -173,7 +174,7 @@ class ISPCommunicator(WPCommunicator):
             reduce_channel or channel,
             self.reduce_pool,
             dtype=config.reduce_dtype,
-            max_bytes_in_flight=config.max_reduce_bytes if overlap else 0,
+            max_bytes_in_flight=config.max_reduce_bytes,
         )
         self._chunks: tuple[tuple[DeclaredBlock, ...], ...] = ()
         self._states: list[ISPOverlapState] = []
@@ -189,6 +190,11 @@ class ISPCommunicator(WPCommunicator):
     @property
     def communication_mode(self) -> str:
         return "isp"
+
+    @property
+    def overlap(self) -> bool:
+        """Whether weights are gathered ahead and gradients reduced behind."""
+        return self.prefetch.overlap
 
     # -- before training ---------------------------------------------------------------------
 

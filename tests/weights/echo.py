@@ -18,7 +18,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights
 from isp.parallel import Mode
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.recompute import recomputed
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
@@ -243,10 +243,8 @@ def echo_net(
     communicator = ISPCommunicator(
         channel,
         ISPCommModelConfig(device=CPU, max_reduce_bytes=max_reduce_bytes),
-        overlap=overlap,
+        prefetch=Prefetch(unit=unit, launch=launch, overlap=overlap),
         enable_memory_pool=pool,
-        launch_allgather_before=launch,
-        forward_overlap_per=unit,
         poison=True,
     )
     spy_on_releases(communicator, channel)

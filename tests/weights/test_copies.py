@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from isp.comm import Channel, Mesh
 from isp.layers.factory import LayerFactory
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import sequential_actions
@@ -80,7 +81,9 @@ def one_linear(
     """What runs a step through one linear and counts, and the shard."""
     mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
     communicator = ISPCommunicator(
-        mesh[Axis.WEIGHT], ISPCommModelConfig(device=torch.device("cpu")), overlap=overlap
+        mesh[Axis.WEIGHT],
+        ISPCommModelConfig(device=torch.device("cpu")),
+        prefetch=Prefetch(overlap=overlap),
     )
     layers = LayerFactory(
         mode=Mode.ISP,

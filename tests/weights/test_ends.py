@@ -20,6 +20,7 @@ from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
 from isp.layers.moves import Moves
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.ends import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
@@ -41,7 +42,7 @@ class Ends(nn.Module):
         super().__init__()
         weight = mesh[Axis.WEIGHT]
         self.runtime = ISPCommunicator(
-            weight, ISPCommModelConfig(device=CPU), overlap=overlap, poison=True
+            weight, ISPCommModelConfig(device=CPU), prefetch=Prefetch(overlap=overlap), poison=True
         )
         table = EmbeddingWeightParallelCommunicator(self.runtime, weight, split_hidden=split_hidden)
         last = HeadWeightParallelCommunicator(

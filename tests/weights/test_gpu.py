@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh, Pending
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.reductions import ParameterGradients
 from isp.weights.trace import sequential_actions
@@ -105,10 +105,8 @@ def gpu_net(
     communicator = ISPCommunicator(
         channel,
         ISPCommModelConfig(device=gpu()),
-        overlap=overlap,
+        prefetch=Prefetch(unit=unit, launch=launch, overlap=overlap),
         enable_memory_pool=pool,
-        launch_allgather_before=launch,
-        forward_overlap_per=unit,
         poison=True,
     )
     layers = echo_layers(communicator, channel, dtype=dtype, device=gpu())
@@ -350,7 +348,7 @@ def train_on(device: torch.device, rank: int, *, overlap: bool) -> list[Tensor]:
     mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
     weight = mesh[Axis.WEIGHT]
     communicator = ISPCommunicator(
-        weight, ISPCommModelConfig(device=device), overlap=overlap, poison=True
+        weight, ISPCommModelConfig(device=device), prefetch=Prefetch(overlap=overlap), poison=True
     )
     layers = echo_layers(communicator, weight, device=device)
     net = Net(layers, bias=True, num_recomputed=1, vocab_size=7)

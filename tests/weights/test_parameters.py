@@ -20,7 +20,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
-from isp.parallel.config import OverlapUnit
+from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit, WeightHolder
 from isp.weights.trace import Action, ActionKind, sequential_actions
@@ -342,8 +342,7 @@ class Bench:
         return ISPCommunicator(
             self.channel,
             ISPCommModelConfig(device=CPU),
-            overlap=way.overlap,
-            forward_overlap_per=way.unit,
+            prefetch=Prefetch(unit=way.unit, overlap=way.overlap),
             poison=True,
         )
 
