@@ -18,8 +18,7 @@ if TYPE_CHECKING:
         HeadWeightParallelCommunicator,
     )
     from isp.weights.pool import MemoryPool
-    from isp.weights.wp import WPCommunicator
-    from isp.weights.wrapper import ISPCommunicatorWrapper
+    from isp.weights.wp import ISPCommunicatorWrapper, WPCommunicator
 
 _HOMES = {
     "DistributedAttention": "isp.attention.distributed",
@@ -28,7 +27,7 @@ _HOMES = {
     "ISPCommModelConfig": "isp.weights.communicator",
     "ISPCommunicator": "isp.weights.communicator",
     "ISPCommunicatorSchedulerHook": "isp.pipeline.hooks",
-    "ISPCommunicatorWrapper": "isp.weights.wrapper",
+    "ISPCommunicatorWrapper": "isp.weights.wp",
     "ISPOverlapState": "isp.weights.communicator",
     "MemoryPool": "isp.weights.pool",
     "SeqAllToAll": "isp.attention.exchange",

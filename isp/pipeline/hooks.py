@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from isp.comm import CommLog
 from isp.weights.communicator import ISPCommunicator
 from isp.weights.trace import Action
-from isp.weights.wrapper import ISPCommunicatorWrapper
+from isp.weights.wp import ISPCommunicatorWrapper
 
 __all__ = ["ISPCommunicatorSchedulerHook", "PhaseHook", "SchedulerHook"]
 

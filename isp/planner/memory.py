@@ -44,8 +44,8 @@ from isp.planner.declared import (
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
+from isp.weights.gathers import piece_shape
 from isp.weights.plan import ActKind, plan
-from isp.weights.rows import piece_shape
 from isp.weights.trace import Action, ActionKind, Block, Chunks
 
 __all__ = ["Memory", "memory", "states"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, streams
 from isp.parallel.config import Prefetch, WeightConfig
-from isp.weights.cursor import PlanCursor
+from isp.weights.cursor import PlanCursor, UnannouncedPasses
 from isp.weights.declare import (
     DeclaredBlock,
     DeclaredVisit,
@@ -38,13 +38,12 @@ from isp.weights.plan import Act, ActKind, Plan, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.reductions import GradientReducer, GradientSink
 from isp.weights.trace import Action, Site
-from isp.weights.unannounced import UnannouncedPasses
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
 
 
-_Place = tuple[int, int, int]
+_VisitIndex = tuple[int, int, int]
 """Chunk, block and visit of a declaration, as indices."""
 
 
@@ -73,7 +72,7 @@ class ISPOverlapState:
     gathered: dict[str, GatheredLayer] = field(default_factory=dict)
 
 
-class _Visit:
+class _OpenVisit:
     """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
 
     def __init__(
@@ -86,7 +85,7 @@ class _Visit:
         self._held: GatheredLayer | None = None
         self._launched = False
 
-    def __enter__(self) -> _Visit:
+    def __enter__(self) -> _OpenVisit:
         self._step = self._communicator._arrive(id(self._layer), self._phase)
         self._cursor = self._communicator._cursor
         # A backward has the weight gradient to compute before it reads the weight.
@@ -278,8 +277,8 @@ class ISPCommunicator(WPCommunicator):
 
     def visit(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
-    ) -> _Visit:
-        return _Visit(self, module, phase, with_bias=bias is not None)
+    ) -> _OpenVisit:
+        return _OpenVisit(self, module, phase, with_bias=bias is not None)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
@@ -301,13 +300,13 @@ class ISPCommunicator(WPCommunicator):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _declared(self) -> Iterator[tuple[_Place, DeclaredBlock, DeclaredVisit]]:
+    def _declared(self) -> Iterator[tuple[_VisitIndex, DeclaredBlock, DeclaredVisit]]:
         for c, chunk in enumerate(self._chunks):
             for b, block in enumerate(chunk):
                 for v, visit in enumerate(block.visits):
                     yield (c, b, v), block, visit
 
-    def _passes(self, place: _Place) -> Callable[..., None]:
+    def _passes(self, place: _VisitIndex) -> Callable[..., None]:
         def passes(*_: Any) -> None:
             if (step := self._arrive(place, Phase.FORWARD)) is not None:
                 self._execute((*step.before, *step.after))
@@ -317,7 +316,7 @@ class ISPCommunicator(WPCommunicator):
     def _key_of(self, site: Site) -> Hashable:
         return self._key_at((site.chunk, site.block, site.visit))
 
-    def _key_at(self, place: _Place) -> Hashable:
+    def _key_at(self, place: _VisitIndex) -> Hashable:
         chunk, block, visit = place
         layer = self._chunks[chunk][block].visits[visit].layer
         return place if layer is None else id(layer)

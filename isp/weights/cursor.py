@@ -1,14 +1,25 @@
-"""`PlanCursor`, which walks along a plan as the layers report where they are."""
+"""`PlanCursor`, which follows a plan as the layers report where they are.
+
+[Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
+be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
+gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
+given up, what is there is dropped, and the layers gather for themselves until the next forward from
+the start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step
-from isp.weights.trace import Site
+from isp.weights.trace import Action, ActionKind, Site
 
-__all__ = ["PlanCursor"]
+if TYPE_CHECKING:
+    from isp.weights.communicator import ISPCommunicator
+
+__all__ = ["PlanCursor", "UnannouncedPasses"]
 
 
 class PlanCursor:
@@ -54,3 +65,25 @@ class PlanCursor:
 
 def _action(step: Step) -> tuple[int, int, bool]:
     return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
+
+
+class UnannouncedPasses:
+    """Begins a pass, one forward and one backward of all chunks, whenever its first visit comes."""
+
+    def __init__(
+        self, communicator: ISPCommunicator, keys: Sequence[Hashable], num_chunks: int
+    ) -> None:
+        self._communicator = communicator
+        self._keys = keys
+        """Of all visits, in forward order."""
+        forward = (Action(ActionKind.FORWARD, 0, c) for c in range(num_chunks))
+        backward = (Action(ActionKind.BACKWARD, 0, c) for c in reversed(range(num_chunks)))
+        self._actions = (*forward, *backward)
+
+    def __call__(self, key: Hashable) -> None:
+        """A forward has come to `key`, which is not the next visit of the plan."""
+        if key not in self._keys:  # a layer that nobody has declared is in no plan
+            return
+        self._communicator.drain()
+        if key == self._keys[0]:
+            self._communicator.follow(self._actions)

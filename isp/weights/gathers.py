@@ -1,18 +1,28 @@
-"""Weights on their way and weights that are there: what a communicator holds between acts."""
+"""Weights on their way and weights that are there: what a communicator holds between acts.
+
+[Note: Pieces] A dim of N on p ranks is cut as `torch.chunk` cuts: ceil(N / p) each, the last ranks
+less or none. Collectives move equal pieces, so short pieces travel padded, and the padding, which
+lies behind the last one, is cut off as a view. Rows (dim 0) lie one piece behind the other in the
+full tensor: they are gathered where they are read and sent from where they are. Any other dim costs
+a copy.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending, streams
+from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import WeightHolder
-from isp.weights.optimizer_steps import optimizer_steps
 from isp.weights.pool import Lease, MemoryPool
-from isp.weights.rows import joined, pad_rows, piece_shape
 
-__all__ = ["GatheredLayer", "WeightGatherer"]
+__all__ = ["GatheredLayer", "WeightGatherer", "piece_shape", "pieces", "trimmed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +95,7 @@ class WeightGatherer:
     """Launches gathers of shards into buffers of a pool.
 
     Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
-    no copy. Elsewhere see `isp.weights.rows`.
+    no copy. Elsewhere see [Note: Pieces].
     """
 
     def __init__(
@@ -124,4 +134,57 @@ class WeightGatherer:
 
 def _version(shard: nn.Parameter) -> tuple[int, int]:
     """What changes with each write that can be seen [Note: Versions]."""
-    return shard._version, optimizer_steps().count
+    return shard._version, _optimizer_steps().count
+
+
+@dataclass
+class _OptimizerSteps:
+    """How often optimizers have stepped: fused ones change weights without torch counting it.
+
+    A clock that no run owns, like torch's hooks on all optimizers themselves.
+    """
+
+    count: int = 0
+
+
+@cache
+def _optimizer_steps() -> _OptimizerSteps:
+    """The steps of all torch optimizers of this process since the first call."""
+    steps = _OptimizerSteps()
+
+    def stepped(*_: Any) -> None:
+        steps.count += 1
+
+    register_optimizer_step_post_hook(stepped)
+    return steps
+
+
+def piece_shape(layout: ParameterLayout) -> tuple[int, ...]:
+    """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
+    length = math.ceil(layout.global_shape[layout.dim] / layout.parts)
+    rest = layout.global_shape[: layout.dim] + layout.global_shape[layout.dim + 1 :]
+    return (length, *rest)
+
+
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """x [n, ..] with zeros behind it, [num_rows, ..]; x itself if it has as many."""
+    if x.shape[0] == num_rows:
+        return x.contiguous()
+    padded = x.new_zeros(num_rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def pieces(full: Tensor, layout: ParameterLayout) -> Tensor:
+    """A full tensor as its p padded pieces, one behind the other; itself if it is cut by rows."""
+    return pad_rows(full.movedim(layout.dim, 0), layout.parts * piece_shape(layout)[0])
+
+
+def joined(gathered: Tensor, layout: ParameterLayout) -> Tensor:
+    """The full tensor from its padded pieces, the dual of `pieces`."""
+    return gathered[: layout.global_shape[layout.dim]].movedim(0, layout.dim)
+
+
+def trimmed(piece: Tensor, layout: ParameterLayout) -> Tensor:
+    """This rank's shard from its padded piece."""
+    return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])

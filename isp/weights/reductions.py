@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.parallel.layout import ParameterLayout
+from isp.weights.gathers import piece_shape, pieces, trimmed
 from isp.weights.pool import Lease, MemoryPool
-from isp.weights.rows import piece_shape, pieces, trimmed
 
 __all__ = ["GradientReducer", "GradientSink", "ParameterGradients"]
 

@@ -24,7 +24,7 @@ from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit, WeightHolder
 from isp.weights.trace import Action, ActionKind, sequential_actions
-from isp.weights.wrapper import ISPCommunicatorWrapper
+from isp.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
 from tests.weights.echo import leased_bytes
 
