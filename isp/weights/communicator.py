@@ -2,7 +2,7 @@
 
 [Note: Plan and cursor] What to do where is decided by the plan (`isp.weights.plan`), which knows
 the order of the whole step. The layers report where they are: `visit` around the use of a weight, a
-module hook at launch points without one. A cursor walks along the plan with them, and its acts are
+module hook at launch points without one. A cursor follows the plan with them, and its acts are
 executed. A visit that the plan does not have (a module called once more than declared, an
 evaluation nobody announced) gathers for itself and leaves the cursor alone; a visit that did not
 happen is caught up with when a later one does. Visits may be nested; what one holds is there until
@@ -365,7 +365,7 @@ class ISPCommunicator(WPCommunicator):
         assert self._cursor is not None
         return any(
             step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == id(layer)
-            for step in self._cursor.stay(weight)
+            for step in self._cursor.live_steps(weight)
         )
 
     def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:

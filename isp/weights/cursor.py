@@ -52,7 +52,7 @@ class PlanCursor:
                 return step, steps[start:index]
         return None
 
-    def stay(self, weight: str) -> Iterator[Step]:
+    def live_steps(self, weight: str) -> Iterator[Step]:
         """The steps from the next wait for `weight` to the free that follows, both included."""
         inside = False
         for step in self.plan.steps[max(0, self.position - 1) :]:

@@ -1,25 +1,24 @@
 """The prefetch schedule as data: which sharded weights to gather, wait for and free, and where.
 
-`plan` is a pure function of the model's declaration and the order of work; a communicator walks
-along its result with a cursor. `simulate` proves a plan right, `grid` prints it.
+`plan` is a pure function of the model's declaration and the order of work; a communicator follows
+its result with a cursor. `simulate` proves a plan right, `grid` prints it.
 
-[Note: Stays]  A weight that is there from a first to a last read makes one *stay*: one gather, one
-wait, one free.
-  * Within a span every weight has one stay, from its first to its last read. So a weight visited
-    twice in a block is gathered once for both visits, and a recomputed block keeps its weights from
-    recompute through backward.
-  * The stays of a weight in two spans are joined where at most one other unit lies between, for
+[Note: Lifetimes]  A weight is live from a first to a last read: one gather, one wait, one free.
+  * Within a span every weight has one lifetime, from its first to its last read. So a weight
+    visited twice in a block is gathered once for both visits, and a recomputed block keeps its
+    weights from recompute through backward.
+  * The lifetimes of a weight in two spans are joined where at most one other unit lies between, for
     then the unit that waits and the one that runs are the two that the budget allows. This keeps
     the last block for its backward behind the head, and the first block from its backward to the
     next micro-batch's forward behind the embedding.
   * A unit is a block per layer, a weight per module.
 
 [Note: Budget]  At any time the gathered weights belong to the unit that runs and to *one* other,
-the next in the trace, kept or gathered ahead. No count is kept to get this: a stay is launched only
-from the unit before it, and never past a unit that was kept, because a joined stay is not launched
-anew. Per module this holds but for weights that are read again in the same span: a recomputed block
-is then there as a whole, and one weight ahead of it. Nothing is left after the last action, since
-the optimizer is about to change every weight.
+the next in the trace, kept or gathered ahead. No count is kept to get this: a weight is launched
+only from the unit before it, and never past a unit that was kept, because a joined lifetime is not
+launched anew. Per module this holds but for weights that are read again in the same span: a
+recomputed block is then there as a whole, and one weight ahead of it. Nothing is left after the
+last action, since the optimizer is about to change every weight.
 
 [Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
 share the wire with what is needed now, and in the order in which they are read: the wire is first
@@ -85,16 +84,16 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
     """The acts of a step in which this stage runs `actions` on `chunks`.
 
     A block that does not have the launch point requests the next before its first visit. Without
-    overlap a weight stays as long as with it, so the number of gathers is the same.
+    overlap a weight lives as long as with it, so the number of gathers is the same.
     """
     spans = trace(chunks, actions)
     reads, units = _reads(spans)
-    stays = _stays(reads, units, prefetch.unit)
+    lifetimes = _lifetimes(reads, units, prefetch.unit)
     if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:
-        _launch_per_layer(reads, units, stays, chunks, prefetch.launch)
+        _launch_per_layer(reads, units, lifetimes, chunks, prefetch.launch)
     elif prefetch.overlap:
-        _launch_per_module(reads, units, stays)
-    return _place(spans, stays.values())
+        _launch_per_module(reads, units, lifetimes)
+    return _place(spans, lifetimes.values())
 
 
 _START = -1  # the place before the first step
@@ -117,8 +116,8 @@ class _Unit(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Stay:
-    """See [Note: Stays]; `first` and `last` are steps, `launched` is None for "at `first`"."""
+class _Lifetime:
+    """See [Note: Lifetimes]; `first` and `last` are steps, `launched` is None for "at `first`"."""
 
     weight: str
     first: int
@@ -144,22 +143,22 @@ def _reads(spans: Iterable[Span]) -> tuple[list[_Read], list[_Unit]]:
     return reads, units
 
 
-def _stays(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dict[int, _Stay]:
-    """The stays in order of first read, by the index of that read; see [Note: Stays]."""
+def _lifetimes(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dict[int, _Lifetime]:
+    """The lifetimes in order of first read, by the index of that read; see [Note: Lifetimes]."""
     per_layer = unit is OverlapUnit.LAYER
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
-    stays: dict[int, _Stay] = {}
-    latest: dict[str, tuple[_Stay, int]] = {}  # and the index in `runs` of what comes behind it
+    lifetimes: dict[int, _Lifetime] = {}
+    latest: dict[str, tuple[_Lifetime, int]] = {}  # and the index in `runs` of what comes behind it
     for number, u in enumerate(units):
         for weight, (first, last) in u.extent.items():
             here, behind = (number, number + 1) if per_layer else (first, last + 1)
-            stay, since = latest.get(weight, (None, 0))
-            if stay is None or not _one_run(runs, since, here):
-                stay = stays[first] = _Stay(weight, reads[first].step, reads[last].step)
-            stay.last = reads[last].step
-            latest[weight] = stay, behind
-    return stays
+            lifetime, since = latest.get(weight, (None, 0))
+            if lifetime is None or not _one_run(runs, since, here):
+                lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
+            lifetime.last = reads[last].step
+            latest[weight] = lifetime, behind
+    return lifetimes
 
 
 def _runs(keys: Iterable[object]) -> list[int]:
@@ -175,21 +174,23 @@ def _one_run(runs: list[int], begin: int, end: int) -> bool:
 def _launch_per_layer(
     reads: list[_Read],
     units: list[_Unit],
-    stays: dict[int, _Stay],
+    lifetimes: dict[int, _Lifetime],
     chunks: Chunks,
     launch: LaunchPoint,
 ) -> None:
-    """Set where each stay is launched, per layer; see [Note: Launches]."""
-    fresh = [[stays[first] for first, _ in u.extent.values() if first in stays] for u in units]
-    for stay in chain(*fresh[:2]):
-        stay.launched = _START
+    """Set where each lifetime is launched, per layer; see [Note: Launches]."""
+    fresh = [
+        [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
+    ]
+    for lifetime in chain(*fresh[:2]):
+        lifetime.launched = _START
     for u, ahead in zip(units[1:], fresh[2:], strict=False):
         if u.span.sites[0].phase is Phase.BACKWARD:
             steps = [read.step for read in reads[u.begin : u.end]]
         else:
             steps = [u.first_step + _launch_offset(u.span, chunks, launch)]
-        for stay, step in zip(ahead, chain(steps, repeat(steps[-1])), strict=False):
-            stay.launched = step
+        for lifetime, step in zip(ahead, chain(steps, repeat(steps[-1])), strict=False):
+            lifetime.launched = step
 
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
@@ -201,10 +202,12 @@ def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
     return next(passed, going_forward[-1])
 
 
-def _launch_per_module(reads: list[_Read], units: list[_Unit], stays: dict[int, _Stay]) -> None:
-    """Set where each stay is launched, per module; see [Note: Launches]."""
-    for stay in islice(stays.values(), 2):
-        stay.launched = _START
+def _launch_per_module(
+    reads: list[_Read], units: list[_Unit], lifetimes: dict[int, _Lifetime]
+) -> None:
+    """Set where each lifetime is launched, per module; see [Note: Launches]."""
+    for lifetime in islice(lifetimes.values(), 2):
+        lifetime.launched = _START
     others = _next_others(reads)
     for u in units:
         first_reads = iter([first for first, _ in u.extent.values()] + [u.end])
@@ -216,7 +219,7 @@ def _launch_per_module(reads: list[_Read], units: list[_Unit], stays: dict[int, 
                 ahead = others[r]
             elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
                 continue  # this span may yet read it, or keep it: only its last read knows
-            launched = stays.get(ahead)
+            launched = lifetimes.get(ahead)
             if launched is not None and launched.launched is None:
                 launched.launched = reads[r].step
 
@@ -229,18 +232,18 @@ def _next_others(reads: list[_Read]) -> list[int]:
     return others
 
 
-def _place(spans: Iterable[Span], stays: Iterable[_Stay]) -> Plan:
-    """Put the acts of every stay to their sites; waits come before launches."""
+def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> Plan:
+    """Put the acts of every lifetime to their sites; waits come before launches."""
     before: defaultdict[int, list[Act]] = defaultdict(list)
     after: defaultdict[int, list[Act]] = defaultdict(list)
-    for stay in stays:
-        if stay.launched is None:
-            before[stay.first].append(Act(ActKind.GATHER, stay.weight))
-        before[stay.first].append(Act(ActKind.WAIT, stay.weight))
-        after[stay.last].append(Act(ActKind.FREE, stay.weight))
-    for stay in stays:
-        if stay.launched is not None:
-            before[stay.launched].append(Act(ActKind.GATHER, stay.weight))
+    for lifetime in lifetimes:
+        if lifetime.launched is None:
+            before[lifetime.first].append(Act(ActKind.GATHER, lifetime.weight))
+        before[lifetime.first].append(Act(ActKind.WAIT, lifetime.weight))
+        after[lifetime.last].append(Act(ActKind.FREE, lifetime.weight))
+    for lifetime in lifetimes:
+        if lifetime.launched is not None:
+            before[lifetime.launched].append(Act(ActKind.GATHER, lifetime.weight))
     sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
     steps = (
         Step(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))

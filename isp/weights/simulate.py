@@ -1,4 +1,4 @@
-"""Walks a plan without torch, and proves that it is right or says where it is not."""
+"""Replays a plan without torch, and proves that it is right or says where it is not."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Simulation(NamedTuple):
 
 
 def simulate(plan: Plan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulation:
-    """Walk along `plan` as the step does that it was made for.
+    """Replay `plan` as the step does that it was made for.
 
     Raises AssertionError, naming the place, at a step that the trace does not have there, a read
     of a weight that is not ready, a gather of what is there or under way, a wait without a gather
     or out of turn, a free of what is not ready or was never read, and for anything left at the end.
     """
-    return _Walk(plan, trace(chunks, actions)).walk()
+    return _Replay(plan, trace(chunks, actions)).run()
 
 
 @lru_cache(maxsize=1024)
@@ -67,8 +67,8 @@ def _extent(reads: tuple[str | None, ...]) -> dict[str, tuple[int, int]]:
     return extent
 
 
-class _Walk:
-    """The state of a walk: which weights are flying, in order of launch, ready, and read."""
+class _Replay:
+    """The state of a replay: which weights are flying, in order of launch, ready, and read."""
 
     def __init__(self, plan: Plan, spans: list[Span]) -> None:
         self.plan, self.spans = plan, spans
@@ -85,7 +85,7 @@ class _Walk:
             for weight in _extent(span.reads):
                 self.readers[weight].append(number)
 
-    def walk(self) -> Simulation:
+    def run(self) -> Simulation:
         for act in self.plan.start:
             self.do(act, None)
         occupancy = [self.occupancy(-1, 0)]
