@@ -27,9 +27,9 @@ from isp.parallel.config import Prefetch, WeightConfig
 from isp.weights.cursor import PlanCursor, UnannouncedPasses
 from isp.weights.declare import (
     DeclaredBlock,
-    DeclaredVisit,
     WeightHolder,
     as_chunks,
+    declared_visits,
     weight_names,
 )
 from isp.weights.gathers import GatheredLayer, WeightGatherer
@@ -41,10 +41,6 @@ from isp.weights.trace import Action, Site
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
-
-
-_VisitIndex = tuple[int, int, int]
-"""Chunk, block and visit of a declaration, as indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +200,13 @@ class ISPCommunicator(WPCommunicator):
         self._chunks = tuple(tuple(chunk) for chunk in chunks)
         self._states = [ISPOverlapState() for _ in self._chunks]
         self._names = weight_names(self._chunks)
-        for site, block, visit in self._declared():
+        for site, block, visit in declared_visits(self._chunks):
             if visit.layer is not None:
                 name = self._names[id(visit.layer.weight)]
-                self._homes.setdefault(name, (site[0], visit.layer, block.module))
+                self._homes.setdefault(name, (site.chunk, visit.layer, block.module))
             elif visit.at is not None:
-                visit.at.register_forward_pre_hook(self._passes(site))
-        keys = [self._key_at(place) for place, *_ in self._declared()]
+                visit.at.register_forward_pre_hook(self._passes(self._key_of(site)))
+        keys = [self._key_of(site) for site, *_ in declared_visits(self._chunks)]
         self._unannounced = UnannouncedPasses(self, keys, len(self._chunks))
 
     def deliver_to(self, sink: GradientSink) -> None:
@@ -242,6 +238,13 @@ class ISPCommunicator(WPCommunicator):
         """
         self._unannounced = None
         self.follow(actions)
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """As `begin`, but passes that nobody announces go on as before [Note: Unannounced]."""
+        self.drain()
+        self._cursor = PlanCursor(self.plan(actions), self._key_of)
+        self._wait_for_writers()
+        self._execute(self._cursor.plan.start)
 
     def finish(self) -> None:
         """Deliver all gradients and give all buffers back; to be called after the last backward."""
@@ -300,32 +303,17 @@ class ISPCommunicator(WPCommunicator):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _declared(self) -> Iterator[tuple[_VisitIndex, DeclaredBlock, DeclaredVisit]]:
-        for c, chunk in enumerate(self._chunks):
-            for b, block in enumerate(chunk):
-                for v, visit in enumerate(block.visits):
-                    yield (c, b, v), block, visit
-
-    def _passes(self, place: _VisitIndex) -> Callable[..., None]:
+    def _passes(self, key: Hashable) -> Callable[..., None]:
         def passes(*_: Any) -> None:
-            if (step := self._arrive(place, Phase.FORWARD)) is not None:
+            if (step := self._arrive(key, Phase.FORWARD)) is not None:
                 self._execute((*step.before, *step.after))
 
         return passes
 
     def _key_of(self, site: Site) -> Hashable:
-        return self._key_at((site.chunk, site.block, site.visit))
-
-    def _key_at(self, place: _VisitIndex) -> Hashable:
-        chunk, block, visit = place
-        layer = self._chunks[chunk][block].visits[visit].layer
-        return place if layer is None else id(layer)
-
-    def follow(self, actions: Sequence[Action]) -> None:
-        self.drain()
-        self._cursor = PlanCursor(self.plan(actions), self._key_of)
-        self._wait_for_writers()
-        self._execute(self._cursor.plan.start)
+        """What says that it is there: a layer, or a launch point."""
+        layer = self._chunks[site.chunk][site.block].visits[site.visit].layer
+        return site[1:] if layer is None else id(layer)
 
     def _wait_for_writers(self) -> None:
         """Let gathers wait for what is queued now, such as an update of the weights."""

@@ -7,6 +7,7 @@ places that a forward passes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +15,17 @@ from torch import nn
 
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
-from isp.weights.trace import Block, Chunks, Passes, Visit
+from isp.weights.phase import Phase
+from isp.weights.trace import Block, Chunks, Passes, Site, Visit
 
-__all__ = ["DeclaredBlock", "DeclaredVisit", "WeightHolder", "as_chunks", "weight_names"]
+__all__ = [
+    "DeclaredBlock",
+    "DeclaredVisit",
+    "WeightHolder",
+    "as_chunks",
+    "declared_visits",
+    "weight_names",
+]
 
 
 class WeightHolder(Protocol):
@@ -64,16 +73,25 @@ DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
 """The chunks of a model, each with its blocks in forward order."""
 
 
+def declared_visits(
+    declared: DeclaredChunks,
+) -> Iterator[tuple[Site, DeclaredBlock, DeclaredVisit]]:
+    """All visits in forward order, each with its place and block."""
+    for c, chunk in enumerate(declared):
+        for b, block in enumerate(chunk):
+            for v, visit in enumerate(block.visits):
+                yield Site(Phase.FORWARD, c, b, v), block, visit
+
+
 def weight_names(declared: DeclaredChunks) -> dict[int, str]:
     """The name of each weight, by the id of its shard; a shared one is named by its first layer.
 
     Raises ValueError if two weights have the same name.
     """
     names: dict[int, str] = {}
-    for block in (block for chunk in declared for block in chunk):
-        for visit in block.visits:
-            if visit.layer is not None:
-                names.setdefault(id(visit.layer.weight), f"{visit.layer.name}.weight")
+    for _, _, visit in declared_visits(declared):
+        if visit.layer is not None:
+            names.setdefault(id(visit.layer.weight), f"{visit.layer.name}.weight")
     for name, count in Counter(names.values()).items():
         if count > 1:
             raise ValueError(f"{count} weights are named {name}: call bind_names(model) first")
