@@ -62,7 +62,7 @@ def build_model(
 ) -> BuiltModel:
     """This rank's shards of its stages of the model, with the initial weights of `seed`."""
     order, communicator = PipelineOrder(parallel.pipeline), None
-    # Of a whole weight there is nothing to plan, and to do so costs 15% of a step of 64 tokens.
+    # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
     if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     layers = _layers(parallel, mesh, communicator, device, dtype)
