@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from isp.comm import streams
+from isp.comm.phase import Phase
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
 
@@ -42,7 +43,7 @@ class Transfer:
     """Whether it has been waited for: until then, `exposed` is not known."""
     wait_began: float = 0.0
     """When that wait began."""
-    phase: str = ""
+    phase: Phase = Phase.OTHER
     """The phase of the step in which it was launched."""
     block: str = ""
     """The part of the model that was computed then, while somebody observes."""
@@ -115,7 +116,7 @@ class Observer(Protocol):
     def launched(self, transfer: Transfer) -> None:
         """A transfer set off; its later times are filled in as they come about."""
 
-    def entered(self, phase: str, block: str) -> None:
+    def entered(self, phase: Phase, block: str) -> None:
         """This is computed from here on."""
 
 
@@ -155,8 +156,8 @@ class CommLog:
 
     transfers: list[Transfer] = field(default_factory=list)
     """Those kept since the last `take`."""
-    phase: str = ""
-    """The phase of the step: forward, loss, backward, recompute, optimizer or between."""
+    phase: Phase = Phase.OTHER
+    """The phase of the step."""
     block: str = ""
     """The part of the model that is computed, while somebody observes."""
     observer: Observer | None = None
@@ -195,7 +196,7 @@ class CommLog:
             self.observer.launched(transfer)
         return transfer
 
-    def enter(self, phase: str, block: str = "") -> None:
+    def enter(self, phase: Phase, block: str = "") -> None:
         """Say what is computed from here on."""
         self.phase, self.block = phase, block
         if self.observer is not None:

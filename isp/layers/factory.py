@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from isp.comm import Channel
+from isp.comm.phase import Phase
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import ParallelLinear
 from isp.layers.moves import Moves, Role, moves_for
@@ -78,7 +79,7 @@ class LayerFactory:
         """The layers' forward passes in this context compute again what a backward needs."""
         log = self.tensor.log
         before = log.phase, log.block
-        log.enter("recompute", log.block)
+        log.enter(Phase.RECOMPUTE, log.block)
         try:
             with self.communicator.recomputing():
                 yield

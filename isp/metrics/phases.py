@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import time
-from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 
 from isp.comm import streams
+from isp.comm.phase import Phase
 
-__all__ = ["PhaseClock", "PhaseTimes", "RunPhase", "training_seconds"]
-
-
-class RunPhase(StrEnum):
-    """What a rank is doing, in words for people."""
-
-    DATA = "data loading"
-    FORWARD_BACKWARD = "forward and backward"
-    REDUCE = "gradient reduction"
-    OPTIMIZER = "optimizer"
-    EVALUATION = "evaluation"
-    CHECKPOINT = "checkpoint"
-    PROFILE = "writing a profile"
-    OTHER = "other work"
-    """Between steps: agreeing, reporting."""
-
-    @property
-    def is_of_step(self) -> bool:
-        """Whether it is a phase of training steps."""
-        return self in (
-            RunPhase.DATA,
-            RunPhase.FORWARD_BACKWARD,
-            RunPhase.REDUCE,
-            RunPhase.OPTIMIZER,
-        )
+__all__ = ["PhaseClock", "PhaseTimes", "is_of_step", "training_seconds"]
 
 
-PhaseTimes = dict[RunPhase, float]
+PhaseTimes = dict[Phase, float]
 """Seconds of each phase."""
 
-_STEP = (RunPhase.FORWARD_BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
+_STEP = (Phase.FORWARD_BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
+
+
+def is_of_step(phase: Phase) -> bool:
+    """Whether a clock measures it as a part of training steps."""
+    return phase is Phase.DATA or phase in _STEP
 
 
 def training_seconds(times: PhaseTimes) -> float:
     """All of `times` but evaluations, checkpoints and the writing of profiles."""
-    apart = (RunPhase.EVALUATION, RunPhase.CHECKPOINT, RunPhase.PROFILE)
+    apart = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.PROFILE)
     return sum(seconds for phase, seconds in times.items() if phase not in apart)
 
 
@@ -69,12 +50,12 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seconds: PhaseTimes = dict.fromkeys(RunPhase, 0.0)
-        self._on_device: list[tuple[RunPhase, streams.Event, streams.Event]] = []
+        self._seconds: PhaseTimes = dict.fromkeys(Phase, 0.0)
+        self._on_device: list[tuple[Phase, streams.Event, streams.Event]] = []
         self._since = self._mark()
-        self.current = RunPhase.OTHER
+        self.current = Phase.OTHER
 
-    def enter(self, phase: RunPhase) -> None:
+    def enter(self, phase: Phase) -> None:
         """`phase` begins here."""
         last, since, now = self.current, self._since, self._mark()
         self.current, self._since = phase, now
@@ -90,7 +71,7 @@ class PhaseClock:
             end.synchronize()
             self._seconds[phase] += begin.elapsed_time(end) / 1e3
         self._on_device.clear()
-        taken, self._seconds = self._seconds, dict.fromkeys(RunPhase, 0.0)
+        taken, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
         return taken
 
     def _mark(self) -> _Mark:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isp.comm import CommLog
+from isp.comm.phase import Phase
 from isp.weights.communicator import ISPCommunicator
 from isp.weights.trace import Action
 from isp.weights.wp import ISPCommunicatorWrapper
@@ -68,32 +69,32 @@ class PhaseHook(SchedulerHook):
 
     def before_step(self, actions: Sequence[Action]) -> None:
         self.inner.before_step(actions)
-        self.log.enter("between")
+        self.log.enter(Phase.OTHER)
 
     def before_forward(self, chunk: int) -> None:
-        self.log.enter("forward")
+        self.log.enter(Phase.FORWARD)
         self.inner.before_forward(chunk)
 
     def after_forward(self, chunk: int) -> None:
         self.inner.after_forward(chunk)
-        self.log.enter("between")
+        self.log.enter(Phase.OTHER)
 
     def before_criterion(self) -> None:
-        self.log.enter("loss")
+        self.log.enter(Phase.LOSS)
         self.inner.before_criterion()
 
     def after_criterion(self) -> None:
         self.inner.after_criterion()
-        self.log.enter("between")
+        self.log.enter(Phase.OTHER)
 
     def before_backward(self, chunk: int) -> None:
-        self.log.enter("backward")
+        self.log.enter(Phase.BACKWARD)
         self.inner.before_backward(chunk)
 
     def after_backward(self, chunk: int) -> None:
         self.inner.after_backward(chunk)
-        self.log.enter("between")
+        self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        self.log.enter("optimizer")
+        self.log.enter(Phase.OPTIMIZER)
         self.inner.after_step()

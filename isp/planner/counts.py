@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from isp.comm.dry import Trip
+from isp.comm.phase import Phase
 from isp.parallel import Axis
 from isp.parallel.config import Prefetch
 from isp.planner.case import Case, Place
@@ -21,7 +22,6 @@ from isp.planner.declared import (
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Gradient, Launch, Tapes
-from isp.weights.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, Block, Chunks
 

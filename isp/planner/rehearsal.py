@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from isp.attention import AttentionMask, DistributedAttention
 from isp.comm import Channel
 from isp.comm.dry import DryChannel
+from isp.comm.phase import Phase
 from isp.layers.factory import LayerFactory
 from isp.layers.module import named_parameters
 from isp.layers.norm import RMSNorm
@@ -37,7 +38,6 @@ from isp.planner.case import Case, Place
 from isp.planner.declared import BlockKind, kind_of, kind_of_block
 from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, Recorder, Tapes
 from isp.weights.declare import WeightHolder, as_chunks
-from isp.weights.phase import Phase
 from isp.weights.trace import Block
 from isp.weights.wp import FullWeights, WPCommunicator
 from model.config import ModelConfig

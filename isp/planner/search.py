@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from isp.comm.dry import Trip
+from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
@@ -19,7 +20,6 @@ from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Tapes
-from isp.weights.phase import Phase
 from isp.weights.trace import Block
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm.dry import Trip
+from isp.comm.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
-from isp.weights.phase import Phase
 
 __all__ = [
     "Attend",

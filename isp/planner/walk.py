@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from isp.comm.dry import Trip
+from isp.comm.phase import Phase
 from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.clock import Clock
@@ -23,7 +24,6 @@ from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Attend, Event, Gradient, Launch, Loss, Product, Reach, Read, Wait
-from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from isp.comm import Transfer
+from isp.comm.phase import Phase
 from isp.profile.recorder import Mark, RankRecord
 from isp.profile.schema import Collective, Cost
 
@@ -96,7 +97,7 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
 
 def _collective(
     transfer: Transfer,
-    phase: str,
+    phase: Phase,
     parts: Iterable[str],
     launch: float,
     start: float,

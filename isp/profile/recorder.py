@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isp.comm import CommLog, DeviceClock, Transfer, streams
+from isp.comm.phase import Phase
 from isp.metrics import MemoryMeter, peak_memory_gib
 
 __all__ = ["Mark", "RankRecord", "Recorder"]
@@ -23,7 +24,7 @@ class Mark:
     """From here on this part of the model is computed in this phase; seconds of perf_counter."""
 
     at: float
-    phase: str
+    phase: Phase
     block: str
     site: str = ""
     """The visit of the block, such as `wo`, where one was reached; else the block was entered."""
@@ -51,7 +52,7 @@ class _Moment(NamedTuple):
 
     at: float
     event: streams.Event | None
-    phase: str
+    phase: Phase
     block: str
     site: str
     memory_gib: float
@@ -121,7 +122,7 @@ class Recorder:
     def launched(self, transfer: Transfer) -> None:
         self._transfers.append(transfer)
 
-    def entered(self, phase: str, block: str) -> None:
+    def entered(self, phase: Phase, block: str) -> None:
         self._moments.append(self._moment(phase, block, memory=self._memory.gib()))
 
     # -- inside ------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Recorder:
 
         return hook
 
-    def _moment(self, phase: str, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
+    def _moment(self, phase: Phase, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
         event = None if self._clock is None else self._clock.mark()
         return _Moment(time.perf_counter(), event, phase, block, site, memory)
 

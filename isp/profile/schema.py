@@ -15,6 +15,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from isp.comm.log import BETWEEN_TWO
+from isp.comm.phase import Phase
 
 __all__ = [
     "Collective",
@@ -83,7 +84,7 @@ class Collective:
     """The weight or tensor that travels, such as `layers.3.attention.wo.weight`."""
     block: str
     """The part of the model it belongs to, such as `layers.3`; empty where it belongs to none."""
-    phase: str
+    phase: Phase
     """The one it is needed in, for a gather, and that it was launched in, for all others."""
     cost: Cost
     sent_bytes: int
@@ -118,8 +119,7 @@ class ComputeSpan:
 
     block: str
     """`embedding`, `layers.0`, ..., `norm`, `head`; the name of the phase where there is none."""
-    phase: str
-    """forward, loss, backward, recompute, optimizer or between (data, metrics, other stages)."""
+    phase: Phase
     begin_ms: float
     end_ms: float
 
@@ -129,7 +129,7 @@ class MemorySample:
     """Memory at a moment of the step: of tensors on CUDA, of the whole process on CPU."""
 
     at_ms: float
-    phase: str
+    phase: Phase
     """The phase that begins here."""
     gib: float
 
@@ -221,7 +221,7 @@ class Wait:
     channel: str
     label: str
     block: str
-    phase: str
+    phase: Phase
     count: float
     """How often it travels in a step (once a micro-batch, say)."""
     sent_bytes: float

@@ -18,6 +18,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
+from isp.comm.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import (
@@ -33,8 +34,8 @@ from isp.profile.schema import (
 
 __all__ = ["covered", "mean_totals", "step_collectives", "timeline", "totals"]
 
-_FORWARD = ("forward", "loss")
-_BACKWARD = ("backward", "recompute")
+_FORWARD = (Phase.FORWARD, Phase.LOSS)
+_BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
 _SHORTEST_SPAN = 0.02
 """Milliseconds; what is shorter belongs to the span that follows."""
 
@@ -54,7 +55,7 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
         if c.cost is Cost.AHEAD and c.kind != "all_gather" and not c.label.endswith(".dx")
     ]
     in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
-    for i in (*in_backward[-1:], *(i for i in reductions if own[i].phase == "optimizer")):
+    for i in (*in_backward[-1:], *(i for i in reductions if own[i].phase is Phase.OPTIMIZER)):
         edges[i] = Edge.LAST
     return tuple(dataclasses.replace(c, edge=edges.get(i)) for i, c in enumerate(own))
 
@@ -118,7 +119,7 @@ def _unavoidable(collective: Collective) -> float:
 def _excess(
     own: Iterable[Collective],
     spans: Iterable[ComputeSpan],
-    phases: tuple[str, ...],
+    phases: tuple[Phase, ...],
     times: RankTimes,
 ) -> float:
     """By how much what could be hidden is longer than the compute in `phases`."""
@@ -166,7 +167,7 @@ def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
     """The parts of the model, one after the other, from the begin of the step to its end."""
     begin, end = times.begins[step], times.begins[step + 1]
     within = [m for m in times.marks if begin < m.at < end and not m.site]
-    first = [times.mark_at(begin)] if times.marks else [Mark(begin, "between", "")]
+    first = [times.mark_at(begin)] if times.marks else [Mark(begin, Phase.OTHER, "")]
     spans: list[ComputeSpan] = []
     reached = begin
     for mark, stop in zip([*first, *within], [*(mark.at for mark in within), end], strict=True):

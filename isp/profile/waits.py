@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, Mode, OverlapUnit, WeightConfig
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
@@ -49,7 +50,9 @@ class _RankStep:
     @classmethod
     def of(cls, rank: int, times: RankTimes, step: int) -> _RankStep:
         begin, end = times.begins[step], times.begins[step + 1]
-        sites = [m for m in times.marks if m.site and m.phase == "forward" and begin <= m.at < end]
+        sites = [
+            m for m in times.marks if m.site and m.phase is Phase.FORWARD and begin <= m.at < end
+        ]
         return cls(rank, step_collectives(times, step), sites)
 
 
@@ -237,7 +240,7 @@ class _Judge:
             return None
         if not weight.overlap:
             return self._works("parallel.weight.overlap=true", weight.launch_allgather_before)
-        if self.own[0].phase != "forward":
+        if self.own[0].phase is not Phase.FORWARD:
             return None  # in backward the plan has no launch points
         if weight.forward_overlap_per is OverlapUnit.MODULE:
             return self._works("forward_overlap_per=layer", weight.launch_allgather_before)

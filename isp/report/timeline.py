@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from isp.comm.phase import Phase
 from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, Timeline
 from isp.report.page import Choice, Section
 from isp.report.style import (
@@ -56,11 +57,11 @@ _KINDS = {
 }
 _OTHER_KIND = _Look(BLUE, "+++")
 _PHASES = {
-    "forward": _Look("#dcdcdc"),
-    "loss": _Look("#f4f4f4"),
-    "backward": _Look("#b4b4b4"),
-    "recompute": _Look("#cccccc", "///"),
-    "optimizer": _Look("#ececec"),
+    Phase.FORWARD: _Look("#dcdcdc"),
+    Phase.LOSS: _Look("#f4f4f4"),
+    Phase.BACKWARD: _Look("#b4b4b4"),
+    Phase.RECOMPUTE: _Look("#cccccc", "///"),
+    Phase.OPTIMIZER: _Look("#ececec"),
 }
 _OTHER_PHASE = _Look("#ffffff")
 _WAITS = "waits"
@@ -217,8 +218,8 @@ def _phase_names(axes: Axes, timeline: Timeline, size: Size) -> None:
             axes.text((begin + end) / 2, -0.6, phase, ha="center", va="center", color=GREY)
 
 
-def _phase_family(phase: str) -> str:
-    return "backward" if phase == "recompute" else phase
+def _phase_family(phase: Phase) -> Phase:
+    return Phase.BACKWARD if phase is Phase.RECOMPUTE else phase
 
 
 def _transfer_bar(axes: Axes, collective: Collective, timeline: Timeline, row: int) -> None:

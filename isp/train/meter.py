@@ -8,9 +8,10 @@ import torch
 
 from isp.comm import CommLog
 from isp.comm.log import Transfer
+from isp.comm.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
-from isp.metrics.phases import PhaseClock, PhaseTimes, RunPhase, training_seconds
+from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.train.step import StepOutcome
 from model.config import ModelConfig
 from model.flops import flops_per_step
@@ -108,7 +109,7 @@ class StepMeter:
             num_ranks=self._num_ranks,
             peak_tflops=self._peak_tflops,
         )
-        saving = self._times[RunPhase.CHECKPOINT]
+        saving = self._times[Phase.CHECKPOINT]
 
         def a_step(part: float) -> float:
             return part / self._steps * 1e3
@@ -126,10 +127,10 @@ class StepMeter:
             comm_ms=a_step(totals.comm_seconds),
             exposed_ms=a_step(totals.exposed_seconds),
             mem_gib=mem_gib,
-            data_ms=a_step(self._times[RunPhase.DATA]),
-            forward_backward_ms=a_step(self._times[RunPhase.FORWARD_BACKWARD]),
-            reduce_ms=a_step(self._times[RunPhase.REDUCE]),
-            optimizer_ms=a_step(self._times[RunPhase.OPTIMIZER]),
+            data_ms=a_step(self._times[Phase.DATA]),
+            forward_backward_ms=a_step(self._times[Phase.FORWARD_BACKWARD]),
+            reduce_ms=a_step(self._times[Phase.REDUCE]),
+            optimizer_ms=a_step(self._times[Phase.OPTIMIZER]),
             checkpoint_ms=saving * 1e3 if saving else None,
             loss_scale=loss_scale,
             eta_seconds=eta_seconds,
@@ -144,5 +145,5 @@ class StepMeter:
 
     def _forget(self) -> None:
         self._steps, self._tokens, self._flops = 0, 0, 0.0
-        self._times: PhaseTimes = dict.fromkeys(RunPhase, 0.0)
+        self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
         self._transfers: list[Transfer] = []

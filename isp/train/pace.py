@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from isp.comm.phase import Phase
 from isp.config import JobConfig
-from isp.metrics.phases import PhaseTimes, RunPhase, training_seconds
+from isp.metrics.phases import PhaseTimes, training_seconds
 
 __all__ = ["Pace"]
 
@@ -39,8 +40,8 @@ class Pace:
             self._first = False
         self._steps.append(training_seconds(times))
         # Those of the step before; the longest, because a limit of time must not be passed.
-        self._evaluation = max(self._evaluation, times[RunPhase.EVALUATION])
-        self._save = max(self._save, times[RunPhase.CHECKPOINT])
+        self._evaluation = max(self._evaluation, times[Phase.EVALUATION])
+        self._save = max(self._save, times[Phase.CHECKPOINT])
         self._last_save = max(self._last_save, self._save, write_seconds)
 
     def seconds_left(self, step: int) -> float | None:

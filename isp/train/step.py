@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
+from isp.comm.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
-from isp.metrics.phases import PhaseClock, RunPhase
+from isp.metrics.phases import PhaseClock
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.pipeline import Pipeline
@@ -110,7 +111,7 @@ class TrainStep:
         if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
             self._clear_up()
         self._unfinished = True
-        self.clock.enter(RunPhase.FORWARD_BACKWARD)
+        self.clock.enter(Phase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
         shared = self._shared_table()
@@ -123,16 +124,16 @@ class TrainStep:
             self._run(work)
         if shared is not None:
             self.gradients.withdraw(shared)
-        self.clock.enter(RunPhase.REDUCE)
+        self.clock.enter(Phase.REDUCE)
         self.hook.after_step()
         self.gradients.reduce()
         self._add_tied()
-        self.clock.enter(RunPhase.OPTIMIZER)
+        self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
         self._unfinished = False
         loss = self._over_ranks(work.total)
-        self.clock.enter(RunPhase.OTHER)
+        self.clock.enter(Phase.OTHER)
         return StepOutcome(
             loss=loss,
             grad_norm=result.grad_norm,

@@ -12,10 +12,11 @@ import torch
 
 from isp.checkpoint import CheckpointError
 from isp.comm import Mesh
+from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import describe_mfu, device_name, peak_tflops, shared_cores
-from isp.metrics.phases import PhaseClock, RunPhase
+from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.run.folder import RunFolder
@@ -104,7 +105,7 @@ class Trainer:
     def where(self) -> str:
         """What this rank is doing, in words."""
         phase = self.clock.current
-        if phase.is_of_step:
+        if is_of_step(phase):
             return f"in {phase} of step {self.step + 1}"
         return f"after step {self.step}, in {phase}"
 
@@ -143,7 +144,7 @@ class Trainer:
         )
         loss_scale = None if self.optimizer.scaler is None else self.optimizer.scaler.scale
         self._profiler.begin(self.step + 1)
-        self.clock.enter(RunPhase.DATA)
+        self.clock.enter(Phase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
         self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
@@ -227,7 +228,7 @@ class Trainer:
         )
         asked = False
         if evaluates:
-            self.clock.enter(RunPhase.EVALUATION)
+            self.clock.enter(Phase.EVALUATION)
             begin = time.perf_counter()
             val_loss = self._evaluate()
             asked = val_loss is None
@@ -255,13 +256,13 @@ class Trainer:
 
     def _profile(self, outcome: StepOutcome) -> None:
         """Write the profile of the step that has just been taken; no part of its time."""
-        self.clock.enter(RunPhase.PROFILE)
+        self.clock.enter(Phase.PROFILE)
         self._profiler.end(self.step, outcome.loss)
         self._leave_phase()
 
     def _leave_phase(self) -> None:
         """What has been done since the step is over, and was no part of it."""
-        self.clock.enter(RunPhase.OTHER)
+        self.clock.enter(Phase.OTHER)
         self._meter.leave_out()
 
     def _count_skip(self, outcome: StepOutcome) -> None:
@@ -272,7 +273,7 @@ class Trainer:
 
     def _save(self, *, last: bool) -> None:
         """Save. Raises CheckpointError if that fails, and it is the last one."""
-        self.clock.enter(RunPhase.CHECKPOINT)
+        self.clock.enter(Phase.CHECKPOINT)
         done = Progress(self.step, self.tokens)
         if last:
             self._checkpoints.save_at_last(done)

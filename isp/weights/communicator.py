@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, streams
+from isp.comm.phase import Phase
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.weights.cursor import PlanCursor, UnannouncedPasses
 from isp.weights.declare import (
@@ -33,7 +34,6 @@ from isp.weights.declare import (
     weight_names,
 )
 from isp.weights.gathers import GatheredLayer, WeightGatherer
-from isp.weights.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.reductions import GradientReducer, GradientSink

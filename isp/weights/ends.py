@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from isp.comm import Channel, Pending
+from isp.comm.phase import Phase
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.topology import Axis
 from isp.weights.declare import WeightHolder
-from isp.weights.phase import Phase
 from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["EmbeddingWeightParallelCommunicator", "HeadWeightParallelCommunicator"]

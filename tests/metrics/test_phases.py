@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from isp.comm.log import CommLog
+from isp.comm.phase import Phase
 from isp.config import load_config
 from isp.metrics import read_metrics
-from isp.metrics.phases import PhaseClock, RunPhase, training_seconds
+from isp.metrics.phases import PhaseClock, training_seconds
 from isp.parallel import Mode
 from isp.train import main
 from model.config import ModelConfig
@@ -30,21 +31,21 @@ def test_every_moment_belongs_to_one_phase() -> None:
     before = time.perf_counter()
     clock = PhaseClock(CPU)
     begin = time.perf_counter()
-    for phase in (RunPhase.DATA, RunPhase.OPTIMIZER, RunPhase.CHECKPOINT, RunPhase.DATA):
+    for phase in (Phase.DATA, Phase.OPTIMIZER, Phase.CHECKPOINT, Phase.DATA):
         clock.enter(phase)
         assert clock.current is phase
         time.sleep(0.02)
-    clock.enter(RunPhase.OTHER)
+    clock.enter(Phase.OTHER)
     end = time.perf_counter()
     times = clock.take()
     after = time.perf_counter()
     assert end - begin <= sum(times.values()) <= after - before
-    assert times[RunPhase.DATA] >= 0.04
-    assert min(times[RunPhase.OPTIMIZER], times[RunPhase.CHECKPOINT]) >= 0.02
-    assert times[RunPhase.EVALUATION] == 0
-    whole = training_seconds(times) + times[RunPhase.CHECKPOINT]
+    assert times[Phase.DATA] >= 0.04
+    assert min(times[Phase.OPTIMIZER], times[Phase.CHECKPOINT]) >= 0.02
+    assert times[Phase.EVALUATION] == 0
+    whole = training_seconds(times) + times[Phase.CHECKPOINT]
     assert whole == pytest.approx(sum(times.values()))
-    assert clock.take()[RunPhase.DATA] == 0
+    assert clock.take()[Phase.DATA] == 0
 
 
 @pytest.mark.gpu
@@ -55,17 +56,17 @@ def test_a_step_is_measured_on_the_device() -> None:
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
     clock = PhaseClock(device)
-    clock.enter(RunPhase.FORWARD_BACKWARD)
+    clock.enter(Phase.FORWARD_BACKWARD)
     begin = time.perf_counter()
     for _ in range(50):
         x = x @ x
     launched = time.perf_counter() - begin
-    clock.enter(RunPhase.OPTIMIZER)
+    clock.enter(Phase.OPTIMIZER)
     x.sum().item()
-    clock.enter(RunPhase.OTHER)
+    clock.enter(Phase.OTHER)
     times = clock.take()
-    assert times[RunPhase.FORWARD_BACKWARD] > 2 * launched
-    assert times[RunPhase.OPTIMIZER] < times[RunPhase.FORWARD_BACKWARD]
+    assert times[Phase.FORWARD_BACKWARD] > 2 * launched
+    assert times[Phase.OPTIMIZER] < times[Phase.FORWARD_BACKWARD]
 
 
 def test_transfers_stay_until_they_are_waited_for() -> None:

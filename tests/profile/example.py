@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from isp.comm.phase import Phase
 from isp.profile import (
     Collective,
     ComputeSpan,
@@ -53,18 +54,18 @@ def _collective(kind: str, channel: str, label: str, **values: object) -> Collec
 
 def _spans() -> tuple[ComputeSpan, ...]:
     cuts = [
-        ("between", "between", 0.0),
-        ("embedding", "forward", 5.0),
-        ("layers.0", "forward", 10.0),
-        ("layers.1", "forward", 25.0),
-        ("head", "forward", 38.0),
-        ("loss", "loss", 42.0),
-        ("head", "backward", 45.0),
-        ("layers.1", "recompute", 50.0),
-        ("layers.1", "backward", 58.0),
-        ("layers.0", "backward", 70.0),
-        ("embedding", "backward", 85.0),
-        ("optimizer", "optimizer", 90.0),
+        ("other work", Phase.OTHER, 0.0),
+        ("embedding", Phase.FORWARD, 5.0),
+        ("layers.0", Phase.FORWARD, 10.0),
+        ("layers.1", Phase.FORWARD, 25.0),
+        ("head", Phase.FORWARD, 38.0),
+        ("loss", Phase.LOSS, 42.0),
+        ("head", Phase.BACKWARD, 45.0),
+        ("layers.1", Phase.RECOMPUTE, 50.0),
+        ("layers.1", Phase.BACKWARD, 58.0),
+        ("layers.0", Phase.BACKWARD, 70.0),
+        ("embedding", Phase.BACKWARD, 85.0),
+        ("optimizer", Phase.OPTIMIZER, 90.0),
         ("", "", 100.0),
     ]
     return tuple(
@@ -74,8 +75,8 @@ def _spans() -> tuple[ComputeSpan, ...]:
 
 
 def _rank(rank: int, collectives: tuple[Collective, ...], totals: Totals) -> RankProfile:
-    memory = [(0.0, "between", 1.0), (5.0, "forward", 1.1), (45.0, "backward", 1.6)]
-    memory.append((90.0, "optimizer", 1.2))
+    memory = [(0.0, Phase.OTHER, 1.0), (5.0, Phase.FORWARD, 1.1), (45.0, Phase.BACKWARD, 1.6)]
+    memory.append((90.0, Phase.OPTIMIZER, 1.2))
     samples = tuple(MemorySample(at_ms=t, phase=p, gib=g + 0.1 * rank) for t, p, g in memory)
     timeline = Timeline(
         step=0,
@@ -95,7 +96,7 @@ def _isp() -> ModeProfile:
             "all_gather",
             "weight",
             "embedding.weight",
-            phase="optimizer",
+            phase=Phase.OPTIMIZER,
             launch_ms=-2.0,
             end_ms=7.0,
             wait_ms=5.0,
@@ -107,7 +108,7 @@ def _isp() -> ModeProfile:
             "weight",
             weight,
             block="layers.1",
-            phase="forward",
+            phase=Phase.FORWARD,
             launch_ms=20.0,
             end_ms=31.0,
             wait_ms=28.0,
@@ -117,7 +118,7 @@ def _isp() -> ModeProfile:
             "reduce_scatter",
             "weight",
             grad,
-            phase="backward",
+            phase=Phase.BACKWARD,
             launch_ms=89.0,
             end_ms=94.0,
             wait_ms=90.0,
@@ -150,7 +151,7 @@ def _isp() -> ModeProfile:
         channel="weight",
         label=weight,
         block="layers.1",
-        phase="forward",
+        phase=Phase.FORWARD,
         count=1,
         sent_bytes=1 << 20,
         exposed_ms=3.0,
@@ -183,7 +184,7 @@ def _mtp() -> ModeProfile:
             "tensor",
             f"layers.{i}.attention.wo.y",
             block=f"layers.{i}",
-            phase="forward",
+            phase=Phase.FORWARD,
             launch_ms=begin,
             end_ms=begin + 8.0,
             wait_ms=begin,
@@ -213,7 +214,7 @@ def _mtp() -> ModeProfile:
         channel="tensor",
         label="layers.0.attention.wo.y",
         block="layers.0",
-        phase="forward",
+        phase=Phase.FORWARD,
         count=1,
         sent_bytes=1 << 20,
         exposed_ms=8.0,

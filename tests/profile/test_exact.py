@@ -6,23 +6,24 @@ import dataclasses
 
 import pytest
 
+from isp.comm.phase import Phase
 from isp.profile import Cost, Edge
 from isp.profile.totals import covered, step_collectives, timeline, totals
 from tests.profile.records import aligned, mark, record, transfer
 
 MARKS = (
-    mark(0, "between"),
-    mark(10, "forward"),
-    mark(12, "forward", "embedding"),
-    mark(13, "forward", "embedding", "embedding"),
-    mark(20, "forward", "layers.0"),
-    mark(21, "forward", "layers.0", "wqkv"),
-    mark(40, "loss"),
-    mark(45, "backward"),
-    mark(46, "backward", "layers.0"),
-    mark(70, "backward", "embedding"),
-    mark(80, "optimizer"),
-    mark(95, "between"),
+    mark(0, Phase.OTHER),
+    mark(10, Phase.FORWARD),
+    mark(12, Phase.FORWARD, "embedding"),
+    mark(13, Phase.FORWARD, "embedding", "embedding"),
+    mark(20, Phase.FORWARD, "layers.0"),
+    mark(21, Phase.FORWARD, "layers.0", "wqkv"),
+    mark(40, Phase.LOSS),
+    mark(45, Phase.BACKWARD),
+    mark(46, Phase.BACKWARD, "layers.0"),
+    mark(70, Phase.BACKWARD, "embedding"),
+    mark(80, Phase.OPTIMIZER),
+    mark(95, Phase.OTHER),
 )
 BEGINS = (0.0, 100.0)
 
@@ -30,11 +31,13 @@ BEGINS = (0.0, 100.0)
 def first_step():
     """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
     return [
-        transfer("all_gather", "embedding.weight", phase="optimizer", launch=-5, end=15, wait=13),
+        transfer(
+            "all_gather", "embedding.weight", phase=Phase.OPTIMIZER, launch=-5, end=15, wait=13
+        ),
         transfer(
             "all_gather",
             "layers.0.attention.wqkv.weight",
-            phase="optimizer",
+            phase=Phase.OPTIMIZER,
             launch=-4,
             end=26,
             wait=22,
@@ -42,7 +45,7 @@ def first_step():
         transfer(
             "all_to_all",
             "attention.qkv",
-            phase="forward",
+            phase=Phase.FORWARD,
             launch=30,
             end=36,
             wait=30,
@@ -51,16 +54,27 @@ def first_step():
         transfer(
             "reduce_scatter",
             "layers.0.attention.wqkv.weight.grad",
-            phase="backward",
+            phase=Phase.BACKWARD,
             launch=50,
             end=60,
             wait=82,
         ),
         transfer(
-            "reduce_scatter", "embedding.weight.grad", phase="backward", launch=79, end=87, wait=83
+            "reduce_scatter",
+            "embedding.weight.grad",
+            phase=Phase.BACKWARD,
+            launch=79,
+            end=87,
+            wait=83,
         ),
         transfer(
-            "all_reduce", "metrics", phase="optimizer", launch=90, end=92, wait=90, channel="world"
+            "all_reduce",
+            "metrics",
+            phase=Phase.OPTIMIZER,
+            launch=90,
+            end=92,
+            wait=90,
+            channel="world",
         ),
     ]
 
@@ -112,7 +126,7 @@ def test_a_transfer_belongs_to_the_step_that_waits_for_it():
 
 def test_waiting_is_cut_into_queue_other_ranks_and_moving():
     """Catches a slow neighbour, or the transfer before, being taken for a slow wire."""
-    phase = {"phase": "forward", "channel": "tensor"}
+    phase = {"phase": Phase.FORWARD, "channel": "tensor"}
 
     def of_rank(late: float):
         return record(
@@ -150,7 +164,7 @@ def test_a_receive_waits_for_its_sender():
 
     Rank 1 sends at 22 what rank 0 has waited for since 10, and receives what is long there.
     """
-    kinds = {"phase": "between", "channel": "tensor"}
+    kinds = {"phase": Phase.OTHER, "channel": "tensor"}
     one, two = "activations of micro-batch 0 from stage 1", "gradient of micro-batch 0 from stage 0"
     first = [
         transfer("recv", one, launch=1, end=30, wait=10, **kinds),
@@ -171,7 +185,7 @@ def test_a_receive_waits_for_its_sender():
 def test_what_does_not_fit_beside_compute_is_in_the_bound():
     """Catches a bound that calls more transfers than there is compute avoidable."""
     gather = transfer(
-        "all_gather", "layers.1.w.weight", phase="forward", launch=11, end=51, wait=26
+        "all_gather", "layers.1.w.weight", phase=Phase.FORWARD, launch=11, end=51, wait=26
     )
     (times,) = aligned(record(BEGINS, [gather], MARKS))
     assert totals(times, 0).excess_ms == pytest.approx(40 - (35 - 25))
@@ -184,7 +198,7 @@ def test_timeline():
     assert (found.step, found.begin_ms, found.end_ms) == (3, pytest.approx(1), pytest.approx(101))
     spans = [(s.block, s.phase, round(s.begin_ms), round(s.end_ms)) for s in found.spans]
     assert spans[:4] == [
-        ("between", "between", 1, 11),
+        ("other work", "other work", 1, 11),
         ("forward", "forward", 11, 13),
         ("embedding", "forward", 13, 21),
         ("layers.0", "forward", 21, 41),

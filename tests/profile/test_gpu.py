@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
+from isp.comm.phase import Phase
 from isp.profile.recorder import Recorder
 
 pytestmark = [
@@ -42,9 +43,9 @@ def test_times_are_the_devices():
     torch.cuda.synchronize()
     with recorder:
         recorder.begin_step()
-        channel.log.enter("forward", "a")
+        channel.log.enter(Phase.FORWARD, "a")
         torch.cuda._sleep(LONG_CYCLES)
-        channel.log.enter("forward", "b")
+        channel.log.enter(Phase.FORWARD, "b")
         transfer = channel.log.start("all_gather", "weight", "b.weight", 1)
         assert channel.log.clock is not None
         wait = channel._time_on_device(

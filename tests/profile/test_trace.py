@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import pytest
 
+from isp.comm.phase import Phase
 from isp.profile.totals import timeline
 from isp.profile.trace import chrome_trace, torch_events, write_trace
 from tests.profile.example import example_profile
@@ -60,7 +61,9 @@ def test_slices_say_when_things_happened():
 def test_transfers_that_overlap_get_lanes_of_their_own():
     """Catches two slices that cross in one lane, which viewers do not draw."""
     crossing = [
-        transfer("all_gather", f"layers.{i}.w.weight", phase="forward", launch=t, end=e, wait=50)
+        transfer(
+            "all_gather", f"layers.{i}.w.weight", phase=Phase.FORWARD, launch=t, end=e, wait=50
+        )
         for i, (t, e) in enumerate([(10, 20), (12, 30), (15, 18), (21, 40)])
     ]
     (times,) = aligned(record(BEGINS, crossing, MARKS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from isp.comm.phase import Phase
 from isp.parallel import Mode, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.profile import Reason
@@ -12,16 +13,16 @@ from tests.profile.records import aligned, mark, record, transfer
 
 WEIGHT = "layers.1.attention.wqkv.weight"
 MARKS = (
-    mark(0, "forward"),
-    mark(1, "forward", "layers.0"),
-    mark(2, "forward", "layers.0", "wqkv"),
-    mark(20, "forward", "layers.0", "attn"),
-    mark(30, "forward", "layers.0", "wo"),
-    mark(40, "forward", "layers.0", "w1"),
-    mark(50, "forward", "layers.1"),
-    mark(51, "forward", "layers.1", "wqkv"),
-    mark(80, "backward", "layers.1"),
-    mark(95, "optimizer"),
+    mark(0, Phase.FORWARD),
+    mark(1, Phase.FORWARD, "layers.0"),
+    mark(2, Phase.FORWARD, "layers.0", "wqkv"),
+    mark(20, Phase.FORWARD, "layers.0", "attn"),
+    mark(30, Phase.FORWARD, "layers.0", "wo"),
+    mark(40, Phase.FORWARD, "layers.0", "w1"),
+    mark(50, Phase.FORWARD, "layers.1"),
+    mark(51, Phase.FORWARD, "layers.1", "wqkv"),
+    mark(80, Phase.BACKWARD, "layers.1"),
+    mark(95, Phase.OPTIMIZER),
 )
 
 
@@ -41,7 +42,7 @@ def _advice(*transfers) -> str:
 
 
 def _gather(launch: float, end: float, *, wait: float = 52):
-    return transfer("all_gather", WEIGHT, phase="forward", launch=launch, end=end, wait=wait)
+    return transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=launch, end=end, wait=wait)
 
 
 def test_the_latest_launch_point_that_would_hide_a_gather_is_named():
@@ -63,7 +64,7 @@ def test_nothing_is_recommended_that_would_not_have_hidden_it():
 
 def test_what_shares_the_wire_counts():
     """Catches an advice that forgets the exchange which the earlier gather would meet."""
-    alone, exchange = _gather(31, 55), {"phase": "forward", "channel": "tensor"}
+    alone, exchange = _gather(31, 55), {"phase": Phase.FORWARD, "channel": "tensor"}
     busy = transfer("all_to_all", "attention.qkv", launch=19, end=29, wait=19, **exchange)
     assert "launch_allgather_before=attn" in _wait(alone).advice
     # Behind it, from attn, the gather would be there at 29 + 31.
@@ -85,7 +86,7 @@ def test_settings_that_launch_late_are_named_first():
 
 def test_other_ranks():
     """Catches a rank that comes late being reported as a transfer that is slow."""
-    late = transfer("all_gather", WEIGHT, phase="forward", launch=60, end=64, wait=62)
+    late = transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=60, end=64, wait=62)
     first = WeightConfig(launch_allgather_before=LaunchPoint.WQKV)
     wait = _wait(_gather(31, 64), others=(late,), weight=first)
     assert wait.reason is Reason.OTHER_RANKS
@@ -95,7 +96,7 @@ def test_other_ranks():
 
 def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
     """Catches ranks being blamed for coming late to what all of them launch too late."""
-    late = transfer("all_gather", WEIGHT, phase="forward", launch=60, end=64, wait=61)
+    late = transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=60, end=64, wait=61)
     wait = _wait(_gather(31, 64), others=(late,))
     assert "launch_allgather_before=wqkv" in wait.advice  # from attn, there at 60 - 11 + 4
     assert wait.late_ms == pytest.approx(12)
@@ -104,9 +105,9 @@ def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
 def test_queue():
     """Catches a gather behind a gradient being called too long."""
     grad = transfer(
-        "reduce_scatter", "layers.1.w.weight.grad", phase="backward", launch=81, end=89, wait=97
+        "reduce_scatter", "layers.1.w.weight.grad", phase=Phase.BACKWARD, launch=81, end=89, wait=97
     )
-    gather = transfer("all_gather", WEIGHT, phase="backward", launch=82, end=90, wait=83)
+    gather = transfer("all_gather", WEIGHT, phase=Phase.BACKWARD, launch=82, end=90, wait=83)
     wait = _wait(grad, gather)
     assert wait.reason is Reason.QUEUE
     assert "behind reduce_scatter of layers.1.w.weight.grad" in wait.advice
@@ -121,7 +122,7 @@ def test_what_is_needed_at_once_is_called_so():
         transfer(
             "all_reduce",
             "layers.0.attention.wo.y",
-            phase="forward",
+            phase=Phase.FORWARD,
             channel="tensor",
             launch=35,
             end=45,
@@ -136,10 +137,10 @@ def test_what_is_needed_at_once_is_called_so():
 def test_edges_are_by_design():
     """Catches the ends of a step being reported as something to put right."""
     first = transfer(
-        "all_gather", "embedding.weight", phase="optimizer", launch=-9, end=6, wait=1.5
+        "all_gather", "embedding.weight", phase=Phase.OPTIMIZER, launch=-9, end=6, wait=1.5
     )
     last = transfer(
-        "reduce_scatter", "embedding.weight.grad", phase="backward", launch=94, end=99, wait=96
+        "reduce_scatter", "embedding.weight.grad", phase=Phase.BACKWARD, launch=94, end=99, wait=96
     )
     reasons = {
         w.label: w.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from isp.comm.phase import Phase
 from isp.config import (
     CheckpointConfig,
     DataConfig,
@@ -12,7 +13,7 @@ from isp.config import (
     TrainingConfig,
     ValidationConfig,
 )
-from isp.metrics.phases import PhaseTimes, RunPhase
+from isp.metrics.phases import PhaseTimes
 from isp.train.pace import Pace
 
 
@@ -30,9 +31,9 @@ def job(*, freq: int = 0, interval: int = 0) -> JobConfig:
 
 def times(step: float, *, evaluation: float = 0.0, save: float = 0.0) -> PhaseTimes:
     """Half of `step` in forward and backward, the rest elsewhere."""
-    found = dict.fromkeys(RunPhase, 0.0)
-    found[RunPhase.FORWARD_BACKWARD] = found[RunPhase.OTHER] = step / 2
-    found[RunPhase.EVALUATION], found[RunPhase.CHECKPOINT] = evaluation, save
+    found = dict.fromkeys(Phase, 0.0)
+    found[Phase.FORWARD_BACKWARD] = found[Phase.OTHER] = step / 2
+    found[Phase.EVALUATION], found[Phase.CHECKPOINT] = evaluation, save
     return found
 
 

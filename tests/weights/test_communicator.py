@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.cursor import PlanCursor
-from isp.weights.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.trace import Site, recomputed_blocks, sequential_actions
 from tests.weights.echo import CPU, Net, echo_net, leased_bytes

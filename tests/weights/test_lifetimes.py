@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from isp.comm import Link, Mesh
+from isp.comm.phase import Phase
 from isp.layers.module import named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import OverlapUnit
 from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.phase import Phase
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
 from tests.weights.echo import CPU, Net, echo_layers, echo_net, leased_bytes, plain_linear

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
+from isp.comm.phase import Phase
 from isp.parallel import PipelineConfig, PipelineSchedule
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.pipeline import PipelineOrder, one_forward_one_backward
-from isp.weights.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.simulate import Simulation, simulate
 from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, sequential_actions, trace
