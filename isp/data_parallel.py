@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
 from isp.optim import DEFAULT_BUCKET_BYTES, BucketManager, MainGradients
 from isp.parallel import Axis
@@ -90,7 +91,11 @@ class _DataParallel(nn.Module):
     def _start_equal(self, channel: Channel) -> None:
         """Give every replica the weights and buffers of the channel's first rank."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        for pending in [channel.broadcast_(x.detach(), label=name) for name, x in tensors]:
+        sent = [
+            channel.broadcast_(x.detach(), cargo=Cargo(Purpose.PUBLISHED_WEIGHT, name))
+            for name, x in tensors
+        ]
+        for pending in sent:
             pending.wait()
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from isp.attention import DistributedAttention, make_local_attention
 from isp.comm import Channel, Mesh, Pending, Transfer
+from isp.comm.cargo import Cargo, Purpose
 from isp.layers.factory import LayerFactory
 from isp.layers.module import init_weights, named_parameters
 from isp.optim import MainGradients
@@ -220,7 +221,8 @@ class _Gather(_ThroughChannel):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        pending = self.channel.all_gather_into(output_tensor, input_tensor, label="unit")
+        cargo = Cargo(Purpose.WEIGHT, "unit")
+        pending = self.channel.all_gather_into(output_tensor, input_tensor, cargo=cargo)
         if async_op:
             return _Arriving(pending)
         pending.wait()
@@ -237,7 +239,8 @@ class _ReduceScatter(_ThroughChannel):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, label="unit.grad")
+        cargo = Cargo(Purpose.WEIGHT_GRADIENT, "unit", "grad")
+        pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, cargo=cargo)
         if self.defers:
             self.deferred.append(pending)
         else:

@@ -24,6 +24,7 @@ from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 
 __all__ = ["TOGETHER_BELOW_BYTES", "DistributedAttention", "LaunchedQuery"]
 
@@ -123,7 +124,8 @@ class DistributedAttention:
     def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
         spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
         sequence = Cut.even(_SEQUENCE, length, self.channel.size)
-        return Exchange(self.channel, spread, sequence, f"attention.{label}")
+        cargo = Cargo(Purpose.HEADS, tensor=f"attention.{label}")
+        return Exchange(self.channel, spread, sequence, cargo)
 
     def _send(
         self, xs: tuple[Tensor, ...], heads: tuple[tuple[range, ...], ...], label: str

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo, Purpose
 
 __all__ = [
     "Cut",
@@ -30,6 +31,8 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
 ]
+
+_HEADS = Cargo(Purpose.HEADS, tensor="all_to_all")
 
 
 class Cut(NamedTuple):
@@ -83,7 +86,7 @@ class Exchange:
     channel: Channel
     spread: tuple[Cut, ...]
     join: Cut
-    label: str = ""
+    cargo: Cargo = _HEADS
 
     def go_out(self, xs: Sequence[Tensor]) -> Flight:
         """Spread xs and join them along `join.dim`."""
@@ -131,7 +134,7 @@ class Exchange:
             send,
             out_rows=None if even else rows_out,
             in_rows=None if even else rows_in,
-            label=self.label,
+            cargo=self.cargo,
         )
         return Flight(pending, unpack)
 
@@ -290,7 +293,7 @@ class SeqAllToAll:
             channel,
             (Cut.even(scatter, x.shape[scatter], size),),
             Cut.even(gather, x.shape[gather] * size, size),
-            "all_to_all",
+            _HEADS,
         )
         arrive = launch(exchange, (x,))
         return Pending(lambda: arrive()[0])

@@ -1,14 +1,17 @@
 """Collectives as pending tensors, and the log of what they cost."""
 
 from isp.comm import streams
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.channel import Channel, CollectiveError
 from isp.comm.link import Link
 from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Pending
+from isp.comm.phase import Phase
 from isp.comm.roll_call import CollectiveTimeout, RollCall
 
 __all__ = [
+    "Cargo",
     "Channel",
     "CollectiveError",
     "CollectiveTimeout",
@@ -18,6 +21,8 @@ __all__ = [
     "Link",
     "Mesh",
     "Pending",
+    "Phase",
+    "Purpose",
     "RollCall",
     "Transfer",
     "World",

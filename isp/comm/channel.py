@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.comm import streams
+from isp.comm.cargo import UNNAMED, Cargo
 from isp.comm.link import Link
 from isp.comm.log import BETWEEN_TWO, CommLog, DeviceClock, Transfer
 from isp.comm.pending import Pending
@@ -116,16 +117,16 @@ class Channel:
 
     # -- collectives along a dimension -------------------------------------------------------
 
-    def all_gather(self, x: Tensor, dim: int = 0, *, label: str = "") -> Pending:
+    def all_gather(self, x: Tensor, dim: int = 0, *, cargo: Cargo = UNNAMED) -> Pending:
         """Join the ranks' slices: x [.., N/p, ..] -> [.., N, ..], split along `dim`."""
         if self.size == 1:
             return Pending.ready(x)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        pending = self.all_gather_into(out, x, label=label)
+        pending = self.all_gather_into(out, x, cargo=cargo)
         return pending.then(lambda out: _join(out, dim))
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0, *, label: str = "") -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int = 0, *, cargo: Cargo = UNNAMED) -> Pending:
         """Sum over the ranks and keep this rank's slice: x [.., N, ..] -> [.., N/p, ..].
 
         Raises ValueError if N is not a multiple of the channel's size.
@@ -134,9 +135,11 @@ class Channel:
             return Pending.ready(x)
         chunks = self._split(x, dim)  # [p, .., N/p, ..]
         out = torch.empty_like(chunks[0])
-        return self.reduce_scatter_into(out, chunks, label=label)
+        return self.reduce_scatter_into(out, chunks, cargo=cargo)
 
-    def all_to_all(self, x: Tensor, *, scatter: int, gather: int, label: str = "") -> Pending:
+    def all_to_all(
+        self, x: Tensor, *, scatter: int, gather: int, cargo: Cargo = UNNAMED
+    ) -> Pending:
         """Split dim `scatter` over the ranks and join dim `gather`, which was split before.
 
         x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; its dual swaps the two dims.
@@ -146,25 +149,25 @@ class Channel:
             return Pending.ready(x)
         chunks = self._split(x, scatter)  # [p, .., N/p, .., M/p, ..]
         out = torch.empty_like(chunks)
-        pending = self.all_to_all_into(out, chunks, label=label)
+        pending = self.all_to_all_into(out, chunks, cargo=cargo)
         return pending.then(lambda out: _join(out, gather))
 
-    def all_reduce(self, x: Tensor, *, op: str = "sum", label: str = "") -> Pending:
+    def all_reduce(self, x: Tensor, *, op: str = "sum", cargo: Cargo = UNNAMED) -> Pending:
         """The sum (or `op="max"`) over the ranks, in a new tensor of the shape of x."""
         if self.size == 1:
             return Pending.ready(x)
-        return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, label=label)
+        return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, cargo=cargo)
 
     # -- collectives into given buffers ------------------------------------------------------
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
+    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
         """Write the ranks' x [n, ..], joined in rank order, into `out` of p times its elements."""
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
         sent = _num_bytes(x) * (self.size - 1)
         return self._launch(
             "all_gather",
-            label,
+            cargo,
             sent,
             lambda: _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True),
             lambda: out,
@@ -172,7 +175,7 @@ class Channel:
         )
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, label: str = ""
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
     ) -> Pending:
         """Write the sum of the ranks' x [p, *out.shape], this rank's slice of it, into `out`.
 
@@ -187,7 +190,7 @@ class Channel:
             parts = torch.empty_like(x) if received is None else received
             return self._launch(
                 "reduce_scatter",
-                label,
+                cargo,
                 sent,
                 lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=True),
                 lambda: _sum_in_rank_order(parts.view(self.size, *out.shape), out),
@@ -197,7 +200,7 @@ class Channel:
         sent = _num_bytes(wide) // self.size * (self.size - 1)
         return self._launch(
             "reduce_scatter",
-            label,
+            cargo,
             sent,
             lambda: _reduce_scatter(out.view(-1), wide.view(-1), group=self.group, async_op=True),
             lambda: out,
@@ -211,7 +214,7 @@ class Channel:
         *,
         out_rows: Sequence[int] | None = None,
         in_rows: Sequence[int] | None = None,
-        label: str = "",
+        cargo: Cargo = UNNAMED,
     ) -> Pending:
         """Send slice i of dim 0 of x to rank i, and write what rank i sends into slice i of `out`.
 
@@ -224,7 +227,7 @@ class Channel:
             own = _num_bytes(x) // max(1, x.shape[0]) * in_rows[self.rank]
         return self._launch(
             "all_to_all",
-            label,
+            cargo,
             _num_bytes(x) - own,
             lambda: dist.all_to_all_single(
                 out,
@@ -238,7 +241,7 @@ class Channel:
             keep=(x, out),
         )
 
-    def all_reduce_(self, x: Tensor, *, op: str = "sum", label: str = "") -> Pending:
+    def all_reduce_(self, x: Tensor, *, op: str = "sum", cargo: Cargo = UNNAMED) -> Pending:
         """Replace x by the sum (or `op="max"`) over the ranks."""
         if self.size == 1:
             return Pending.ready(x)
@@ -246,21 +249,21 @@ class Channel:
         sent = _num_bytes(x) * 2 * (self.size - 1) // self.size
         return self._launch(
             "all_reduce",
-            label,
+            cargo,
             sent,
             lambda: dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True),
             lambda: x,
             keep=(x,),
         )
 
-    def broadcast_(self, x: Tensor, *, source: int = 0, label: str = "") -> Pending:
+    def broadcast_(self, x: Tensor, *, source: int = 0, cargo: Cargo = UNNAMED) -> Pending:
         """Replace x by that of the channel's rank `source`."""
         if self.size == 1:
             return Pending.ready(x)
         sent = _num_bytes(x) if self.rank == source else 0
         return self._launch(
             "broadcast",
-            label,
+            cargo,
             sent,
             lambda: dist.broadcast(x, group=self.group, group_src=source, async_op=True),
             lambda: x,
@@ -269,12 +272,12 @@ class Channel:
 
     # -- between two ranks -------------------------------------------------------------------
 
-    def send(self, x: Tensor, target: int, *, label: str = "") -> Pending:
+    def send(self, x: Tensor, target: int, *, cargo: Cargo = UNNAMED) -> Pending:
         """Send x to the channel's rank `target`, which receives as often as this one sends."""
         x = x.contiguous()
         return self._launch(
             "send",
-            label,
+            cargo,
             _num_bytes(x),
             lambda: _ours(dist.isend(x, group=self.group, group_dst=target)),
             lambda: x,
@@ -282,11 +285,11 @@ class Channel:
             pair=(self.rank, target),
         )
 
-    def recv(self, out: Tensor, source: int, *, label: str = "") -> Pending:
+    def recv(self, out: Tensor, source: int, *, cargo: Cargo = UNNAMED) -> Pending:
         """Replace `out`, which is contiguous, by what the channel's rank `source` sends."""
         return self._launch(
             "recv",
-            label,
+            cargo,
             0,
             lambda: _ours(dist.irecv(out, group=self.group, group_src=source)),
             lambda: out,
@@ -309,7 +312,7 @@ class Channel:
     def _launch(
         self,
         kind: str,
-        label: str,
+        cargo: Cargo,
         sent_bytes: int,
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
@@ -317,7 +320,7 @@ class Channel:
         pair: tuple[int, ...] = (),
     ) -> Pending:
         self._launched[pair] += 1
-        transfer = self.log.start(kind, self.name, label, sent_bytes)
+        transfer = self.log.start(kind, self.name, cargo, sent_bytes)
         arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
         if not self._on_streams:
             wait = self._wait_on_host(transfer, start(), result, arrival, pair)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from isp.comm.cargo import Cargo
 from isp.comm.channel import Channel
 from isp.comm.pending import Pending
 
@@ -19,7 +20,7 @@ class Trip(NamedTuple):
 
     kind: str
     channel: str
-    label: str
+    cargo: Cargo
     sent_bytes: int
 
 
@@ -48,14 +49,14 @@ class DryChannel(Channel):
     def _launch(
         self,
         kind: str,
-        label: str,
+        cargo: Cargo,
         sent_bytes: int,
         start: Callable[[], dist.Work],
         result: Callable[[], Tensor],
         keep: tuple[Tensor, ...],
         pair: tuple[int, ...] = (),
     ) -> Pending:
-        arrive = self.listener.launched(Trip(kind, self.name, label, sent_bytes))
+        arrive = self.listener.launched(Trip(kind, self.name, cargo, sent_bytes))
 
         def wait() -> Tensor:
             arrive()

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from isp.comm import streams
+from isp.comm.cargo import Cargo
 from isp.comm.phase import Phase
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
@@ -30,8 +31,8 @@ class Transfer:
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
     channel: str
     """Name of the channel, which is the name of its mesh axis."""
-    label: str
-    """What travels, e.g. `layers.3.attention.wo.weight`."""
+    cargo: Cargo
+    """What travels."""
     sent_bytes: int
     """Bytes that this rank has to send to others, by the collective's definition."""
     launched: float
@@ -47,6 +48,11 @@ class Transfer:
     """The phase of the step in which it was launched."""
     block: str = ""
     """The part of the model that was computed then, while somebody observes."""
+
+    @property
+    def label(self) -> str:
+        """What travels, for people, e.g. `layers.3.attention.wo.weight`."""
+        return str(self.cargo)
 
     @property
     def is_between_two(self) -> bool:
@@ -186,9 +192,9 @@ class CommLog:
         if not self._collects:
             self.clock, self._timed = None, []
 
-    def start(self, kind: str, channel: str, label: str, sent_bytes: int) -> Transfer:
+    def start(self, kind: str, channel: str, cargo: Cargo, sent_bytes: int) -> Transfer:
         """A new record, launched now."""
-        transfer = Transfer(kind, channel, label, sent_bytes, time.perf_counter())
+        transfer = Transfer(kind, channel, cargo, sent_bytes, time.perf_counter())
         transfer.phase, transfer.block = self.phase, self.block
         if self._collects:
             self.transfers.append(transfer)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.channel import Channel
 from isp.parallel.partition import chunk_range, divide
 
@@ -38,6 +39,8 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
     "split_tensor_into_1d_equal_chunks",
 ]
+
+_CARGO = Cargo(Purpose.ACTIVATION, tensor="mapping")
 
 
 class Move(Enum):
@@ -129,7 +132,7 @@ def _moved(x: Tensor, move: Move, cut: _Cut, channel: Channel) -> Tensor:
         case Move.STAY:
             return x
         case Move.ALL_REDUCE:
-            return channel.all_reduce(x, label="mapping").wait()
+            return channel.all_reduce(x, cargo=_CARGO).wait()
         case Move.SPLIT:
             parts = _parts(x, cut.dim, cut.sent, channel)
             return parts[channel.rank].clone(memory_format=torch.contiguous_format)
@@ -167,7 +170,7 @@ def _gathered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
     longest one, and the padding is left behind on arrival.
     """
     if sizes is None:
-        return channel.all_gather(x, dim, label="mapping").wait()
+        return channel.all_gather(x, dim, cargo=_CARGO).wait()
     if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
         raise ValueError(
             f"split sizes {list(sizes)} are not those of {channel.size} ranks, of which number"
@@ -175,7 +178,7 @@ def _gathered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
         )
     longest = max(sizes)
     padded = _padded(x.movedim(dim, 0), longest)
-    joined = channel.all_gather(padded, label="mapping").wait()  # [p * longest, ..]
+    joined = channel.all_gather(padded, cargo=_CARGO).wait()  # [p * longest, ..]
     parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
     return torch.cat(parts).movedim(0, dim)
 
@@ -183,10 +186,10 @@ def _gathered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
 def _reduce_scattered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel) -> Tensor:
     """Uneven parts travel as in the note [Uneven parts]."""
     if sizes is None:
-        return channel.reduce_scatter(x, dim, label="mapping").wait()
+        return channel.reduce_scatter(x, dim, cargo=_CARGO).wait()
     parts, longest = _parts(x, dim, sizes, channel), max(sizes)
     padded = torch.cat([_padded(part.movedim(dim, 0), longest) for part in parts])
-    summed = channel.reduce_scatter(padded, label="mapping").wait()  # [longest, ..]
+    summed = channel.reduce_scatter(padded, cargo=_CARGO).wait()  # [longest, ..]
     return summed[: sizes[channel.rank]].clone().movedim(0, dim)
 
 
@@ -207,7 +210,7 @@ def _exchanged(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         sent = sent or [divide(x.shape[0], channel.size)] * channel.size
         received = received or [divide(num_rows, channel.size)] * channel.size
     return channel.all_to_all_into(
-        out, x.contiguous(), in_rows=sent, out_rows=received, label="mapping"
+        out, x.contiguous(), in_rows=sent, out_rows=received, cargo=_CARGO
     ).wait()
 
 
@@ -331,4 +334,4 @@ def split_tensor_into_1d_equal_chunks(
 @torch.no_grad()
 def gather_split_1d_tensor(chunk: Tensor, channel: Channel) -> Tensor:
     """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
-    return channel.all_gather(chunk.reshape(-1), label="gather_split_1d").wait()
+    return channel.all_gather(chunk.reshape(-1), cargo=_CARGO).wait()

@@ -24,6 +24,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from isp.comm.cargo import Cargo
 from isp.comm.channel import Channel, CollectiveError, Place
 
 __all__ = ["CollectiveTimeout", "RollCall"]
@@ -67,7 +68,8 @@ class RollCall:
         if host.group is not None:
             # Restarted ranks may find the store of those before them.
             token = torch.tensor([secrets.randbits(62)])
-            name = f"roll_call/{host.broadcast_(token, label='roll call').wait().item()}"
+            host.broadcast_(token, cargo=Cargo(tensor="roll call")).wait()
+            name = f"roll_call/{token.item()}"
             self._store = PrefixStore(name, _get_default_store())
 
     def __enter__(self) -> Self:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 
 __all__ = ["broadcast_data"]
+
+_CARGO = Cargo(Purpose.DATA, tensor="broadcast_data")
 
 _MAX_DIMS = 8
 _CPU = torch.device("cpu")
@@ -82,7 +85,7 @@ def broadcast_data(
         for key, part in zip(keys, payload.split(sizes), strict=True):
             part.copy_(data[key].reshape(-1))
     if payload.numel():  # as bytes, which every backend can send
-        channel.broadcast_(payload.view(torch.uint8), label="broadcast_data").wait()
+        channel.broadcast_(payload.view(torch.uint8), cargo=_CARGO).wait()
     parts = zip(keys, payload.split(sizes), shapes, strict=True)
     return {key: part.view(shape) for key, part, shape in parts}
 
@@ -106,7 +109,7 @@ def _shared(
     table = torch.zeros(count, 2 + _MAX_DIMS, dtype=torch.int64)
     if channel.rank == 0:
         table = torch.tensor([(h.kind, h.num_dims, *h.dims) for h in headers])
-    table = channel.broadcast_(table.to(device), label="broadcast_data").wait()
+    table = channel.broadcast_(table.to(device), cargo=_CARGO).wait()
     return [_Header(kind, num_dims, tuple(dims)) for kind, num_dims, *dims in table.tolist()]
 
 

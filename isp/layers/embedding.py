@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
@@ -42,7 +43,7 @@ class _Embedding(torch.autograd.Function):
         if foreign is not None:
             y = y.masked_fill(foreign.unsqueeze(-1), 0)
         ctx.save_for_backward(ids, foreign)
-        return layer.moves.y(y, label=f"{layer.name}.y").wait()
+        return layer.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
 
     @staticmethod
     @once_differentiable
@@ -51,7 +52,7 @@ class _Embedding(torch.autograd.Function):
         if not (want := wanted(ctx, 1)):
             return None, None, None
         ids, foreign = ctx.saved_tensors
-        dy = layer.moves.dy(dy, label=f"{layer.name}.dy").wait()
+        dy = layer.moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
         if foreign is not None:
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
         if layer.deterministic:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from isp.comm import Pending
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
@@ -44,7 +45,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
-        full_x = moves.x(x, label=f"{layer.name}.x").wait()
+        full_x = moves.x(x, cargo=Cargo(Purpose.ACTIVATION, layer.name, "x")).wait()
         with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight, full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
@@ -52,7 +53,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, _, _ = ctx.needs_input_grad
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
-        return moves.y(y, label=f"{layer.name}.y").wait()
+        return moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
 
     @staticmethod
     @once_differentiable
@@ -63,16 +64,17 @@ class _Linear(torch.autograd.Function):
         moves, communicator = layer.moves, layer.communicator
         visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else nullcontext()
         with visit as full:
-            dy = moves.dy(dy, label=f"{layer.name}.dy").wait()
+            dy = moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
             x_arriving = Pending.ready(x)
             if moves.regather_x and want_w:
-                x_arriving = moves.x(x, label=f"{layer.name}.x")
+                again = Cargo(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
+                x_arriving = moves.x(x, cargo=again)
 
             def input_gradient() -> Pending | None:
                 if full is None:
                     return None
                 dx = dy @ full.weight.to(dy.dtype)  # [Note: Autocast]
-                return moves.dx(dx, label=f"{layer.name}.dx")
+                return moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
 
             def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
                 dw = db = None

@@ -12,11 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 
 __all__ = ["IGNORED", "vocab_parallel_cross_entropy"]
 
 IGNORED = -100
 """The target of a token that has no loss."""
+
+
+_MAX, _TARGET, _SUM = (
+    Cargo(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
+)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -40,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         reuse_logits: bool,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        top = channel.all_reduce(logits.amax(-1).to(wide), op="max", label="loss.max").wait()
+        top = channel.all_reduce(logits.amax(-1).to(wide), op="max", cargo=_MAX).wait()
         shifted = logits.detach() if reuse_logits else logits
         shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
         valid = target != IGNORED
@@ -50,16 +56,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
         vocab_size = torch.zeros((), device=logits.device)
         if smoothing == 0:
-            minuend = channel.all_reduce(own, label="loss.target").wait()
+            minuend = channel.all_reduce(own, cargo=_TARGET).wait()
         else:
             size = own.new_full((1,), logits.shape[-1])
             parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
-            parts = channel.all_reduce(parts, label="loss.target").wait()
+            parts = channel.all_reduce(parts, cargo=_TARGET).wait()
             vocab_size = parts[-1]
             own, summed = parts[:-1].view(2, *target.shape)
             minuend = own.lerp(summed / vocab_size, smoothing)
         exp = shifted.exp_()
-        total = channel.all_reduce(exp.sum(-1), label="loss.sum").wait()
+        total = channel.all_reduce(exp.sum(-1), cargo=_SUM).wait()
         loss = (total.log() - minuend).masked_fill(~valid, 0)
         ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
         ctx.dtype, ctx.smoothing, ctx.reuse_logits = logits.dtype, smoothing, reuse_logits

@@ -23,6 +23,7 @@ from typing import Protocol
 from torch import Tensor
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import UNNAMED, Cargo
 from isp.parallel import Mode
 
 __all__ = ["SEQUENCE_DIM", "Move", "Moves", "Role", "moves_for", "stay"]
@@ -41,10 +42,10 @@ class Role(Enum):
 class Move(Protocol):
     """Sets a tensor on its way."""
 
-    def __call__(self, x: Tensor, *, label: str) -> Pending: ...
+    def __call__(self, x: Tensor, *, cargo: Cargo) -> Pending: ...
 
 
-def stay(x: Tensor, *, label: str = "") -> Pending:
+def stay(x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
     """The move that goes nowhere."""
     return Pending.ready(x)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
 from isp.parallel import Axis
 
@@ -41,7 +42,7 @@ class _Bucket:
 
     flat: Tensor
     channel: Channel
-    label: str
+    cargo: Cargo
     parameters: frozenset[nn.Parameter]
     awaited: set[nn.Parameter]
     pending: Pending | None = field(default=None, init=False)
@@ -124,7 +125,7 @@ class BucketManager:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
-        bucket.pending = bucket.channel.all_reduce_(bucket.flat, label=bucket.label)
+        bucket.pending = bucket.channel.all_reduce_(bucket.flat, cargo=bucket.cargo)
 
     def _open(self, members: list[NamedParameter], channels: Channels) -> None:
         first = members[0]
@@ -133,10 +134,11 @@ class BucketManager:
             dtype=master_dtype(first.parameter.dtype),
             device=first.parameter.device,
         )
+        what = f"gradients {first.name} .. {members[-1].name}"
         bucket = _Bucket(
             flat=flat,
             channel=channels[first.layout.reduce_over],
-            label=f"gradients {first.name} .. {members[-1].name}",
+            cargo=Cargo(Purpose.REPLICA_GRADIENT, tensor=what),
             parameters=frozenset(m.parameter for m in members),
             awaited={m.parameter for m in members},
         )

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from isp.comm.cargo import Cargo
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import Channels
 from isp.optim.main_grads import MainGradients
@@ -39,4 +40,4 @@ def global_grad_norm(
     device = gradients.parameters[0].parameter.device
     zero = torch.zeros((), dtype=torch.float64, device=device)
     squares = torch.stack(norms).square().sum() if norms else zero
-    return channels[Axis.MODEL].all_reduce_(squares, label="grad norm").wait().sqrt()
+    return channels[Axis.MODEL].all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait().sqrt()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending, streams
+from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
@@ -65,7 +66,7 @@ class _Bucket:
 
     slots: list[_Slot]
     length: int
-    label: str
+    cargo: Cargo
     pending: Pending | None = None
     arrived: streams.Event | None = None
 
@@ -74,7 +75,7 @@ class _Bucket:
         for slot in self.slots:
             slot.pack(sent, channel.rank)
         gathered = sent.new_empty(channel.size, self.length)  # [p, L]
-        self.pending = channel.all_gather_into(gathered, sent, label=self.label).then(self._unpack)
+        self.pending = channel.all_gather_into(gathered, sent, cargo=self.cargo).then(self._unpack)
         return self.pending
 
     def wait(self) -> None:
@@ -138,7 +139,8 @@ class Publisher:
             width = chunk * math.prod(parameter.shape[1:])
             slots.append(_Slot(parameter.detach().view(-1), length, width))
             length += width
-        bucket = _Bucket(slots, length, f"weights {members[0].name} .. {members[-1].name}")
+        what = f"weights {members[0].name} .. {members[-1].name}"
+        bucket = _Bucket(slots, length, Cargo(Purpose.PUBLISHED_WEIGHT, tensor=what))
         self._buckets.append(bucket)
         self._bucket_of.update({member.parameter: bucket for member in members})
 

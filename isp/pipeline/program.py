@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.pipeline.order import PipelineOrder
 from isp.pipeline.timeline import timeline
 from isp.weights.trace import Action, ActionKind
@@ -37,10 +38,11 @@ class Hop:
         return self.source + (1 if self.made_in is ActionKind.FORWARD else -1)
 
     @property
-    def label(self) -> str:
-        """What travels, for people."""
+    def cargo(self) -> Cargo:
+        """What travels."""
         what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
-        return f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
+        text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
+        return Cargo(Purpose.STAGE_ACTIVATION, tensor=text)
 
 
 Program = tuple[Action | Hop, ...]

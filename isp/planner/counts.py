@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.dry import Trip
 from isp.comm.phase import Phase
 from isp.parallel import Axis
@@ -51,7 +52,7 @@ class Traffic(NamedTuple):
 
     by_channel: dict[tuple[str, str], Count]
     """By (kind, channel), as the log has them."""
-    by_subject: dict[str, Count]
+    by_purpose: dict[Purpose, Count]
     """By what travels."""
 
     @property
@@ -63,22 +64,20 @@ class Traffic(NamedTuple):
 def traffic(case: Case, rank: int) -> Traffic:
     """What `rank` sends in a step, from the broadcast of the data to the published weights."""
     place = case.place(rank)
-    found: Counter[tuple[str, Trip]] = Counter()
+    found: Counter[Trip] = Counter()
     blocks = [block for chunk in stage_chunks(case, place.stage) for block in chunk]
     tapes = tapes_of(case, place, blocks)
     for block in blocks:
-        for what, trip in block_trips(tapes[block.name]):
-            found[what, trip] += case.micro_num
+        for trip in block_trips(tapes[block.name]):
+            found[trip] += case.micro_num
     send = between_stages(case)
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
-        found["activations", hop] += case.micro_num * sum(
-            sum(ends) for ends in neighbours_of(case, place.stage)
-        )
+        found[hop] += case.micro_num * sum(sum(ends) for ends in neighbours_of(case, place.stage))
     found.update(_weight_trips(case, place, blocks, tapes))
     found.update(_ends_of_step(case, place))
     return Traffic(
-        _sum(((trip.kind, trip.channel), trip, n) for (_, trip), n in found.items() if n),
-        _sum((what, trip, n) for (what, trip), n in found.items() if n),
+        _sum(((trip.kind, trip.channel), trip, n) for trip, n in found.items() if n),
+        _sum((trip.cargo.purpose, trip, n) for trip, n in found.items() if n),
     )
 
 
@@ -90,23 +89,11 @@ def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
     return found
 
 
-def block_trips(tapes: Tapes) -> Iterator[tuple[str, Trip]]:
+def block_trips(tapes: Tapes) -> Iterator[Trip]:
     """What travels for one micro-batch in a block, besides weights and their gradients."""
     for event in (*tapes.forward, *tapes.backward):
         if isinstance(event, Launch):
-            yield _subject(event.trip), event.trip
-
-
-def _subject(trip: Trip) -> str:
-    """What travels in a forward or backward, for people."""
-    match trip.kind, trip.label.partition(".")[0]:
-        case _, "attention":
-            return "heads"
-        case _, "loss":
-            return "loss"
-        case "all_to_all", _:
-            return "logits"
-    return "activations"
+            yield event.trip
 
 
 def gradients_of(block: Block, tapes: Tapes) -> list[str]:
@@ -124,25 +111,25 @@ def gradients_of(block: Block, tapes: Tapes) -> list[str]:
 def between_stages(case: Case) -> Trip:
     """What a stage sends to the next for a micro-batch, and receives the gradient of."""
     sent = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
-    return Trip("send", Axis.PIPELINE.value, "activations", sent)
+    return Trip("send", Axis.PIPELINE.value, Cargo(Purpose.STAGE_ACTIVATION), sent)
 
 
 def _weight_trips(
     case: Case, place: Place, blocks: list[Block], tapes: dict[str, Tapes]
-) -> Counter[tuple[str, Trip]]:
+) -> Counter[Trip]:
     """Weights gathered, and their gradients summed."""
-    found: Counter[tuple[str, Trip]] = Counter()
+    found: Counter[Trip] = Counter()
     if not case.gathers_weights:
         return found
     heard = Heard()
     rank = DryRank(case, place, heard)
     for weight, count in gathers(case, place.stage).items():
         rank.gather(weight)
-        found["weights", heard.pop()] += count
+        found[heard.pop()] += count
     for block in blocks:
         for name in gradients_of(block, tapes[block.name]):
             rank.reduce(name)
-            found["weight gradients", heard.pop()] += case.micro_num
+            found[heard.pop()] += case.micro_num
     return found
 
 
@@ -156,29 +143,19 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def _ends_of_step(case: Case, place: Place) -> Counter[tuple[str, Trip]]:
+def _ends_of_step(case: Case, place: Place) -> Counter[Trip]:
     """What travels once a step: data, gradients of replicas, the norm, the weights, the loss."""
     heard = Heard()
     rank = DryRank(case, place, heard)
-    found: Counter[tuple[str, Trip]] = Counter()
-
-    def note(what: str) -> None:
-        found.update((what, trip) for trip in heard)
-        heard.clear()
-
     rank.share_batch()
-    note("data")
     rank.gradients.reduce()
     if (table := _tied(case, place)) is not None:
         rank.add_tied(table)
-    note("gradients")
     rank.publisher.launch()
-    note("updated weights")
     losses = Axis.DATA if case.splits_logits else Axis.STAGE
     for axis in (Axis.DATA, Axis.MODEL, losses, Axis.PIPELINE):
         rank.all_reduce_number(axis)
-    note("numbers")
-    return found
+    return Counter(heard)
 
 
 def _tied(case: Case, place: Place) -> str | None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.dry import DryChannel, Listener, Trip
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
@@ -102,7 +103,7 @@ class DryRank:
         layout, parameter = self.layouts[name], self.parameters[name]
         full = torch.empty(layout.global_shape, dtype=parameter.dtype, device=META)
         self.reducer.sink.promise(parameter)
-        self.reducer.launch(parameter, full, layout, label=f"{name}.grad")
+        self.reducer.launch(parameter, full, layout, cargo=Cargo(Purpose.WEIGHT_GRADIENT, name))
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
@@ -112,18 +113,19 @@ class DryRank:
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""
         number = torch.empty((), dtype=torch.float64, device=META)
-        self[axis].all_reduce_(number, label="metrics").wait()
+        self[axis].all_reduce_(number, cargo=Cargo(tensor="metrics")).wait()
 
     def share_batch(self) -> None:
         """Send tokens, labels and positions of a step to the ranks of a sequence."""
         case = self.case
         shape = (case.micro_num, 3, case.rows, case.tokens)
         batch = torch.empty(shape, dtype=torch.int64, device=META)
-        self[Axis.TENSOR].broadcast_(batch, label="batch").wait()
+        self[Axis.TENSOR].broadcast_(batch, cargo=Cargo(Purpose.DATA, tensor="batch")).wait()
 
     def add_tied(self, name: str) -> None:
         """Sum the gradient of a table that two stages have."""
-        self[Axis.EMBEDDING].all_reduce_(self.gradients.grad(self.parameters[name]), label=name)
+        gradient = self.gradients.grad(self.parameters[name])
+        self[Axis.EMBEDDING].all_reduce_(gradient, cargo=Cargo(Purpose.REPLICA_GRADIENT, name))
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
         return DryChannel(

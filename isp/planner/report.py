@@ -305,7 +305,7 @@ def _details(best: Candidate) -> str:
     lines += ["its memory, of the rank that takes most", _memory(best.memory), ""]
     lines.append("its transfers of a step, rank 0")
     rows = [("  of", "calls", "sent")]
-    for what, count in traffic(best.case, 0).by_subject.items():
+    for what, count in traffic(best.case, 0).by_purpose.items():
         rows.append((f"  {what}", f"{count.calls:,}", _size(count.sent_bytes)))
     lines.append(_aligned(rows, left=1))
     return "\n".join(lines)

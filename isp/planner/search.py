@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.dry import Trip
 from isp.comm.phase import Phase
 from isp.config import JobConfig
@@ -287,7 +288,7 @@ def _weight_seconds(case: Case, fabric: Fabric) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
     share = case.model.block_parameters * case.item_bytes / case.topology.weight
     sent = int(share * (case.topology.weight - 1))
-    return 3 * fabric.seconds(case, Trip("all_gather", "weight", "", sent))
+    return 3 * fabric.seconds(case, Trip("all_gather", "weight", Cargo(Purpose.WEIGHT), sent))
 
 
 def _gradient_seconds(case: Case, fabric: Fabric) -> float:
@@ -297,4 +298,5 @@ def _gradient_seconds(case: Case, fabric: Fabric) -> float:
         return 0.0
     own = case.model.num_parameters / topology.weight / topology.pipeline
     sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
-    return fabric.seconds(case, Trip("all_reduce", "weight_data", "", sent))
+    cargo = Cargo(Purpose.REPLICA_GRADIENT)
+    return fabric.seconds(case, Trip("all_reduce", "weight_data", cargo, sent))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo
 
 __all__ = ["clock_lead"]
 
@@ -26,15 +27,15 @@ def clock_lead(host: Channel) -> float:
     """
     if host.size == 1:
         return 0.0
-    machines = host.all_gather(torch.tensor([_machine()]), label="clock").wait()
+    machines = host.all_gather(torch.tensor([_machine()]), cargo=Cargo(tensor="clock")).wait()
     if len(set(machines.tolist())) == 1:
         return 0.0
     readings = []
     for _ in range(_ROUNDS):
-        host.all_reduce(torch.zeros(1), label="clock").wait()
+        host.all_reduce(torch.zeros(1), cargo=Cargo(tensor="clock")).wait()
         readings.append(time.perf_counter())
     own = torch.tensor([readings], dtype=torch.float64)
-    of_ranks = host.all_gather(own, label="clock").wait()  # [p, rounds]
+    of_ranks = host.all_gather(own, cargo=Cargo(tensor="clock")).wait()  # [p, rounds]
     leads: list[float] = (of_ranks[host.rank] - of_ranks[0]).tolist()
     return statistics.median(leads)
 

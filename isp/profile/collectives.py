@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from isp.comm import Transfer
+from isp.comm.cargo import Purpose
 from isp.comm.phase import Phase
 from isp.profile.recorder import Mark, RankRecord
 from isp.profile.schema import Collective, Cost
@@ -104,10 +105,10 @@ def _collective(
     end: float,
     wait: float,
 ) -> Collective:
-    cost = _cost(transfer)
-    named = [p for p in parts if transfer.label == p or transfer.label.startswith(f"{p}.")]
-    several = transfer.label.startswith(("gradients ", "weights "))
-    stamped = "" if several or cost is Cost.OUTSIDE else transfer.block
+    purpose, layer, _ = transfer.cargo
+    named = [part for part in parts if f"{layer}.".startswith(f"{part}.")]
+    several = purpose in (Purpose.REPLICA_GRADIENT, Purpose.PUBLISHED_WEIGHT)
+    stamped = "" if several or Cost.of(purpose) is Cost.OUTSIDE else transfer.block
     exposed = transfer.exposed * 1e3
     return Collective(
         kind=transfer.kind,
@@ -115,7 +116,7 @@ def _collective(
         label=transfer.label,
         block=max(named, key=len, default=stamped),
         phase=phase,
-        cost=cost,
+        purpose=purpose,
         sent_bytes=transfer.sent_bytes,
         launch_ms=launch,
         start_ms=start,
@@ -126,18 +127,6 @@ def _collective(
         others_ms=0.0,
         queue_ms=_overlap(wait, wait + exposed, wait, start),
     )
-
-
-def _cost(transfer: Transfer) -> Cost:
-    """By what travels, as the layers name it: `<layer>.x`, `.y`, `.dx`, `.dy`, `<weight>.grad`."""
-    label, last = transfer.label, transfer.label.rpartition(".")[2]
-    if label.startswith(("gradients ", "weights ")) or last in ("weight", "bias", "grad", "dx"):
-        return Cost.AHEAD
-    if last == "x" and transfer.phase == "backward":  # gathered again beside another gradient
-        return Cost.AHEAD
-    if transfer.phase in ("optimizer", "between", ""):
-        return Cost.OUTSIDE
-    return Cost.CHAIN
 
 
 def _matched(

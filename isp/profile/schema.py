@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from isp.comm.cargo import Purpose
 from isp.comm.log import BETWEEN_TWO
 from isp.comm.phase import Phase
 
@@ -33,19 +34,37 @@ __all__ = [
     "Wait",
 ]
 
-VERSION = 1
+VERSION = 2
 
 
 class Cost(StrEnum):
     """What could hide a collective."""
 
     AHEAD = "ahead"
-    """It can be launched ahead of its use, or waited for later: weights, gradients of weights."""
+    """It can be launched ahead of its use, or waited for later: weights, gradients of weights, and
+    what travels beside them."""
     CHAIN = "chain"
     """The next computation needs its result and the last one made it: nothing of its step could
     hide it."""
     OUTSIDE = "outside"
-    """Data, metrics, the gradient norm: no part of forward and backward."""
+    """Data, metrics, what stages send each other: no part of forward and backward."""
+
+    @classmethod
+    def of(cls, purpose: Purpose) -> Cost:
+        """By what travels."""
+        return _COSTS.get(purpose, Cost.AHEAD)
+
+
+_COSTS = {
+    Purpose.ACTIVATION: Cost.CHAIN,
+    Purpose.OUTPUT_GRADIENT: Cost.CHAIN,
+    Purpose.HEADS: Cost.CHAIN,
+    Purpose.LOGITS: Cost.CHAIN,
+    Purpose.LOSS: Cost.CHAIN,
+    Purpose.STAGE_ACTIVATION: Cost.OUTSIDE,
+    Purpose.DATA: Cost.OUTSIDE,
+    Purpose.CONTROL: Cost.OUTSIDE,
+}
 
 
 class Edge(StrEnum):
@@ -86,7 +105,7 @@ class Collective:
     """The part of the model it belongs to, such as `layers.3`; empty where it belongs to none."""
     phase: Phase
     """The one it is needed in, for a gather, and that it was launched in, for all others."""
-    cost: Cost
+    purpose: Purpose
     sent_bytes: int
     launch_ms: float
     """When this rank asked for it."""
@@ -106,6 +125,11 @@ class Collective:
     """The part in which it stood behind another transfer on its channel."""
     edge: Edge | None = None
     """Whether it is an end of the step, which is exposed by design."""
+
+    @property
+    def cost(self) -> Cost:
+        """What could hide it."""
+        return Cost.of(self.purpose)
 
     @property
     def is_between_two(self) -> bool:

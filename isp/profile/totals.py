@@ -18,6 +18,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
+from isp.comm.cargo import Purpose
 from isp.comm.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
@@ -35,6 +36,7 @@ from isp.profile.schema import (
 __all__ = ["covered", "mean_totals", "step_collectives", "timeline", "totals"]
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
+_REDUCTIONS = (Purpose.WEIGHT_GRADIENT, Purpose.REPLICA_GRADIENT)
 _BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
 _SHORTEST_SPAN = 0.02
 """Milliseconds; what is shorter belongs to the span that follows."""
@@ -47,13 +49,9 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
     gathers = [i for i, c in enumerate(own) if _is_first_gather(c, times.begins[step])]
     for i in sorted(gathers, key=lambda i: own[i].wait_ms):
         edges[i] = Edge.FIRST
-        if not own[i].label.startswith("embedding."):  # a lookup is nothing to hide behind
+        if own[i].block != "embedding":  # a lookup is nothing to hide behind
             break
-    reductions = [
-        i
-        for i, c in enumerate(own)
-        if c.cost is Cost.AHEAD and c.kind != "all_gather" and not c.label.endswith(".dx")
-    ]
+    reductions = [i for i, c in enumerate(own) if c.purpose in _REDUCTIONS]
     in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
     for i in (*in_backward[-1:], *(i for i in reductions if own[i].phase is Phase.OPTIMIZER)):
         edges[i] = Edge.LAST
@@ -62,7 +60,7 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
 
 def _is_first_gather(collective: Collective, begin: float) -> bool:
     """Launched as soon as weights were published, in the step before."""
-    is_weight = collective.cost is Cost.AHEAD and collective.kind == "all_gather"
+    is_weight = collective.purpose in (Purpose.WEIGHT, Purpose.PUBLISHED_WEIGHT)
     return is_weight and collective.launch_ms <= begin
 
 

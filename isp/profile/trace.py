@@ -105,6 +105,7 @@ def _facts(c: Collective) -> dict[str, Any]:
         "kind": c.kind,
         "channel": c.channel,
         "label": c.label,
+        "purpose": c.purpose,
         "block": c.block,
         "phase": c.phase,
         "sent_bytes": c.sent_bytes,

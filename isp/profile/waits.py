@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from isp.comm.cargo import Purpose
 from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, Mode, OverlapUnit, WeightConfig
 from isp.profile.collectives import RankTimes
@@ -170,7 +171,7 @@ class _Judge:
                 f"{self.settings.mode} needs it at once, nothing of the step could hide it:"
                 f" isp sends weights instead"
             )
-        if collective.label.startswith("attention."):
+        if collective.purpose is Purpose.HEADS:
             return "attention needs it at once: only parallel.tensor.size changes it"
         return "needed at once: nothing of the step could hide it"
 
@@ -208,7 +209,7 @@ class _Judge:
             f"{beside:.1f} ms of compute lie between its launch and its use, it needs"
             f" {needed:.1f} ms"
         )
-        if self.own[0].label.endswith((".x", ".dx")):
+        if self.own[0].purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}: both grow with the tokens"
         if beside < 0.1 * needed:
             return text
@@ -235,24 +236,25 @@ class _Judge:
 
     def _change(self) -> str | None:
         """The setting that would have hidden the wait, if one would."""
-        weight = self.settings.weight
-        if self.own[0].kind != "all_gather" or not self.settings.mode.facts.gathers_weights:
+        weight, point = self.settings.weight, self.settings.weight.launch_allgather_before
+        if self.own[0].purpose is not Purpose.WEIGHT:
             return None
         if not weight.overlap:
-            return self._works("parallel.weight.overlap=true", weight.launch_allgather_before)
-        if self.own[0].phase is not Phase.FORWARD:
+            changes = {"overlap=true": point}
+        elif self.own[0].phase is not Phase.FORWARD:
             return None  # in backward the plan has no launch points
-        if weight.forward_overlap_per is OverlapUnit.MODULE:
-            return self._works("forward_overlap_per=layer", weight.launch_allgather_before)
-        order = list(LaunchPoint)
-        for point in reversed(order[: order.index(weight.launch_allgather_before)]):
-            if (change := self._works(f"launch_allgather_before={point}", point)) is not None:
-                return change
-        return None
+        elif weight.forward_overlap_per is OverlapUnit.MODULE:
+            changes = {"forward_overlap_per=layer": point}
+        else:
+            order = list(LaunchPoint)
+            earlier = reversed(order[: order.index(point)])
+            changes = {f"launch_allgather_before={p}": p for p in earlier}
+        hiding = (name for name, at in changes.items() if self._would_hide(at))
+        return next((f"parallel.weight.{name}" for name in hiding), None)
 
-    def _works(self, change: str, point: LaunchPoint) -> str | None:
+    def _would_hide(self, point: LaunchPoint) -> bool:
         hidden = sum(self._hidden_from(one, point) for one in self.several)
-        return change if hidden >= _ENOUGH * self.exposed else None
+        return hidden >= _ENOUGH * self.exposed
 
     def _hidden_from(self, one: _Occurrence, point: LaunchPoint) -> float:
         """Of its wait, what a launch at `point` of the block before would have hidden."""

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo
 
 __all__ = ["StepFacts", "agree", "any_asked"]
+
+_METRICS = Cargo(tensor="metrics")
 
 
 class StepFacts(NamedTuple):
@@ -29,10 +32,11 @@ def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: 
     facts = torch.zeros(3 + host.size, dtype=torch.float64)
     facts[:3] = torch.tensor([asked, late, flops], dtype=torch.float64)
     facts[3 + host.rank] = own_seconds
-    num_asked, num_late, total, *by_rank = host.all_reduce_(facts, label="metrics").wait().tolist()
+    host.all_reduce_(facts, cargo=_METRICS).wait()
+    num_asked, num_late, total, *by_rank = facts.tolist()
     return StepFacts(num_asked > 0, num_late > 0, total, by_rank)
 
 
 def any_asked(host: Channel, asked: bool) -> bool:
     """Whether any rank of `host` was asked to stop."""
-    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", label="metrics").wait())
+    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", cargo=_METRICS).wait())

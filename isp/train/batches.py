@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 from isp.data.batch import MicroBatch
 
 __all__ = ["share_micro_batches", "slice_sequence"]
@@ -30,7 +31,7 @@ def share_micro_batches(
     if read is not None:
         fields = [torch.stack((b.tokens, b.labels, b.positions)) for b in read]
         payload.copy_(torch.stack(fields))
-    tensor.broadcast_(payload, label="data").wait()
+    tensor.broadcast_(payload, cargo=Cargo(Purpose.DATA, tensor="data")).wait()
     return [_micro_batch(*fields, packed=packed) for fields in payload]
 
 

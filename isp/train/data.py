@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from isp.comm import Channel, Mesh
+from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
 from isp.data.load import Datasets, check_sources, open_datasets
@@ -97,7 +98,7 @@ class StepData:
         while True:
             batches = list(islice(read, data.micro_num))
             shared = torch.tensor([len(batches)], device=self._device)
-            self._tensor.broadcast_(shared, label="data").wait()
+            self._tensor.broadcast_(shared, cargo=Cargo(Purpose.DATA, tensor="data")).wait()
             if (count := int(shared.item())) == 0:
                 return
             yield self._share(None if self._valid is None else batches, count)

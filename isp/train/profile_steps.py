@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from isp.comm.cargo import Cargo
 from isp.config import JobConfig
 from isp.profile.clock import clock_lead
 from isp.profile.recorder import Recorder
@@ -21,6 +22,8 @@ from isp.train.step import TrainStep
 __all__ = ["StepProfiler"]
 
 logger = logging.getLogger(__name__)
+
+_CARGO = Cargo(tensor="profile")
 
 
 class StepProfiler:
@@ -73,7 +76,8 @@ class StepProfiler:
         except OSError as error:
             failure = error
         self._recorder = None
-        together = mesh.host.all_reduce(torch.tensor([float(failure is not None)]), label="profile")
+        failed = torch.tensor([float(failure is not None)])
+        together = mesh.host.all_reduce(failed, cargo=_CARGO)
         all_written = not together.wait().item()
         if mesh.rank == 0 and all_written:
             try:
@@ -82,7 +86,7 @@ class StepProfiler:
                 failure = error
         if failure is not None:
             logger.warning("cannot write the profile of step %d: %s", step, failure)
-        mesh.host.all_reduce(torch.zeros(1), label="profile").wait()  # no step waits for rank 0
+        mesh.host.all_reduce(torch.zeros(1), cargo=_CARGO).wait()  # no step waits for rank 0
 
     def _write_part(self, recorder: Recorder, step: int, loss: float) -> None:
         mesh = self._step.mesh

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
@@ -205,7 +206,8 @@ class TrainStep:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
         if self._tied is not None:
             gradient = self.gradients.grad(self._tied.parameter)
-            self.mesh[Axis.EMBEDDING].all_reduce_(gradient, label=self._tied.name).wait()
+            cargo = Cargo(Purpose.REPLICA_GRADIENT, self._tied.name)
+            self.mesh[Axis.EMBEDDING].all_reduce_(gradient, cargo=cargo).wait()
 
     def _clear_up(self) -> None:
         """After a step that ended with an exception, or a backward pass that was none of a step."""
@@ -229,7 +231,7 @@ class TrainStep:
         return self._sum(Axis.PIPELINE, self._sum(self._loss_axis, total)).item()
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
-        return self.mesh[axis].all_reduce(x, label="metrics").wait()
+        return self.mesh[axis].all_reduce(x, cargo=Cargo(tensor="metrics")).wait()
 
 
 class _Work:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, streams
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.weights.cursor import PlanCursor, UnannouncedPasses
@@ -290,13 +291,14 @@ class ISPCommunicator(WPCommunicator):
         local = "bias" if is_bias else "weight"
         parameter = module.bias if is_bias else module.weight
         assert parameter is not None
-        layout, label = module.layouts[local], f"{module.name}.{local}.grad"
+        layout = module.layouts[local]
+        cargo = Cargo(Purpose.WEIGHT_GRADIENT, module.name, f"{local}.grad")
         if returned:
             with self._fails_for_good():
-                return self._reducer.reduce(grad, layout, label=label)
+                return self._reducer.reduce(grad, layout, cargo=cargo)
         self._reducer.sink.promise(parameter)  # a sink that refuses has not harmed the group
         with self._fails_for_good():
-            self._reducer.launch(parameter, grad, layout, label=label)
+            self._reducer.launch(parameter, grad, layout, cargo=cargo)
             if not self.overlap:
                 self._reducer.finish()
         return None

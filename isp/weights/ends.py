@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import UNNAMED, Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.topology import Axis
@@ -97,22 +98,26 @@ class HeadWeightParallelCommunicator(_Delegating):
         self.tensor = tensor
         self.retain_out_sharded = retain_out_sharded
 
-    def output_hook(self, x: Tensor, *, label: str = "") -> Pending:
+    def output_hook(self, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
         """The logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or as they are."""
         match self.retain_out_sharded:
             case True:
-                return self.tensor.all_to_all(x, scatter=2, gather=1, label=label)
+                return self.tensor.all_to_all(x, scatter=2, gather=1, cargo=_logits(cargo))
             case False:
-                return self.tensor.all_gather(x, dim=1, label=label)
+                return self.tensor.all_gather(x, dim=1, cargo=_logits(cargo))
             case None:
                 return Pending.ready(x)
 
-    def grad_output_hook(self, x: Tensor, *, label: str = "") -> Pending:
+    def grad_output_hook(self, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
         """The dual of `output_hook`, back to [B, S/p, V]."""
         match self.retain_out_sharded:
             case True:
-                return self.tensor.all_to_all(x, scatter=1, gather=2, label=label)
+                return self.tensor.all_to_all(x, scatter=1, gather=2, cargo=_logits(cargo))
             case False:
                 return Pending.ready(x.chunk(self.tensor.size, dim=1)[self.tensor.rank])
             case None:
                 return Pending.ready(x)
+
+
+def _logits(cargo: Cargo) -> Cargo:
+    return cargo._replace(purpose=Purpose.LOGITS)

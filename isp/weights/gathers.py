@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending, streams
+from isp.comm.cargo import Cargo, Purpose
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import WeightHolder
 from isp.weights.pool import Lease, MemoryPool
@@ -127,7 +128,7 @@ class WeightGatherer:
             lease = self.pool.lease(shape, shard.dtype, shard.device)
             piece = pad_rows(source.movedim(layout.dim, 0), rows)
             pending = self.channel.all_gather_into(
-                lease.tensor, piece, label=f"{layer.name}.{local}"
+                lease.tensor, piece, cargo=Cargo(Purpose.WEIGHT, layer.name, local)
             )
         return _Full(shard, version, pending.then(lambda full: joined(full, layout)), lease)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo
 from isp.parallel.layout import ParameterLayout
 from isp.weights.gathers import piece_shape, pieces, trimmed
 from isp.weights.pool import Lease, MemoryPool
@@ -94,7 +95,7 @@ class GradientReducer:
         self._bytes_in_flight = 0
 
     def launch(
-        self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, label: str
+        self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo
     ) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
         if self.channel.size == 1:
@@ -102,14 +103,14 @@ class GradientReducer:
             return
         while self._in_flight and self._bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        self._in_flight.append(_InFlight(parameter, self._send(grad, layout, label), grad.nbytes))
+        self._in_flight.append(_InFlight(parameter, self._send(grad, layout, cargo), grad.nbytes))
         self._bytes_in_flight += grad.nbytes
 
-    def reduce(self, grad: Tensor, layout: ParameterLayout, *, label: str) -> Tensor:
+    def reduce(self, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
         if self.channel.size == 1:
             return grad
-        sent = self._send(grad, layout, label)
+        sent = self._send(grad, layout, cargo)
         shard = sent.shard().clone()
         sent.release()
         return shard
@@ -124,7 +125,7 @@ class GradientReducer:
         while self._in_flight:
             self._deliver_oldest()
 
-    def _send(self, grad: Tensor, layout: ParameterLayout, label: str) -> _Sum:
+    def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
         dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
         sent = pieces(grad, layout)
         leases = [self.pool.lease(piece_shape(layout), dtype, grad.device)]
@@ -133,7 +134,7 @@ class GradientReducer:
             leases.append(self.pool.lease(tuple(sent.shape), sent.dtype, sent.device))
             received = leases[1].tensor
         pending = self.channel.reduce_scatter_into(
-            leases[0].tensor, sent, received=received, label=label
+            leases[0].tensor, sent, received=received, cargo=cargo
         )
         return _Sum(layout, pending, leases)
 

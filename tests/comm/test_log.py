@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from isp.comm import Channel, CommLog, Transfer, streams
+from isp.comm.cargo import Cargo
 from isp.comm.log import Observer
 from tests.ranks import run_ranks
 from tests.streams import Device
@@ -28,7 +29,7 @@ class _Seen(list[Transfer], Observer):
 
 def _moves(channel: Channel, number: int) -> None:
     for _ in range(number):
-        channel.all_reduce(torch.ones(4), label="x").wait()
+        channel.all_reduce(torch.ones(4), cargo=Cargo(tensor="x")).wait()
 
 
 def _unasked(rank: int) -> None:
@@ -79,8 +80,8 @@ def _side_by_side(rank: int) -> None:
         log.collect(CPU)
         long, short = (Channel(group, log=log) for group in groups)
         del device.timed[:]
-        first = long.all_reduce(torch.ones(4), label="long")
-        second = short.all_reduce(torch.ones(4), label="short")
+        first = long.all_reduce(torch.ones(4), cargo=Cargo(tensor="long"))
+        second = short.all_reduce(torch.ones(4), cargo=Cargo(tensor="short"))
         _, end, _, short_end = device.timed
         [wire] = [s for s in end.counts if s.name == "wire 1"]
         assert wire not in short_end.counts, "the end of the other channel's transfer"

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.comm import Channel, CommLog, Pending
+from isp.comm.cargo import Cargo
 from isp.layers.module import NamedParameter, init_weights, named_parameters
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
@@ -514,13 +515,13 @@ class _Told(Channel):
         super().__init__(dist.group.WORLD)
         self.told = told
 
-    def _launch(self, kind: str, label: str, *args: Any, **kwargs: Any) -> Pending:
+    def _launch(self, kind: str, cargo: Cargo, *args: Any, **kwargs: Any) -> Pending:
         def arrived(x: Tensor) -> Tensor:
-            self.told.append(f"{label} there")
+            self.told.append(f"{cargo} there")
             return x
 
-        self.told.append(f"{label} sets out: {kind}")
-        return super()._launch(kind, label, *args, **kwargs).then(arrived)
+        self.told.append(f"{cargo} sets out: {kind}")
+        return super()._launch(kind, cargo, *args, **kwargs).then(arrived)
 
 
 class _Products(TorchDispatchMode):

@@ -172,7 +172,7 @@ def test_volumes_of_a_block_are_those_of_the_papers(
     case, block = _whole_block(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
     tapes = tapes_of(case, case.place(0), [block])[block.name]
-    sent = sum(trip.sent_bytes for _, trip in block_trips(tapes))
+    sent = sum(trip.sent_bytes for trip in block_trips(tapes))
     assert sent == (forward + backward) * unit
     launches = [e for e in tapes.forward if isinstance(e, Launch)]
     assert sum(launch.trip.sent_bytes for launch in launches) == forward * unit
@@ -189,7 +189,7 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     place = case.place(0)
     tapes = tapes_of(case, place, [block])[block.name]
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
-    assert sum(trip.sent_bytes for _, trip in block_trips(tapes)) == 8 * heads
+    assert sum(trip.sent_bytes for trip in block_trips(tapes)) == 8 * heads
     weights = 4 * 32 * 32 + 3 * 32 * 40
     heard = Heard()
     rank = DryRank(case, place, heard)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isp.comm.cargo import Cargo
 from isp.comm.dry import Trip
 from isp.config import ConfigError
 from isp.parallel import Axis, Mode, Topology, WeightConfig
@@ -124,7 +125,7 @@ def test_transfers_within_and_between_nodes() -> None:
     )
 
     def seconds(kind: str, axis: Axis) -> float:
-        return fabric.seconds(case, Trip(kind, axis.value, "", 10**9))
+        return fabric.seconds(case, Trip(kind, axis.value, Cargo(), 10**9))
 
     assert seconds("all_to_all", Axis.TENSOR) == pytest.approx(0.1 + 2e-6)
     assert seconds("all_gather", Axis.WEIGHT) == pytest.approx(1 / 4 + 12e-6 + 3 * 10e-6)  # a ring

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from isp.comm.cargo import Purpose
 from isp.comm.phase import Phase
 from isp.profile import (
     Collective,
     ComputeSpan,
-    Cost,
     Edge,
     KindTotals,
     MemorySample,
@@ -42,7 +42,7 @@ def _collective(kind: str, channel: str, label: str, **values: object) -> Collec
     launch, end = values["launch_ms"], values["end_ms"]
     defaults: dict[str, object] = {
         "block": label.partition(".")[0],
-        "cost": Cost.AHEAD if channel == "weight" else Cost.CHAIN,
+        "purpose": Purpose.WEIGHT if channel == "weight" else Purpose.ACTIVATION,
         "sent_bytes": 1 << 20,
         "start_ms": launch,
         "moving_ms": end - launch,  # type: ignore[operator]
@@ -160,7 +160,9 @@ def _isp() -> ModeProfile:
         queue_ms=0.0,
         late_ms=3.0,
         reason=Reason.LATE,
-        advice="launched 3.0 ms too late: launch_allgather_before=attn would hide it",
+        advice=(
+            "launched 3.0 ms too late: parallel.weight.launch_allgather_before=attn would hide it"
+        ),
     )
     return ModeProfile(
         mode="isp",

@@ -5,17 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isp.comm import Transfer
+from isp.comm.cargo import Cargo, Purpose
+from isp.comm.phase import Phase
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import Mark, RankRecord
 
-__all__ = ["aligned", "mark", "record", "transfer"]
+__all__ = [
+    "METRICS",
+    "QKV",
+    "aligned",
+    "gradient",
+    "mark",
+    "output",
+    "record",
+    "transfer",
+    "weight",
+]
+
+QKV = Cargo(Purpose.HEADS, tensor="attention.qkv")
+METRICS = Cargo(Purpose.CONTROL, tensor="metrics")
+
+
+def weight(layer: str) -> Cargo:
+    """The weight of a layer."""
+    return Cargo(Purpose.WEIGHT, layer, "weight")
+
+
+def gradient(layer: str) -> Cargo:
+    """That of the weight of a layer."""
+    return Cargo(Purpose.WEIGHT_GRADIENT, layer, "weight.grad")
+
+
+def output(layer: str) -> Cargo:
+    """What a row linear gives."""
+    return Cargo(Purpose.ACTIVATION, layer, "y")
 
 
 def transfer(
     kind: str,
-    label: str,
+    cargo: Cargo,
     *,
-    phase: str,
+    phase: Phase,
     launch: float,
     end: float,
     wait: float,
@@ -26,7 +56,7 @@ def transfer(
     return Transfer(
         kind,
         channel,
-        label,
+        cargo,
         sent_bytes,
         launched=launch / 1e3,
         ended=end / 1e3,
@@ -38,7 +68,7 @@ def transfer(
     )
 
 
-def mark(at: float, phase: str, block: str = "", site: str = "") -> Mark:
+def mark(at: float, phase: Phase, block: str = "", site: str = "") -> Mark:
     """A place that was reached; memory grows by a GiB a millisecond."""
     return Mark(at / 1e3, phase, block, site, 0.0 if site else at + 1)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from isp.profile import Collective, Cost, ModeProfile
+from isp.comm.cargo import Purpose
+from isp.profile import Collective, ModeProfile
 from isp.profile.causes import Cause, exposed_by_cause
 from tests.profile.example import example_profile
 
@@ -28,7 +29,7 @@ def test_other_ranks_are_told_apart():
     mtp = example_profile().modes[0]
     first, second = mtp.ranks[0].timeline.collectives
     late = replace(first, others_ms=6.0)
-    outside = replace(second, cost=Cost.OUTSIDE)
+    outside = replace(second, purpose=Purpose.CONTROL)
     assert exposed_by_cause(on_one_rank(mtp, late, outside)) == {
         Cause.AT_ONCE: 10.0,
         Cause.OTHER_RANKS: 6.0,

@@ -6,10 +6,21 @@ import dataclasses
 
 import pytest
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.profile import Cost, Edge
 from isp.profile.totals import covered, step_collectives, timeline, totals
-from tests.profile.records import aligned, mark, record, transfer
+from tests.profile.records import (
+    METRICS,
+    QKV,
+    aligned,
+    gradient,
+    mark,
+    output,
+    record,
+    transfer,
+    weight,
+)
 
 MARKS = (
     mark(0, Phase.OTHER),
@@ -32,11 +43,11 @@ def first_step():
     """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
     return [
         transfer(
-            "all_gather", "embedding.weight", phase=Phase.OPTIMIZER, launch=-5, end=15, wait=13
+            "all_gather", weight("embedding"), phase=Phase.OPTIMIZER, launch=-5, end=15, wait=13
         ),
         transfer(
             "all_gather",
-            "layers.0.attention.wqkv.weight",
+            weight("layers.0.attention.wqkv"),
             phase=Phase.OPTIMIZER,
             launch=-4,
             end=26,
@@ -44,7 +55,7 @@ def first_step():
         ),
         transfer(
             "all_to_all",
-            "attention.qkv",
+            QKV,
             phase=Phase.FORWARD,
             launch=30,
             end=36,
@@ -53,7 +64,7 @@ def first_step():
         ),
         transfer(
             "reduce_scatter",
-            "layers.0.attention.wqkv.weight.grad",
+            gradient("layers.0.attention.wqkv"),
             phase=Phase.BACKWARD,
             launch=50,
             end=60,
@@ -61,7 +72,7 @@ def first_step():
         ),
         transfer(
             "reduce_scatter",
-            "embedding.weight.grad",
+            gradient("embedding"),
             phase=Phase.BACKWARD,
             launch=79,
             end=87,
@@ -69,7 +80,7 @@ def first_step():
         ),
         transfer(
             "all_reduce",
-            "metrics",
+            METRICS,
             phase=Phase.OPTIMIZER,
             launch=90,
             end=92,
@@ -132,9 +143,11 @@ def test_waiting_is_cut_into_queue_other_ranks_and_moving():
         return record(
             BEGINS,
             [
-                transfer("all_reduce", "a.y", launch=10, end=20, wait=40, **phase),
-                transfer("all_reduce", "b.y", launch=12, end=50, wait=15, **phase),
-                transfer("all_reduce", "c.y", launch=60 + late, end=75, wait=62 + late, **phase),
+                transfer("all_reduce", output("a"), launch=10, end=20, wait=40, **phase),
+                transfer("all_reduce", output("b"), launch=12, end=50, wait=15, **phase),
+                transfer(
+                    "all_reduce", output("c"), launch=60 + late, end=75, wait=62 + late, **phase
+                ),
             ],
             MARKS,
         )
@@ -165,7 +178,10 @@ def test_a_receive_waits_for_its_sender():
     Rank 1 sends at 22 what rank 0 has waited for since 10, and receives what is long there.
     """
     kinds = {"phase": Phase.OTHER, "channel": "tensor"}
-    one, two = "activations of micro-batch 0 from stage 1", "gradient of micro-batch 0 from stage 0"
+    one, two = (
+        Cargo(Purpose.STAGE_ACTIVATION, tensor=f"{what} of micro-batch 0 from stage {stage}")
+        for what, stage in (("activations", 1), ("gradient", 0))
+    )
     first = [
         transfer("recv", one, launch=1, end=30, wait=10, **kinds),
         transfer("send", two, launch=31, end=60, wait=60, **kinds),
@@ -185,7 +201,7 @@ def test_a_receive_waits_for_its_sender():
 def test_what_does_not_fit_beside_compute_is_in_the_bound():
     """Catches a bound that calls more transfers than there is compute avoidable."""
     gather = transfer(
-        "all_gather", "layers.1.w.weight", phase=Phase.FORWARD, launch=11, end=51, wait=26
+        "all_gather", weight("layers.1.w"), phase=Phase.FORWARD, launch=11, end=51, wait=26
     )
     (times,) = aligned(record(BEGINS, [gather], MARKS))
     assert totals(times, 0).excess_ms == pytest.approx(40 - (35 - 25))

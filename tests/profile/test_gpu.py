@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
 from isp.profile.recorder import Recorder
 
@@ -46,7 +47,8 @@ def test_times_are_the_devices():
         channel.log.enter(Phase.FORWARD, "a")
         torch.cuda._sleep(LONG_CYCLES)
         channel.log.enter(Phase.FORWARD, "b")
-        transfer = channel.log.start("all_gather", "weight", "b.weight", 1)
+        cargo = Cargo(Purpose.WEIGHT, "b", "weight")
+        transfer = channel.log.start("all_gather", "weight", cargo, 1)
         assert channel.log.clock is not None
         wait = channel._time_on_device(
             transfer, lambda: _Copy(stream), lambda: x, channel.log.clock

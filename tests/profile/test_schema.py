@@ -31,7 +31,7 @@ def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2, this program reads version 1"),
+        ({"version": 1}, "version 1, this program reads version 2"),
         ({"modes": [{}]}, "modes.0.mode"),
         ({"surprise": 1}, "surprise"),
     ],

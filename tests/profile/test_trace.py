@@ -12,7 +12,7 @@ from isp.comm.phase import Phase
 from isp.profile.totals import timeline
 from isp.profile.trace import chrome_trace, torch_events, write_trace
 from tests.profile.example import example_profile
-from tests.profile.records import aligned, record, transfer
+from tests.profile.records import aligned, record, transfer, weight
 from tests.profile.test_exact import BEGINS, MARKS, first_step
 
 
@@ -62,7 +62,7 @@ def test_transfers_that_overlap_get_lanes_of_their_own():
     """Catches two slices that cross in one lane, which viewers do not draw."""
     crossing = [
         transfer(
-            "all_gather", f"layers.{i}.w.weight", phase=Phase.FORWARD, launch=t, end=e, wait=50
+            "all_gather", weight(f"layers.{i}.w"), phase=Phase.FORWARD, launch=t, end=e, wait=50
         )
         for i, (t, e) in enumerate([(10, 20), (12, 30), (15, 18), (21, 40)])
     ]

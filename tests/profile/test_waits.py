@@ -9,9 +9,9 @@ from isp.parallel import Mode, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.profile import Reason
 from isp.profile.waits import WaitSettings, worst_waits
-from tests.profile.records import aligned, mark, record, transfer
+from tests.profile.records import QKV, aligned, gradient, mark, output, record, transfer, weight
 
-WEIGHT = "layers.1.attention.wqkv.weight"
+WQKV = weight("layers.1.attention.wqkv")
 MARKS = (
     mark(0, Phase.FORWARD),
     mark(1, Phase.FORWARD, "layers.0"),
@@ -38,18 +38,19 @@ def _advice(*transfers) -> str:
     """What is said of the gather, be it the worst wait or not."""
     settings = WaitSettings(mode=Mode.ISP, weight=WeightConfig())
     waits = worst_waits(aligned(record((0, 100), transfers, MARKS)), [0], settings)
-    return next(wait.advice for wait in waits if wait.label == WEIGHT)
+    return next(wait.advice for wait in waits if wait.label == str(WQKV))
 
 
 def _gather(launch: float, end: float, *, wait: float = 52):
-    return transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=launch, end=end, wait=wait)
+    return transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=launch, end=end, wait=wait)
 
 
 def test_the_latest_launch_point_that_would_hide_a_gather_is_named():
     """Catches an earlier point than needed, which costs memory, or one that would be too late."""
     late = _wait(_gather(31, 55))
     assert (late.reason, late.late_ms) == (Reason.LATE, pytest.approx(3))
-    assert late.advice == "launched 3.0 ms too late: launch_allgather_before=attn would hide it"
+    change = "parallel.weight.launch_allgather_before=attn"
+    assert late.advice == f"launched 3.0 ms too late: {change} would hide it"
     assert "launch_allgather_before=wqkv " in _wait(_gather(31, 75)).advice
 
 
@@ -65,11 +66,11 @@ def test_nothing_is_recommended_that_would_not_have_hidden_it():
 def test_what_shares_the_wire_counts():
     """Catches an advice that forgets the exchange which the earlier gather would meet."""
     alone, exchange = _gather(31, 55), {"phase": Phase.FORWARD, "channel": "tensor"}
-    busy = transfer("all_to_all", "attention.qkv", launch=19, end=29, wait=19, **exchange)
+    busy = transfer("all_to_all", QKV, launch=19, end=29, wait=19, **exchange)
     assert "launch_allgather_before=attn" in _wait(alone).advice
     # Behind it, from attn, the gather would be there at 29 + 31.
     assert "launch_allgather_before=wqkv" in _advice(_gather(31, 62), busy)
-    longer = transfer("all_to_all", "attention.qkv", launch=19, end=35, wait=19, **exchange)
+    longer = transfer("all_to_all", QKV, launch=19, end=35, wait=19, **exchange)
     # Meeting it, from wqkv, at 2 + 37 + 16.
     assert "launch_allgather_before" not in _advice(_gather(31, 68), longer)
 
@@ -86,7 +87,7 @@ def test_settings_that_launch_late_are_named_first():
 
 def test_other_ranks():
     """Catches a rank that comes late being reported as a transfer that is slow."""
-    late = transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=60, end=64, wait=62)
+    late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=62)
     first = WeightConfig(launch_allgather_before=LaunchPoint.WQKV)
     wait = _wait(_gather(31, 64), others=(late,), weight=first)
     assert wait.reason is Reason.OTHER_RANKS
@@ -96,7 +97,7 @@ def test_other_ranks():
 
 def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
     """Catches ranks being blamed for coming late to what all of them launch too late."""
-    late = transfer("all_gather", WEIGHT, phase=Phase.FORWARD, launch=60, end=64, wait=61)
+    late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=61)
     wait = _wait(_gather(31, 64), others=(late,))
     assert "launch_allgather_before=wqkv" in wait.advice  # from attn, there at 60 - 11 + 4
     assert wait.late_ms == pytest.approx(12)
@@ -105,9 +106,9 @@ def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
 def test_queue():
     """Catches a gather behind a gradient being called too long."""
     grad = transfer(
-        "reduce_scatter", "layers.1.w.weight.grad", phase=Phase.BACKWARD, launch=81, end=89, wait=97
+        "reduce_scatter", gradient("layers.1.w"), phase=Phase.BACKWARD, launch=81, end=89, wait=97
     )
-    gather = transfer("all_gather", WEIGHT, phase=Phase.BACKWARD, launch=82, end=90, wait=83)
+    gather = transfer("all_gather", WQKV, phase=Phase.BACKWARD, launch=82, end=90, wait=83)
     wait = _wait(grad, gather)
     assert wait.reason is Reason.QUEUE
     assert "behind reduce_scatter of layers.1.w.weight.grad" in wait.advice
@@ -121,7 +122,7 @@ def test_what_is_needed_at_once_is_called_so():
     wait = _wait(
         transfer(
             "all_reduce",
-            "layers.0.attention.wo.y",
+            output("layers.0.attention.wo"),
             phase=Phase.FORWARD,
             channel="tensor",
             launch=35,
@@ -137,10 +138,10 @@ def test_what_is_needed_at_once_is_called_so():
 def test_edges_are_by_design():
     """Catches the ends of a step being reported as something to put right."""
     first = transfer(
-        "all_gather", "embedding.weight", phase=Phase.OPTIMIZER, launch=-9, end=6, wait=1.5
+        "all_gather", weight("embedding"), phase=Phase.OPTIMIZER, launch=-9, end=6, wait=1.5
     )
     last = transfer(
-        "reduce_scatter", "embedding.weight.grad", phase=Phase.BACKWARD, launch=94, end=99, wait=96
+        "reduce_scatter", gradient("embedding"), phase=Phase.BACKWARD, launch=94, end=99, wait=96
     )
     reasons = {
         w.label: w.reason

@@ -86,7 +86,7 @@ def test_first_sentence(written: Written) -> None:
         " reduce-scatter, which has nothing left to hide behind. 2 ranks share 1 core, so they"
         " wait more for each other than on GPUs. The worst wait, 3.00 ms, is for the"
         " all-gather of layers.1.attention.wo.weight in forward: launched 3.0 ms too late:"
-        " launch_allgather_before=attn would hide it."
+        " parallel.weight.launch_allgather_before=attn would hide it."
         " Exposed of the step in the other modes: mtp 16%."
     ) in written.page.text
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
+from isp.comm.cargo import UNNAMED, Cargo
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights
@@ -51,8 +52,8 @@ class EchoChannel(Channel):
         if event == self.fail_at:
             raise ConnectionError(f"{event}: connection lost")
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
-        name = label.removesuffix(".weight")
+    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+        name = str(cargo).removesuffix(".weight")
         self.labels[out.data_ptr()] = name
         self.note(f"gather {name}")
         out.fill_(math.nan)
@@ -66,9 +67,9 @@ class EchoChannel(Channel):
         return Pending(arrive, keep=(x,))
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, label: str = ""
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
     ) -> Pending:
-        name = label.removesuffix(".grad").removesuffix(".weight")
+        name = str(cargo).removesuffix(".grad").removesuffix(".weight")
         self.note(f"reduce {name}")
         out.fill_(math.nan)
 

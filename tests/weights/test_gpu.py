@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh, Pending
+from isp.comm.cargo import UNNAMED, Cargo
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -54,17 +55,17 @@ class WireChannel(Channel):
         self.done: dict[str, torch.cuda.Event] = {}
         """When the last transfer of a label was over."""
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, label: str = "") -> Pending:
-        with self._transfer(label):
+    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+        with self._transfer(str(cargo)):
             out.view(2, -1).copy_(x.view(-1))
-        return self._pending(label, out, x)
+        return self._pending(str(cargo), out, x)
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, label: str = ""
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
     ) -> Pending:
-        with self._transfer(label):
+        with self._transfer(str(cargo)):
             out.copy_(x.view(2, *out.shape)[1]).mul_(2)
-        return self._pending(label, out, x)
+        return self._pending(str(cargo), out, x)
 
     @contextmanager
     def _transfer(self, label: str) -> Iterator[None]:
