@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs the tests; arguments go to pytest:
 #
-#   bash tools/test.sh tests/test_config.py -k typo
+#   bash tools/test.sh tests/config/test_job.py -k typo
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

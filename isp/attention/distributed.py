@@ -26,9 +26,9 @@ from isp.attention.mask import AttentionMask
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 
-__all__ = ["TOGETHER_BELOW_BYTES", "DistributedAttention", "LaunchedQuery"]
+__all__ = ["DistributedAttention", "LaunchedQuery"]
 
-TOGETHER_BELOW_BYTES = 4 << 20
+_TOGETHER_BELOW_BYTES = 4 << 20
 """Up to this size on a rank q, k and v travel as one message."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
@@ -61,7 +61,7 @@ class DistributedAttention:
         local_attention: LocalAttention,
         channel: Channel,
         *,
-        together_below_bytes: int = TOGETHER_BELOW_BYTES,
+        together_below_bytes: int = _TOGETHER_BELOW_BYTES,
     ) -> None:
         self.local_attention = local_attention
         self.channel = channel

@@ -1,7 +1,7 @@
 """Cuts attention under a mask into dense pieces, none of which needs a mask of S x S.
 
 A piece is a run of queries of one document against the run of keys that any of them sees. Its mask
-is nothing, a plain causal triangle, or a band of at most `BLOCK_ROWS` rows.
+is nothing, a plain causal triangle, or a band of at most `_BLOCK_ROWS` rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from isp.attention.mask import AttentionMask
 
 __all__ = [
-    "BLOCK_ROWS",
     "EVERYTHING",
     "Block",
     "Piece",
@@ -27,8 +26,8 @@ __all__ = [
     "pieces_of",
 ]
 
-BLOCK_ROWS = 256
-"""Most queries of a piece that needs a band mask; so that mask has at most BLOCK_ROWS * S bits."""
+_BLOCK_ROWS = 256
+"""Most queries of a piece that needs a band mask; so that mask has at most _BLOCK_ROWS * S bits."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def pieces_of(
     causal: bool,
     window: int | None,
     batch_below: int = 0,
-    rows: int = BLOCK_ROWS,
+    rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
 ) -> tuple[Piece, ...]:
     """The pieces of documents of these (queries, keys), packed one after another.
@@ -143,7 +142,7 @@ def blocks_of(
     *,
     causal: bool,
     window: int | None,
-    rows: int = BLOCK_ROWS,
+    rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
 ) -> list[Block]:
     """The blocks of one document, aligned at its last query and key.

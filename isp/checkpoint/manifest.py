@@ -27,7 +27,6 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "SavedTopology",
-    "file_sha256",
     "open_regular",
     "sync_folder",
 ]
@@ -162,7 +161,7 @@ class Manifest(BaseModel):
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes != record.num_bytes:
                     raise Damaged(f"{name} has {num_bytes} bytes instead of {record.num_bytes}")
-                if contents and file_sha256(file) != record.sha256:
+                if contents and _sha256(file) != record.sha256:
                     raise Damaged(f"{name} has a wrong checksum")
 
 
@@ -182,7 +181,7 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def file_sha256(file: BinaryIO) -> str:
+def _sha256(file: BinaryIO) -> str:
     """The checksum of what is left of an open file."""
     digest = hashlib.sha256()
     while block := file.read(_READ_BYTES):

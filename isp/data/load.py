@@ -12,7 +12,7 @@ from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_d
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, SubsetStore, TokenStore, held_out
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Datasets", "check_sources", "open_datasets", "open_store"]
+__all__ = ["Datasets", "check_sources", "open_datasets"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     Raises FileNotFoundError or ValueError naming the key, the path and the way out.
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
-    train_store = open_store(config.source, tokenizer, text_key=config.text_key)
+    train_store = _open_store(config.source, tokenizer, text_key=config.text_key)
     valid_store: TokenStore | None = None
     if config.valid_source is not None:
-        valid_store = open_store(
+        valid_store = _open_store(
             config.valid_source, tokenizer, text_key=config.text_key, key="data.valid_source"
         )
     elif config.valid_fraction > 0.0:
@@ -70,7 +70,7 @@ def check_sources(config: DataConfig) -> None:
                 find_files(item, key=key)
 
 
-def open_store(
+def _open_store(
     source: str | list[str], tokenizer: Tokenizer, *, text_key: str, key: str = "data.source"
 ) -> TokenStore:
     """The documents of a source: text is tokenised into memory, a .bin/.idx pair is mapped.

@@ -18,7 +18,6 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "BucketManager",
     "Channels",
-    "group_gradients",
     "master_dtype",
 ]
 
@@ -76,7 +75,7 @@ class BucketManager:
         self._views: dict[nn.Parameter, Tensor] = {}
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._launched = 0
-        for members in group_gradients(list(parameters), bucket_bytes):
+        for members in _grouped(list(parameters), bucket_bytes):
             self._open(members, channels)
 
     def __len__(self) -> int:
@@ -149,9 +148,7 @@ class BucketManager:
         self._buckets.append(bucket)
 
 
-def group_gradients(
-    parameters: list[NamedParameter], bucket_bytes: int
-) -> list[list[NamedParameter]]:
+def _grouped(parameters: list[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
     """Members of each bucket; buckets in the order in which their last gradients come."""
     open_buckets: dict[tuple[Axis, torch.dtype, torch.device], list[NamedParameter]] = {}
     num_bytes: dict[tuple[Axis, torch.dtype, torch.device], int] = {}

@@ -15,7 +15,7 @@ from isp.layers.module import NamedParameter
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
 
-__all__ = ["Publisher", "group_published", "owned_rows"]
+__all__ = ["Publisher", "owned_rows"]
 
 
 def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
@@ -109,7 +109,7 @@ class Publisher:
         self._channel = channel
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self.members = group_published(parameters, bucket_bytes) if channel.size > 1 else []
+        self.members = _grouped(parameters, bucket_bytes) if channel.size > 1 else []
         """The parameters of each bucket, in the order in which they travel."""
         for members in self.members:
             self._open(members)
@@ -145,9 +145,7 @@ class Publisher:
         self._bucket_of.update({member.parameter: bucket for member in members})
 
 
-def group_published(
-    parameters: Iterable[NamedParameter], bucket_bytes: int
-) -> list[list[NamedParameter]]:
+def _grouped(parameters: Iterable[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
     """Runs of parameters of one dtype and device, closed when they reach `bucket_bytes`."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
     buckets = []

@@ -12,11 +12,11 @@ from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from model.config import ModelConfig
 
-__all__ = ["ITEM_BYTES", "Case", "DType", "Place"]
+__all__ = ["Case", "Place"]
 
-DType = Literal["float64", "float32", "bfloat16", "float16"]
+_DType = Literal["float64", "float32", "bfloat16", "float16"]
 
-ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 
 
@@ -43,7 +43,7 @@ class Case:
     """Tokens of a row."""
     micro_num: int
     """Micro-batches of a data rank in a step."""
-    dtype: DType = "float32"
+    dtype: _DType = "float32"
     """Of weights and activations."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The update rule."""
@@ -80,7 +80,7 @@ class Case:
     @property
     def item_bytes(self) -> int:
         """Bytes of a number of weights and activations."""
-        return ITEM_BYTES[self.dtype]
+        return _ITEM_BYTES[self.dtype]
 
     @property
     def wide_bytes(self) -> int:
