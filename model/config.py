@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -10,8 +11,14 @@ from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import Count, Fraction, NotNegative, Size, section
+from model.flops import flops_per_step
 
-__all__ = ["ModelConfig", "check_layout"]
+if TYPE_CHECKING:
+    from isp.attention import LocalAttention
+    from isp.layers.factory import LayerFactory
+    from model.decoder import Decoder
+
+__all__ = ["ModelConfig"]
 
 
 @section("model")
@@ -112,42 +119,65 @@ class ModelConfig:
         attention += (q + 2 * kv) * self.qkv_bias + 2 * self.head_size * self.qk_norm
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
+    @property
+    def tied_weight(self) -> str | None:
+        """The weight that the first and the last stage both have, by name, if there is one."""
+        return "embedding.weight" if self.tie_embeddings else None
 
-def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
-    """Raise ValueError, naming key, value and way out, if `model` cannot be split as asked.
+    def flops(self, document_lengths: Iterable[int]) -> int:
+        """FLOPs of forward and backward over documents of these lengths: see `model.flops`."""
+        return flops_per_step(self, document_lengths)
 
-    `seq_len` is the number of tokens in one row of a batch.
-    """
-    size, mode = parallel.tensor.size, parallel.tensor.mode
-    facts = mode.facts
-    if facts.splits_features:
-        split = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads}
-        for key, value in {**split, "intermediate_size": model.intermediate_size}.items():
-            if value % size:
-                raise ValueError(
-                    f"parallel.tensor.size={size} must divide model.{key}={value} in {mode} mode:"
-                    f" use {_usable(value, size)}, or isp mode, which does not split the features"
-                )
-    _check_stages(model, parallel.pipeline)
-    if model.checkpoint_distribute_activations:
-        _check_distributable(model, parallel, seq_len)
-    if facts.splits_sequence and seq_len % size:
-        raise ValueError(
-            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
-            f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
-            f" use {_usable(seq_len, size)}"
-        )
-    if facts.splits_features and model.vocab_size <= (size - 1) * -(-model.vocab_size // size):
-        raise ValueError(
-            f"model.vocab_size={model.vocab_size} leaves some of the {size} tensor ranks without"
-            f" a row: use a multiple of {size}"
-        )
-    exchanges_logits = not facts.splits_features and parallel.weight.vocab_parallel_loss
-    if exchanges_logits and model.vocab_size % size:
-        raise ValueError(
-            f"parallel.tensor.size={size} must divide model.vocab_size={model.vocab_size} for"
-            f" parallel.weight.vocab_parallel_loss: use a multiple of {size}, or the default loss"
-        )
+    def build(
+        self,
+        layers: LayerFactory,
+        stages: Iterable[int] = (0,),
+        num_stages: int = 1,
+        *,
+        attention: LocalAttention | None = None,
+    ) -> tuple[Decoder, ...]:
+        """As `isp.models.protocol.LanguageModel.build`."""
+        from model.stages import build_stages  # here: a configuration is read without torch
+
+        return build_stages(self, layers, stages, num_stages, attention)
+
+    def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
+        """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.
+
+        `seq_len` is the number of tokens in one row of a batch.
+        """
+        size, mode = parallel.tensor.size, parallel.tensor.mode
+        facts = mode.facts
+        if facts.splits_features:
+            split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+            for key, value in {**split, "intermediate_size": self.intermediate_size}.items():
+                if value % size:
+                    raise ValueError(
+                        f"parallel.tensor.size={size} must divide model.{key}={value} in {mode}"
+                        f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
+                        f" features"
+                    )
+        _check_stages(self, parallel.pipeline)
+        if self.checkpoint_distribute_activations:
+            _check_distributable(self, parallel, seq_len)
+        if facts.splits_sequence and seq_len % size:
+            raise ValueError(
+                f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
+                f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
+                f" use {_usable(seq_len, size)}"
+            )
+        if facts.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks without"
+                f" a row: use a multiple of {size}"
+            )
+        exchanges_logits = not facts.splits_features and parallel.weight.vocab_parallel_loss
+        if exchanges_logits and self.vocab_size % size:
+            raise ValueError(
+                f"parallel.tensor.size={size} must divide model.vocab_size={self.vocab_size} for"
+                f" parallel.weight.vocab_parallel_loss: use a multiple of {size}, or the default"
+                f" loss"
+            )
 
 
 def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:

@@ -20,7 +20,7 @@ from isp.attention import AttentionMask, DistributedAttention
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
-from isp.layers.module import bind_names
+from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
@@ -268,11 +268,23 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             yield block
 
-    def parts(self) -> tuple[nn.Module, ...]:
-        """The modules that a forward calls in turn, which together have all parameters."""
-        table = self.embedding if self.is_first else None
-        parts = (table, *self.blocks(), self.norm, self.head)
-        return tuple(part for part in parts if part is not None)
+    def shards(self) -> Iterator[NamedParameter]:
+        """The parameters, each once, with their names in the whole model."""
+        return named_parameters(self)
+
+    def init_weights(self, seed: int) -> None:
+        """Give the parameters the initial weights that `seed` stands for."""
+        init_weights(self, seed)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that a forward calls in turn, by name; together they have all parameters."""
+        parts = {
+            "embedding": self.embedding if self.is_first else None,
+            **{f"layers.{i}": block for i, block in self.layers.items()},
+            "norm": self.norm,
+            "head": self.head,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """What is gathered in a forward, in order: embedding, blocks, head."""

@@ -16,8 +16,10 @@ the work that has to be done, and does not reward doing it twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from model.config import ModelConfig
+if TYPE_CHECKING:
+    from model.config import ModelConfig
 
 __all__ = ["FLOP_RULE", "flops_per_step", "matmul_parameters"]
 

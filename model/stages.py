@@ -1,12 +1,40 @@
-"""How a decoder is cut into pipeline stages."""
+"""How a decoder is cut into pipeline stages, and built of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from isp.attention import DistributedAttention, LocalAttention, make_local_attention
+from isp.layers.factory import LayerFactory
 from isp.pipeline import split_layers
 from model.config import ModelConfig
-from model.decoder import LayerSpan
+from model.decoder import Decoder, LayerSpan
 
-__all__ = ["stage_spans"]
+__all__ = ["build_stages", "stage_spans"]
+
+
+def build_stages(
+    config: ModelConfig,
+    layers: LayerFactory,
+    stages: Iterable[int],
+    num_stages: int,
+    attention: LocalAttention | None,
+) -> tuple[Decoder, ...]:
+    """As `isp.models.protocol.LanguageModel.build`."""
+    if attention is None:
+        attention = make_local_attention(
+            config.attention_backend,
+            device=layers.device,
+            dtype=layers.dtype,
+            head_dim=config.head_size,
+        )
+    core = DistributedAttention(attention, layers.attention_channel)
+    spans = stage_spans(config, num_stages)
+    chunks: list[Decoder] = []
+    for stage in stages:
+        table = chunks[0].embedding if chunks else None
+        chunks.append(Decoder(config, layers, core, spans[stage], table=table))
+    return tuple(chunks)
 
 
 def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:

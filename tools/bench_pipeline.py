@@ -33,6 +33,7 @@ from paced import Paced
 from isp.comm import Link, Mesh, Transfer
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
+from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
@@ -47,7 +48,6 @@ from isp.parallel import (
 from isp.pipeline import PipelineOrder
 from isp.pipeline.timeline import timeline
 from isp.settings import OptimizerConfig
-from isp.train.build import build_model
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

@@ -192,7 +192,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _check_param_groups(config: JobConfig) -> None:
     if config.optimizer.param_groups:
-        from isp.train.param_names import check_param_groups
+        from isp.train.run import check_param_groups
 
         check_param_groups(config)
 
@@ -234,9 +234,10 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _schedule(args: argparse.Namespace) -> int:
     from isp.config import load_config
-    from isp.train.schedule import schedule_text
+    from isp.models.schedule import schedule_text
 
-    print(schedule_text(load_config(args.config, args.overrides)))
+    config = load_config(args.config, args.overrides)
+    print(schedule_text(config.model, config.parallel, config.data.micro_num))
     return 0
 
 

@@ -30,7 +30,7 @@ from isp.settings import (
     ValidationConfig,
 )
 from isp.settings.section import section
-from model.config import ModelConfig, check_layout
+from model.config import ModelConfig
 from model.presets import with_preset
 
 __all__ = [
@@ -88,7 +88,7 @@ class JobConfig:
     """Profiles of single steps."""
 
     def __post_init__(self) -> None:
-        check_layout(self.model, self.parallel, self.row_tokens)
+        self.model.check_layout(self.parallel, self.row_tokens)
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         self.model.attention_backend.check_fits(self.training.device, self.training.dtype)
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):

@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from isp.attention import DistributedAttention
-from isp.attention.cpu import CpuAttention
-from isp.comm import Channel
-from isp.layers.factory import LayerFactory
-from isp.layers.module import NamedParameter, named_parameters
+from isp.layers.module import NamedParameter
+from isp.models.build import shape_only
 from isp.parallel import Axis, Mode
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
@@ -26,9 +23,8 @@ from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
 from isp.weights.trace import Action, Block, Chunks, Visit, recomputed_blocks
-from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
-from model.decoder import Decoder, LayerSpan
+from model.decoder import LayerSpan
 from model.stages import stage_spans
 
 __all__ = [
@@ -65,18 +61,8 @@ class Declaration:
 @lru_cache(maxsize=64)
 def declaration(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Declaration:
     """What `model` is made of in `mode`."""
-    solo = Channel.solo()
-    layers = LayerFactory(
-        mode=mode,
-        tensor=solo,
-        weight=solo,
-        communicator=LocalWeights(),
-        embed_split_hidden=embed_split_hidden,
-        device=torch.device("meta"),
-        dtype=torch.float32,
-    )
-    decoder = Decoder(model, layers, DistributedAttention(CpuAttention(), solo))
-    declared, found = decoder.weight_blocks(), list(named_parameters(decoder))
+    (whole,) = shape_only(model, mode, embed_split_hidden=embed_split_hidden)
+    declared, found = whole.weight_blocks(), list(whole.shards())
     names = {item.parameter: item.name for item in found}
     (blocks,) = as_chunks((declared,))
     return Declaration(

@@ -16,7 +16,6 @@ from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Product
 from isp.planner.walk import Walked, walk
 from isp.weights.trace import ActionKind, Block
-from model.flops import flops_per_step
 
 __all__ = ["Prediction", "predict"]
 
@@ -57,7 +56,7 @@ def predict(case: Case, fabric: Fabric) -> Prediction:
     straggling = fabric.straggling_over(case.topology.world_size) * (step - exposed - bubble)
     documents = case.rows * case.documents * case.micro_num
     lengths = [case.tokens // case.documents] * documents
-    flops = flops_per_step(case.model, lengths) * case.topology.data / case.topology.world_size
+    flops = case.model.flops(lengths) * case.topology.data / case.topology.world_size
     return Prediction(
         step=step + straggling,
         exposed=exposed + straggling,

@@ -26,12 +26,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from isp.attention import AttentionMask, DistributedAttention
+from isp.attention import AttentionMask
 from isp.comm import Channel
 from isp.comm.dry import DryChannel
 from isp.comm.phase import Phase
 from isp.layers.factory import LayerFactory
-from isp.layers.module import named_parameters
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.planner.case import Case, Place
@@ -41,7 +40,6 @@ from isp.weights.declare import WeightHolder, as_chunks
 from isp.weights.trace import Block
 from isp.weights.wp import FullWeights, WPCommunicator
 from model.config import ModelConfig
-from model.decoder import Decoder
 
 __all__ = ["Rehearsal", "rehearsal", "tapes_of"]
 
@@ -121,25 +119,25 @@ def _rehearsed(
         dtype=dtype,
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    attention = DistributedAttention(_DryAttention(recorder, on_cpu), layers.attention_channel)
-    decoder = Decoder(model, layers, attention)
-    blocks = decoder.weight_blocks()
+    (whole,) = model.build(layers, attention=_DryAttention(recorder, on_cpu))
+    blocks = whole.weight_blocks()
     recorder.follow(blocks)
     own = tokens // part.tensor if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
-    labels = ids.new_empty(rows, tokens if decoder.splits_logits else own)
-    recorder.know((*decoder.parameters(), ids))
+    labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
+    parameters = list(whole.shards())
+    recorder.know((*(item.parameter for item in parameters), ids))
     with _Products(recorder):
         with saved_tensors_hooks(recorder.keep, lambda x: x):
-            logits = decoder(ids, ids, None)
+            logits = whole(ids, ids, None)
             recorder.note(Loss())
-            loss = decoder.token_losses(logits, labels).sum()
+            loss = whole.token_losses(logits, labels).sum()
         saved = recorder.saved(len(blocks) + 1)
         recorder.phase = Phase.BACKWARD
         recorder.note(Loss())
         loss.backward()
     (declared,) = as_chunks((blocks,))
-    shapes = {p.name: p.layout.global_shape for p in named_parameters(decoder)}
+    shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
     shared = saved[kinds.index(kinds[2])].total - saved[2].total
     tapes = (Tapes(*recorder.tapes(b), saved[b]) for b in range(len(kinds)))

@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from isp.config import JobConfig, load_config
+from isp.models.schedule import RankPlan, rank_plans
 from isp.parallel import Mode
 from isp.profile import ModeProfile, Profile
 from isp.report.page import Section
 from isp.report.style import BLUE, GREY, SKY, VERMILLION, Picture, Size, new_axes
-from isp.train.schedule import RankPlan, rank_plans
 from isp.weights.plan import ActKind
 from isp.weights.simulate import simulate
 from isp.weights.trace import trace
@@ -58,7 +58,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     if mode.plan_grid is None:
         return None
     config = _config(profile)
-    first, *others = rank_plans(config)
+    first, *others = rank_plans(config.model, config.parallel, config.data.micro_num)
     where = f" on {first.title}, one of {len(others) + 1} pipeline ranks" if others else ""
     is_cut = len(first.plan.steps) > _MOST_VISITS
     cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""

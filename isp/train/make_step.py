@@ -7,8 +7,8 @@ import torch
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics.phases import PhaseClock
+from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.train.build import build_model
 from isp.train.step import TrainStep
 
 __all__ = ["make_train_step"]

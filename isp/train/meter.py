@@ -12,22 +12,21 @@ from isp.comm.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
+from isp.models.protocol import LanguageModel
 from isp.train.step import StepOutcome
-from model.config import ModelConfig
-from model.flops import flops_per_step
 
 __all__ = ["StepMeter", "model_flops"]
 
 
-def model_flops(model: ModelConfig, batches: Iterable[MicroBatch]) -> int:
-    """The FLOPs of forward and backward over `batches`, by the rule of `model.flops`."""
+def model_flops(model: LanguageModel, batches: Iterable[MicroBatch]) -> int:
+    """The FLOPs of forward and backward over `batches`, by the model's rule."""
     lengths: list[int] = []
     for batch in batches:
         if batch.cu_seqlens is None:
             lengths += [batch.tokens.shape[1]] * batch.tokens.shape[0]
         else:
             lengths += batch.cu_seqlens.diff().tolist()
-    return flops_per_step(model, lengths)
+    return model.flops(lengths)
 
 
 class StepMeter:

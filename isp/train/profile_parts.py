@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from isp.config import JobConfig, to_yaml
+from isp.models.schedule import schedule_text
 from isp.parallel import Topology
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import RankTimes, align
@@ -26,7 +27,6 @@ from isp.profile.recorder import RankRecord
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import WaitSettings, worst_waits
-from isp.train.schedule import schedule_text
 
 __all__ = [
     "ProfiledMode",
@@ -133,7 +133,9 @@ def mode_profile(
             steps,
             WaitSettings(mode=config.parallel.tensor.mode, weight=config.parallel.weight),
         ),
-        plan_grid=schedule_text(config) if topology.mode.facts.gathers_weights else None,
+        plan_grid=schedule_text(config.model, config.parallel, config.data.micro_num)
+        if topology.mode.facts.gathers_weights
+        else None,
     )
     return ProfiledMode(
         profile,

@@ -25,8 +25,7 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
     parts: dict[str, nn.Module] = {}
     sites: list[tuple[str, nn.Module]] = []
     for chunk in step.chunks:
-        names = {id(module): name for name, module in chunk.named_modules()}
-        parts.update((names[id(part)], part) for part in chunk.parts())
+        parts.update(chunk.parts())
         for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
             module = visit.at if visit.layer is None else visit.layer
             assert isinstance(module, nn.Module)

@@ -22,6 +22,7 @@ from isp.checkpoint.folder import CheckpointFolder, describe_contents
 from isp.checkpoint.lock import folder_lock
 from isp.checkpoint.shapes import check_shapes
 from isp.config import JobConfig
+from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
     RunFolder,
@@ -32,7 +33,6 @@ from isp.run.folder import (
     try_writing,
 )
 from isp.train.changes import check_changes
-from isp.train.param_names import parameter_shapes
 
 __all__ = ["Start", "check_start", "open_run"]
 
@@ -152,13 +152,13 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     own, checkpoint = _own_checkpoint(config, place), config.checkpoint
     if own is not None:
         check_changes(own, config, topology)
-        check_shapes(own, parameter_shapes(config))
+        check_shapes(own, parameter_shapes(config.model))
     elif checkpoint.initial_load_path is not None:
         initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
         assert initial is not None
         if not checkpoint.initial_load_model_only:
             check_changes(initial, config, topology)
-        check_shapes(initial, parameter_shapes(config))
+        check_shapes(initial, parameter_shapes(config.model))
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:

@@ -13,17 +13,18 @@ import torch
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
+from isp.models.build import parameter_shapes
+from isp.optim import check_groups
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
 from isp.run.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
 from isp.train.out_of_memory import memory_guard
-from isp.train.param_names import check_param_groups
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
-__all__ = ["check_devices", "main"]
+__all__ = ["check_devices", "check_param_groups", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,12 @@ def check_devices(config: JobConfig, ranks: int) -> None:
             f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"
             f" {count} ranks on it, or use training.device=cpu"
         )
+
+
+def check_param_groups(config: JobConfig) -> None:
+    """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in."""
+    if config.optimizer.param_groups:
+        check_groups(list(parameter_shapes(config.model)), config.optimizer)
 
 
 def choose_device(config: JobConfig) -> torch.device:

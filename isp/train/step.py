@@ -16,12 +16,12 @@ from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.metrics.phases import PhaseClock
+from isp.models.build import BuiltModel
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
 from isp.train.batches import slice_sequence
-from isp.train.build import BuiltModel
 
 __all__ = ["StepOutcome", "TrainStep"]
 
@@ -61,6 +61,7 @@ class TrainStep:
         micro_num: int,
         clock: PhaseClock | None = None,
     ) -> None:
+        self.built = built
         self.chunks = built.chunks
         self.gradients = gradients
         self.optimizer = optimizer
@@ -68,6 +69,7 @@ class TrainStep:
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         hook = SchedulerHook()
         self._order = built.order
+        self._shared = built.shared
         self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
         self._put_off: DeferredWeightGradients | None = None
@@ -83,7 +85,7 @@ class TrainStep:
             built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
             hook = ISPCommunicatorSchedulerHook(built.communicator)
         self.hook = PhaseHook(mesh.log, hook)
-        for part in (part for chunk in self.chunks for part in chunk.parts()):
+        for part in self._parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
         """Whether the last step ended with an exception."""
@@ -115,16 +117,15 @@ class TrainStep:
         self.clock.enter(Phase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
-        shared = self._shared_table()
-        if shared is not None:
-            self.gradients.promise(shared)  # final after the last backward of both its chunks
+        for parameter in self._shared:
+            self.gradients.promise(parameter)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
             self._pipeline(work, self.gradients, self._put_off)
         else:
             self._run(work)
-        if shared is not None:
-            self.gradients.withdraw(shared)
+        for parameter in self._shared:
+            self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
         self.hook.after_step()
         self.gradients.reduce()
@@ -191,16 +192,13 @@ class TrainStep:
             self._stages, self._order, work, hook=self.hook, gradients=gradients, put_off=put_off
         ).run()
 
-    def _linears(self) -> Iterator[ParallelLinear]:
+    def _parts(self) -> Iterator[nn.Module]:
         for chunk in self.chunks:
-            yield from (m for m in chunk.modules() if isinstance(m, ParallelLinear))
+            yield from chunk.parts().values()
 
-    def _shared_table(self) -> nn.Parameter | None:
-        """The table that two chunks of this rank use: the first stage's, and the last one's."""
-        first, last = self.chunks[0], self.chunks[-1]
-        if first is last or first.embedding is None or first.embedding is not last.embedding:
-            return None
-        return first.embedding.weight
+    def _linears(self) -> Iterator[ParallelLinear]:
+        for part in self._parts():
+            yield from (m for m in part.modules() if isinstance(m, ParallelLinear))
 
     def _add_tied(self) -> None:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
@@ -255,8 +253,8 @@ class _Work:
         facts = step.mesh.topology.mode.facts
         if facts.splits_sequence and not facts.slices_batch:
             tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
-        weight = next(step.chunks[0].parameters())
-        return weight.new_empty(rows, tokens, step.chunks[0].config.hidden_size)
+        weight = step.gradients.parameters[0].parameter
+        return weight.new_empty(rows, tokens, step.built.model.hidden_size)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
         """Through the model, or the part of it that is this rank's chunk number `chunk`."""

@@ -19,7 +19,7 @@ from isp.layers.module import init_weights, named_parameters
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.weights.wp import LocalWeights
-from model.config import ModelConfig, check_layout
+from model.config import ModelConfig
 from model.decoder import Decoder
 from model.presets import PRESETS
 from tests.model.plain import PlainDecoder
@@ -346,17 +346,17 @@ def test_a_model_that_cannot_be_split_is_refused(mode, tensor, changes, seq_len,
     """Catches a layout that would fail, or train something else, after the ranks have started."""
     parallel = ParallelConfig(tensor=TensorConfig(size=tensor, mode=mode))
     with pytest.raises(ValueError, match=re.escape(fault)):
-        check_layout(replace(CONFIG, **changes), parallel, seq_len)
+        replace(CONFIG, **changes).check_layout(parallel, seq_len)
 
 
 def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
     """Catches a rule of the feature modes applied to isp, which splits no features."""
     odd = replace(CONFIG, num_heads=6, num_kv_heads=3, head_dim=6, vocab_size=9)
     parallel = ParallelConfig(tensor=TensorConfig(size=4), weight=WeightConfig(size=8))
-    check_layout(odd, parallel, S)
+    odd.check_layout(parallel, S)
     exchanged = replace(parallel, weight=WeightConfig(size=8, vocab_parallel_loss=True))
     with pytest.raises(ValueError, match=r"parallel.tensor.size=4 must divide model.vocab_size=9"):
-        check_layout(odd, exchanged, S)
+        odd.check_layout(exchanged, S)
 
 
 @pytest.mark.parametrize(

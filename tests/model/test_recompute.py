@@ -10,6 +10,7 @@ import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in e
 from torch import Tensor
 
 from isp.comm import Mesh
+from isp.models.build import BuiltModel, build_model
 from isp.parallel import (
     Axis,
     Mode,
@@ -18,8 +19,7 @@ from isp.parallel import (
     Topology,
     WeightConfig,
 )
-from isp.train.build import BuiltModel, build_model
-from model.config import ModelConfig, check_layout
+from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.saved import saved_bytes
 
@@ -66,7 +66,7 @@ def _parallel(mode: Mode, tensor: int, weight: int) -> ParallelConfig:
 
 def _build(mesh: Mesh, options: dict[str, Any], parallel: ParallelConfig) -> BuiltModel:
     config = ModelConfig(**SIZES, **options)
-    check_layout(config, parallel, S)
+    config.check_layout(parallel, S)
     return build_model(config, parallel, mesh, seed=5, device=CPU, dtype=torch.float64)
 
 
@@ -171,8 +171,8 @@ def test_only_replicated_activations_are_distributed(mode: Mode) -> None:
     """Catches pieces of different tokens that would be put together as one input."""
     config = ModelConfig(**SIZES, **OPTIONS["distributed"])
     with pytest.raises(ValueError, match="checkpoint_distribute_activations is for mtp mode"):
-        check_layout(config, _parallel(mode, 4, 4), S)
-    check_layout(config, _parallel(Mode.MTP, 4, 4), S)
+        config.check_layout(_parallel(mode, 4, 4), S)
+    config.check_layout(_parallel(Mode.MTP, 4, 4), S)
 
 
 def test_sizes_and_switches_that_do_not_fit_are_refused() -> None:
@@ -182,4 +182,4 @@ def test_sizes_and_switches_that_do_not_fit_are_refused() -> None:
     odd = {**SIZES, "hidden_size": 33, "num_heads": 8, "head_dim": 8}
     config = ModelConfig(**odd, checkpoint=1.0, checkpoint_distribute_activations=True)
     with pytest.raises(ValueError, match=r"size=8 must divide the 5 tokens of a row times .*=33"):
-        check_layout(config, _parallel(Mode.MTP, 8, 1), 5)
+        config.check_layout(_parallel(Mode.MTP, 8, 1), 5)

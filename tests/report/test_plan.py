@@ -11,10 +11,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from isp.config import JobConfig, load_config
+from isp.models.schedule import RankPlan, rank_plans
 from isp.profile import Profile
 from isp.report.plan import plan_section, stays
 from isp.report.style import SKY, VERMILLION, WIDE
-from isp.train.schedule import rank_plans
 from isp.weights.simulate import simulate
 from tests.profile.example import example_profile
 
@@ -35,10 +35,15 @@ def load(text: str, tmp_path: Path) -> JobConfig:
     return load_config(path)
 
 
+def _plans(text: str, tmp_path: Path) -> list[RankPlan]:
+    config = load(text, tmp_path)
+    return rank_plans(config.model, config.parallel, config.data.micro_num)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bars_are_what_the_plan_holds(name: str, tmp_path: Path) -> None:
     """Catches a bar that begins or ends at another visit than the gather or the free."""
-    for own in rank_plans(load(CONFIGS[name], tmp_path)):
+    for own in _plans(CONFIGS[name], tmp_path):
         result = simulate(own.plan, own.chunks, own.actions)
         drawn = list(stays(own))
         held = [
@@ -53,7 +58,7 @@ def test_bars_are_what_the_plan_holds(name: str, tmp_path: Path) -> None:
 
 def test_rows_and_lanes(tmp_path: Path) -> None:
     """Catches weights of a block that cover each other, or stand in another block's row."""
-    (own,) = rank_plans(load(PLAIN, tmp_path))
+    (own,) = _plans(PLAIN, tmp_path)
     places = {(stay.row, stay.lane): stay.weight for stay in stays(own)}
     assert len(places) == len({stay.weight for stay in stays(own)})
     assert sorted(row for row, _ in places) == [0, *[1] * 4, *[2] * 4, *[3] * 4, 4]
@@ -63,7 +68,7 @@ def test_rows_and_lanes(tmp_path: Path) -> None:
 def test_weight_that_two_blocks_read(tmp_path: Path) -> None:
     """Catches a tied weight that leaves the row in which it is declared."""
     tied = PLAIN.replace("num_layers: 3", "num_layers: 3, tie_embeddings: true")
-    (own,) = rank_plans(load(tied, tmp_path))
+    (own,) = _plans(tied, tmp_path)
     rows = [stay.row for stay in stays(own) if stay.weight.startswith("embedding")]
     assert len(rows) > 1
     assert set(rows) == {0}

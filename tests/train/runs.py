@@ -15,6 +15,7 @@ from isp.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
+from isp.models.build import build_model
 from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
@@ -28,7 +29,6 @@ from isp.parallel import (
     Zero1Config,
 )
 from isp.settings import OptimizerConfig
-from isp.train.build import build_model
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isp.parallel import Mode, WeightConfig
-from model.config import ModelConfig, check_layout
+from model.config import ModelConfig
 from tests.model.plain import PlainDecoder, train_plainly
 from tests.ranks import run_ranks
 from tests.train.runs import (
@@ -265,5 +265,5 @@ def test_the_layouts_compared_are_not_refused():
 
 def _check(layout: Layout, name: str) -> None:
     task = TASKS[name]
-    check_layout(task.model, layout.parallel, SEQ_LEN)
+    task.model.check_layout(layout.parallel, SEQ_LEN)
     layout.topology()

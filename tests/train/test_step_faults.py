@@ -46,7 +46,7 @@ class _Fails(torch.autograd.Function):
 
 def _fail_once(run: Run, where: str) -> None:
     """Let the middle block of the run raise in its next forward or backward."""
-    block = run.step.chunks[0].parts()[2]
+    block = list(run.step.chunks[0].parts().values())[2]
 
     def fail(module: object, args: object, y: Tensor) -> Tensor:
         hook.remove()

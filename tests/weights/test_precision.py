@@ -17,9 +17,9 @@ from isp.comm import Channel, Mesh
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, named_parameters
+from isp.models.build import build_model
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
-from isp.train.build import build_model
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.reductions import ParameterGradients
 from model.config import ModelConfig

@@ -1,0 +1,1 @@
+"""Models as the runtime sees them, and how one is built for a rank."""

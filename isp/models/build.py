@@ -1,0 +1,141 @@
+"""From a model to its parts on this rank, or to its shape alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isp.attention import CpuAttention
+from isp.comm import Channel, Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.module import NamedParameter
+from isp.models.protocol import Chunk, LanguageModel
+from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
+from isp.pipeline import PipelineOrder
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.wp import LocalWeights
+
+__all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BuiltModel:
+    """This rank's parts of a model, and what drives its weights where they travel."""
+
+    model: LanguageModel
+    chunks: tuple[Chunk, ...]
+    """One for each stage that this rank has, in forward order."""
+    stages: tuple[int, ...]
+    """The stage that each chunk is."""
+    order: PipelineOrder
+    """The stages of all ranks, and their order of work."""
+    communicator: ISPCommunicator | None
+    """None where weights stay on their rank."""
+
+    @property
+    def parameters(self) -> tuple[NamedParameter, ...]:
+        """All parameters of the chunks, each once."""
+        found = {item.parameter: item for chunk in self.chunks for item in chunk.shards()}
+        return tuple(found.values())
+
+    @property
+    def shared(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that two chunks of this rank use."""
+        uses = Counter(item.parameter for chunk in self.chunks for item in chunk.shards())
+        return tuple(parameter for parameter, count in uses.items() if count > 1)
+
+    @property
+    def tied_over_stages(self) -> NamedParameter | None:
+        """The weight of the first and the last stage, if the rank has one of two copies of it."""
+        first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
+        if first == last:  # both ends use the one weight, or this rank has neither
+            return None
+        return next((p for p in self.parameters if p.name == self.model.tied_weight), None)
+
+    @property
+    def counted_elsewhere(self) -> tuple[str, ...]:
+        """Names of parameters that another stage has, too, and counts in the gradient norm."""
+        tied = self.tied_over_stages
+        return () if tied is None or 0 in self.stages else (tied.name,)
+
+
+def build_model(
+    model: LanguageModel,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BuiltModel:
+    """This rank's shards of its stages of the model, with the initial weights of `seed`."""
+    order, communicator = PipelineOrder(parallel.pipeline), None
+    # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
+    if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
+        communicator = _communicator(parallel.weight, mesh, device)
+    layers = LayerFactory(
+        mode=mesh.topology.mode,
+        tensor=mesh[Axis.TENSOR],
+        weight=mesh[Axis.WEIGHT],
+        communicator=communicator or LocalWeights(),
+        embed_split_hidden=parallel.weight.embed_split_hidden,
+        vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
+        device=device,
+        dtype=dtype,
+    )
+    stages = order.stages_of(mesh[Axis.PIPELINE].rank)
+    chunks = model.build(layers, stages, order.num_stages)
+    for chunk in chunks:
+        chunk.init_weights(seed)
+    if communicator is not None:
+        communicator.declare([chunk.weight_blocks() for chunk in chunks])
+    return BuiltModel(
+        model=model, chunks=chunks, stages=stages, order=order, communicator=communicator
+    )
+
+
+def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
+    sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
+    reduce_channel = mesh[Axis.WEIGHT]
+    if weight.reduces_apart:
+        reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
+    return ISPCommunicator(
+        mesh[Axis.WEIGHT],
+        ISPCommModelConfig.of(weight, device),
+        prefetch=weight.prefetch,
+        enable_memory_pool=weight.memory_pool,
+        reduce_channel=reduce_channel,
+        poison=weight.poison_freed_buffers,
+    )
+
+
+def shape_only(
+    model: LanguageModel,
+    mode: Mode,
+    stages: Iterable[int] = (0,),
+    num_stages: int = 1,
+    *,
+    embed_split_hidden: bool = False,
+) -> tuple[Chunk, ...]:
+    """Stages of the model as one rank would have them alone, without memory for weights."""
+    solo = Channel.solo()
+    layers = LayerFactory(
+        mode=mode,
+        tensor=solo,
+        weight=solo,
+        communicator=LocalWeights(),
+        embed_split_hidden=embed_split_hidden,
+        device=torch.device("meta"),
+        dtype=torch.float32,
+    )
+    return model.build(layers, stages, num_stages, attention=CpuAttention())
+
+
+def parameter_shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the whole model, by name."""
+    (whole,) = shape_only(model, Mode.ISP)
+    return {item.name: item.layout.global_shape for item in whole.shards()}

@@ -1,0 +1,94 @@
+"""What the runtime asks of a model: the one door through which any model enters.
+
+B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # a configuration is read without torch
+    from torch import Tensor, nn
+
+    from isp.attention import LocalAttention
+    from isp.layers.factory import LayerFactory
+    from isp.layers.module import NamedParameter
+    from isp.parallel.config import ParallelConfig
+    from isp.weights.declare import DeclaredBlock
+
+__all__ = ["Chunk", "LanguageModel"]
+
+
+class Chunk(Protocol):
+    """One pipeline stage of a model on one rank; all of it where there is no pipeline."""
+
+    splits_logits: bool
+    """Whether the losses need the labels of the whole sequence, or those of this rank's tokens."""
+
+    def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Forward: x and positions [B, S'] -> [B, S', D], or what `token_losses` takes.
+
+        x are the tokens; on a later stage, what the one before gave, [B, S', D]. cu_seqlens
+        [documents + 1], int32: where the documents of the *full* row of all ranks begin, B being 1;
+        None if rows are not packed.
+        """
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """On the last stage, the loss of each token: [B, S', V'], [B, S'] -> [B, S'], 0 if ignored.
+
+        What the forward gives may be anything that this takes. Labels and losses are those of all S
+        tokens if `splits_logits`.
+        """
+
+    def shards(self) -> Iterator[NamedParameter]:
+        """The parameters, each once, with their names in the whole model."""
+
+    def init_weights(self, seed: int) -> None:
+        """Give the parameters the weights to begin from; the same in every layout."""
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that a forward calls in turn, by name; together they have all parameters."""
+
+    def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
+        """What is gathered in a forward, in order."""
+
+
+class LanguageModel(Protocol):
+    """A model that can be built for any layout: sizes and options, no weights."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a token that travel between stages."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, shared ones once."""
+
+    @property
+    def tied_weight(self) -> str | None:
+        """The weight that the first and the last stage both have, by name, if there is one."""
+
+    def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
+        """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.
+
+        `seq_len` is the number of tokens in one row of a batch.
+        """
+
+    def flops(self, document_lengths: Iterable[int]) -> int:
+        """FLOPs of forward and backward over documents of these lengths, in tokens."""
+
+    def build(
+        self,
+        layers: LayerFactory,
+        stages: Iterable[int] = (0,),
+        num_stages: int = 1,
+        *,
+        attention: LocalAttention | None = None,
+    ) -> tuple[Chunk, ...]:
+        """The chunks of a rank that has these of `num_stages` stages, weights uninitialised.
+
+        Their layers are of `layers`. A weight that two of them use is one parameter. `attention`
+        computes the attention of whole sequences; None: what the model asks for, on the device of
+        `layers`. Raises ValueError if that does not run there.
+        """
