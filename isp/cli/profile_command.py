@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
-        html=args.html,
         command=shlex.join(["isp", *sys.argv[1:]]),
     )
     for mode in options.modes:  # every error before any process starts
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     if args.nproc is None:
-        table = profile_ranks(config, options, args.into)
+        profiled = profile_ranks(config, options, args.into)
     else:
         check_data(config)
         check_devices(config, args.nproc)
@@ -89,9 +88,14 @@ def run(args: argparse.Namespace) -> int:
             print(f"profiling {mode} on {args.nproc} ranks ...", flush=True)
             if code := launch(args.nproc, [*command, f"--modes={mode}", *args.overrides]):
                 return code
-        table = assemble(config, options, folder, args.nproc)
-    if table is not None:
-        print(table)
+        profiled = assemble(config, options, folder, args.nproc)
+    if profiled is not None:
+        written = f"wrote profile.json and trace.json.gz to {profiled.folder}"
+        if args.html:
+            from isp.report import write_report
+
+            written += f", and {write_report(profiled.folder).html}"
+        print(f"{profiled.table}\n\n{written}")
     return 0
 
 

@@ -7,6 +7,7 @@ import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,6 @@ from isp.optim import learning_rate
 from isp.parallel import Mode
 from isp.profile.clock import clock_lead
 from isp.profile.table import describe
-from isp.report import write_report
 from isp.run.folder import run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.make_step import make_train_step
@@ -33,6 +33,7 @@ from isp.train.run import choose_device
 
 __all__ = [
     "ProfileOptions",
+    "Profiled",
     "assemble",
     "config_for",
     "make_profile_folder",
@@ -54,10 +55,15 @@ class ProfileOptions:
     """Measured steps."""
     with_torch: bool = True
     """Also take one more step under torch.profiler, for the trace."""
-    html: bool = False
-    """Also make the page and pictures of the profile."""
     command: str = ""
     """The command line that asked for it, as one types it."""
+
+
+class Profiled(NamedTuple):
+    """A profile that has been written."""
+
+    table: str
+    folder: Path
 
 
 def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
@@ -95,11 +101,13 @@ def make_profile_folder(config: JobConfig) -> Path:
     raise AssertionError("unreachable")
 
 
-def profile_ranks(config: JobConfig, options: ProfileOptions, folder: Path | None) -> str | None:
+def profile_ranks(
+    config: JobConfig, options: ProfileOptions, folder: Path | None
+) -> Profiled | None:
     """Profile every mode on this rank of the world that torchrun has set (or alone).
 
     With `folder` the ranks leave their parts there, and whoever started them goes on. Without, the
-    first rank makes a folder and the profile, and its table is given there; None elsewhere.
+    first rank makes a folder and the profile, and gives it; None elsewhere.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right.
     """
@@ -128,8 +136,8 @@ def profile_ranks(config: JobConfig, options: ProfileOptions, folder: Path | Non
         return assemble(config, options, into, world.size)
 
 
-def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_size: int) -> str:
-    """Make the profile in `folder` of the parts that the ranks left there; its table."""
+def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_size: int) -> Profiled:
+    """Make the profile in `folder` of the parts that the ranks left there."""
     configs = [config_for(config, mode, world_size) for mode in options.modes]
     modes = [
         mode_profile(c, folder / _PARTS / c.parallel.tensor.mode, world_size, number=i)
@@ -144,10 +152,7 @@ def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_siz
     )
     write_profile(folder, profile, [event for mode in modes for event in mode.trace])
     shutil.rmtree(folder / _PARTS)
-    written = f"wrote profile.json and trace.json.gz to {folder}"
-    if options.html:
-        written += f", and {write_report(folder).html}"
-    return f"{describe(profile)}\n\n{written}"
+    return Profiled(describe(profile), folder)
 
 
 def _profile_mode(

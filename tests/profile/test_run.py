@@ -14,7 +14,7 @@ import torch.distributed as dist
 from isp.config import load_config
 from isp.parallel import Mode
 from isp.profile import Profile
-from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
+from isp.train.profile_run import Profiled, ProfileOptions, config_for, profile_ranks
 from tests.profile.test_trace import assert_nested
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, write_job
@@ -27,7 +27,7 @@ def _free_port() -> int:
     return port
 
 
-def _profile(rank: int, job: str, port: int, options: ProfileOptions) -> str | None:
+def _profile(rank: int, job: str, port: int, options: ProfileOptions) -> Profiled | None:
     dist.barrier()
     dist.destroy_process_group()  # the program makes its own
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -43,10 +43,10 @@ def test_all_modes_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)
     options = ProfileOptions(warmup_steps=1, steps=2, command="isp profile job.yaml")
-    table, nothing = run_ranks(2, _profile, str(job), _free_port(), options, timeout_seconds=100)
+    written, nothing = run_ranks(2, _profile, str(job), _free_port(), options, timeout_seconds=100)
     assert nothing is None
     (folder,) = (tmp_path / "out" / "job" / "profile").iterdir()
-    assert str(folder) in table
+    assert written.folder == folder
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace.json.gz"]
     profile = Profile.load(folder / "profile.json")
     assert [mode.mode for mode in profile.modes] == [mode.value for mode in Mode]
@@ -60,7 +60,7 @@ def test_all_modes_on_two_ranks(tmp_path):
         timelines = [rank.timeline for rank in mode.ranks]
         assert len(timelines[0].collectives) == summary.num_transfers
         assert mode.waits
-        assert mode.mode in table
+        assert mode.mode in written.table
     isp = profile.modes[-1]
     assert (isp.weight, isp.plan_grid is None, profile.modes[0].plan_grid) == (2, False, None)
     labels = {c.label for c in isp.ranks[0].timeline.collectives}
