@@ -11,7 +11,7 @@ from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import Count, Fraction, NotNegative, Size, section
-from model.flops import flops_per_step
+from model.flops import FLOP_RULE, flops_per_step
 
 if TYPE_CHECKING:
     from isp.attention import LocalAttention
@@ -123,6 +123,11 @@ class ModelConfig:
     def tied_weight(self) -> str | None:
         """The weight that the first and the last stage both have, by name, if there is one."""
         return "embedding.weight" if self.tie_embeddings else None
+
+    @property
+    def flop_rule(self) -> str:
+        """What `flops` counts, in words."""
+        return FLOP_RULE
 
     def flops(self, document_lengths: Iterable[int]) -> int:
         """FLOPs of forward and backward over documents of these lengths: see `model.flops`."""

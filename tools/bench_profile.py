@@ -28,9 +28,8 @@ from isp.data.batch import MicroBatch
 from isp.data.config import DataConfig
 from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.profile.recorder import Recorder
-from isp.train.make_step import make_train_step
-from isp.train.profile_recording import recorder_for
-from isp.train.step import TrainStep
+from isp.train.profile_parts import recorder_for
+from isp.train.step import TrainStep, make_train_step
 from model.config import ModelConfig
 
 

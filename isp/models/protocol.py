@@ -69,6 +69,10 @@ class LanguageModel(Protocol):
     def tied_weight(self) -> str | None:
         """The weight that the first and the last stage both have, by name, if there is one."""
 
+    @property
+    def flop_rule(self) -> str:
+        """What `flops` counts, in words."""
+
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.
 

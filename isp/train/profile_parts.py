@@ -1,4 +1,4 @@
-"""What each rank hands in of a profiled run, and the profile that is made of all ranks' parts.
+"""What each rank records and hands in of a profiled step, and the profile made of all parts.
 
 Parts are files in a folder that all ranks see, so that whoever puts them together need not be one
 of them: `isp profile` starts the ranks of each mode anew and compares the modes afterwards.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,26 +20,92 @@ from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
+from torch import nn
 
+from isp.comm import Mesh
 from isp.config import JobConfig, to_yaml
+from isp.metrics import device_name, shared_cores
 from isp.models.schedule import schedule_text
 from isp.parallel import Topology
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import RankTimes, align
-from isp.profile.recorder import RankRecord
+from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import WaitSettings, worst_waits
+from isp.train.step import TrainStep
 
 __all__ = [
     "ProfiledMode",
     "RankPart",
     "finite",
     "mode_profile",
+    "part_of",
     "profile_of",
+    "recorder_for",
+    "torch_profiler",
     "torch_trace_file",
     "write_profile",
 ]
+
+
+def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
+    """A recorder of what `step` does, on its log."""
+    parts: dict[str, nn.Module] = {}
+    sites: list[tuple[str, nn.Module]] = []
+    for chunk in step.chunks:
+        parts.update(chunk.parts())
+        for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
+            module = visit.at if visit.layer is None else visit.layer
+            assert isinstance(module, nn.Module)
+            sites.append((visit.name, module))
+    return Recorder(step.mesh.log, device, parts, sites)
+
+
+@contextmanager
+def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
+    """Within it torch.profiler watches; afterwards what it saw lies in `folder`.
+
+    [Note: Nothing under way] A transfer of gloo's ends its entry in the profile from a thread of
+    its own, as it arrives, and by then that memory must not be gone. So what `step` has set off for
+    a next one is waited for first, and set off anew afterwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells stderr that it starts and stops
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
+        yield
+        step.drain()
+    step.weights_changed()
+    seen.export_chrome_trace(str(torch_trace_file(folder, step.mesh.rank)))
+
+
+def part_of(
+    recorder: Recorder,
+    mesh: Mesh,
+    *,
+    losses: Sequence[float | None],
+    lead: float,
+    first_measured: int,
+    traced: int | None,
+) -> RankPart:
+    """What this rank hands in."""
+    device = recorder.device
+    return RankPart(
+        record=recorder.record(),
+        channels=mesh.members,
+        clock_lead=lead,
+        unix_zero=time.time() - time.perf_counter(),
+        losses=tuple(losses),
+        first_measured=first_measured,
+        traced=traced,
+        device=device_name(device),
+        shared_cores=shared_cores(
+            device, int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

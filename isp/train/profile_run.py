@@ -21,15 +21,17 @@ from isp.profile.clock import clock_lead
 from isp.profile.table import describe
 from isp.run.folder import run_name
 from isp.train.data import StepData, open_for_rank
-from isp.train.make_step import make_train_step
 from isp.train.profile_parts import (
     finite,
     mode_profile,
+    part_of,
     profile_of,
+    recorder_for,
+    torch_profiler,
     write_profile,
 )
-from isp.train.profile_recording import part_of, recorder_for, torch_profiler
 from isp.train.run import choose_device
+from isp.train.step import make_train_step
 
 __all__ = [
     "ProfileOptions",

@@ -15,8 +15,15 @@ from isp.profile.clock import clock_lead
 from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
 from isp.run.folder import RunFolder
-from isp.train.profile_parts import finite, mode_profile, profile_of, write_profile
-from isp.train.profile_recording import part_of, recorder_for, torch_profiler
+from isp.train.profile_parts import (
+    finite,
+    mode_profile,
+    part_of,
+    profile_of,
+    recorder_for,
+    torch_profiler,
+    write_profile,
+)
 from isp.train.step import TrainStep
 
 __all__ = ["StepProfiler"]

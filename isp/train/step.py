@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.phase import Phase
+from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.metrics.phases import PhaseClock
-from isp.models.build import BuiltModel
+from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
-from isp.train.batches import slice_sequence
+from isp.train.data import slice_sequence
 
-__all__ = ["StepOutcome", "TrainStep"]
+__all__ = ["StepOutcome", "TrainStep", "make_train_step"]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -41,6 +42,31 @@ class StepOutcome:
     """Whether the update was left out because the gradients were not finite."""
     valid_tokens: int
     """Tokens of the global batch that had a label."""
+
+
+def make_train_step(
+    config: JobConfig, mesh: Mesh, device: torch.device, *, clock: PhaseClock | None = None
+) -> TrainStep:
+    """Model, main gradients and optimizer as `config` says, with the initial weights."""
+    built = build_model(
+        config.model,
+        config.parallel,
+        mesh,
+        seed=config.training.seed,
+        device=device,
+        dtype=getattr(torch, config.training.dtype),
+    )
+    gradients = MainGradients(list(built.parameters), mesh)
+    optimizer = Zero1Optimizer(
+        gradients,
+        mesh,
+        config.optimizer,
+        max_norm=config.training.max_norm,
+        counted_elsewhere=built.counted_elsewhere,
+    )
+    return TrainStep(
+        built, gradients, optimizer, mesh, micro_num=config.data.micro_num, clock=clock
+    )
 
 
 class TrainStep:

@@ -21,21 +21,25 @@ from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.run.folder import RunFolder
 from isp.run.signals import StopRequest
-from isp.train.agreement import StepFacts, agree, any_asked
 from isp.train.data import StepData
-from isp.train.make_step import make_train_step
-from isp.train.memory import MemoryOwner, memory_owners
 from isp.train.meter import StepMeter, model_flops
+from isp.train.out_of_memory import MemoryOwner, memory_owners
 from isp.train.outputs import StepOutputs
-from isp.train.pace import Pace
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints
-from isp.train.skips import check_skips, describe_skip
-from isp.train.step import StepOutcome
-from isp.train.waiting import describe_waits
-from isp.train.watch import LossWatch, SlowRankWatch
-from model.flops import FLOP_RULE
+from isp.train.step import StepOutcome, make_train_step
+from isp.train.watch import (
+    LossWatch,
+    Pace,
+    SlowRankWatch,
+    StepFacts,
+    agree,
+    any_asked,
+    check_skips,
+    describe_skip,
+    describe_waits,
+)
 
 __all__ = ["Trainer"]
 
@@ -94,7 +98,7 @@ class Trainer:
             config.training.dtype,
             name,
         )
-        logger.info("%s", describe_mfu(FLOP_RULE, name, peak))
+        logger.info("%s", describe_mfu(config.model.flop_rule, name, peak))
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,16 +1,44 @@
-"""What looks wrong in a run that goes on: a loss that jumps, a rank that is slow."""
+"""What is known of a run as it goes on: what its ranks agree on, its pace, and what looks wrong."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple
 from statistics import fmean, median
+from typing import NamedTuple
 
+import torch
+
+from isp.checkpoint import Checkpointer, CheckpointError
+from isp.checkpoint.agreement import exchange
+from isp.comm import Channel, Mesh, Transfer
+from isp.comm.cargo import Cargo
+from isp.comm.phase import Phase
+from isp.config import JobConfig
+from isp.metrics.phases import PhaseTimes, training_seconds
+from isp.optim import Zero1Optimizer
 from isp.parallel import Axis, Topology
+from isp.profile.collectives import align
+from isp.profile.recorder import RankRecord
 
-__all__ = ["LossWatch", "SlowRankWatch"]
+__all__ = [
+    "LossWatch",
+    "Pace",
+    "SlowRankWatch",
+    "StepFacts",
+    "agree",
+    "any_asked",
+    "check_skips",
+    "describe_skip",
+    "describe_waits",
+]
 
+_METRICS = Cargo(tensor="metrics")
+_PACE_STEPS = 100
+"""The last steps, whose mean stands for those to come."""
 _WINDOW = 100
 """Losses that a new one is compared with."""
 _ENOUGH = 20
@@ -19,6 +47,126 @@ _SIGMA = 1.4826
 """Standard deviations in a median absolute deviation, for normal numbers."""
 _LEAST_SPREAD = 0.01
 """A deviation is taken as at least this part of the median: losses may be almost equal."""
+
+
+class StepFacts(NamedTuple):
+    """The same on all ranks."""
+
+    asked: bool
+    """Whether any rank was asked to stop."""
+    late: bool
+    """Whether any rank has no time for another step."""
+    flops: float
+    """Of the global batch."""
+    own_seconds: list[float]
+    """By rank: what the step took without waiting for others."""
+
+
+def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: float) -> StepFacts:
+    """The facts of all ranks of `host`, from each rank's own; `flops` are added up."""
+    facts = torch.zeros(3 + host.size, dtype=torch.float64)
+    facts[:3] = torch.tensor([asked, late, flops], dtype=torch.float64)
+    facts[3 + host.rank] = own_seconds
+    host.all_reduce_(facts, cargo=_METRICS).wait()
+    num_asked, num_late, total, *by_rank = facts.tolist()
+    return StepFacts(num_asked > 0, num_late > 0, total, by_rank)
+
+
+def any_asked(host: Channel, asked: bool) -> bool:
+    """Whether any rank of `host` was asked to stop."""
+    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", cargo=_METRICS).wait())
+
+
+class Pace:
+    """Learns from the phases of each step how long steps, evaluations and saves take.
+
+    The first step counts only until there is another: it also loads kernels and fills pools.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._total = config.training.steps
+        self._eval_freq = config.validation.freq
+        self._save_interval = config.checkpoint.interval
+        self._steps: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._first = True
+        self._evaluation = 0.0
+        self._save = 0.0
+        self._last_save = 0.0
+
+    def count(self, times: PhaseTimes, *, write_seconds: float = 0.0) -> None:
+        """A step has been done; `times` since the last one was.
+
+        `write_seconds` is what it takes to write a checkpoint: the last one is waited for.
+        """
+        if len(self._steps) == 1 and self._first:
+            self._steps.clear()
+            self._first = False
+        self._steps.append(training_seconds(times))
+        # Those of the step before; the longest, because a limit of time must not be passed.
+        self._evaluation = max(self._evaluation, times[Phase.EVALUATION])
+        self._save = max(self._save, times[Phase.CHECKPOINT])
+        self._last_save = max(self._last_save, self._save, write_seconds)
+
+    def seconds_left(self, step: int) -> float | None:
+        """How long the run takes from the end of `step` on; None before that is known, and after.
+
+        Evaluations and saves count once one has been measured.
+        """
+        if self._first or step >= self._total:
+            return None
+        mean = sum(self._steps) / len(self._steps)
+        evaluations = self._times_left(step, self._eval_freq) if self._eval_freq else 0
+        saves = self._times_left(step, self._save_interval) if self._save_interval else 1
+        before_last = (saves - 1) * self._save + evaluations * self._evaluation
+        return (self._total - step) * mean + before_last + self._last_save
+
+    def seconds_to_stop(self) -> float:
+        """How long one more step, and then the end of the run, would take."""
+        longest = max(self._steps, default=0.0)
+        return longest + self._evaluation + self._last_save
+
+    def _times_left(self, step: int, every: int) -> int:
+        """How often something is done after `step` that is done every so often, and at the end."""
+        return -(-self._total // every) - step // every
+
+
+def describe_skip(optimizer: Zero1Optimizer, *, step: int, grad_norm: float) -> str:
+    """A line about step number `step`, which the optimizer has just skipped."""
+    count = optimizer.num_skipped
+    text = (
+        f"step {step}: the gradient norm is {grad_norm}, so the weights were left as they are"
+        f" ({count} {'step was' if count == 1 else 'steps were'} skipped so far)"
+    )
+    scaler = optimizer.scaler
+    return text if scaler is None else f"{text}; the next loss scale is {scaler.scale:.8g}"
+
+
+def check_skips(
+    optimizer: Zero1Optimizer, limit: int, *, step: int, checkpointer: Checkpointer
+) -> None:
+    """Raise ValueError if the last `limit` steps, `step` among them, were skipped; 0: never.
+
+    A collective over the world then: a save in flight is waited for, so that it can be named.
+    Skips that only lower the loss scale are not counted, see `Zero1Optimizer.skipped_in_a_row`.
+    """
+    skipped = optimizer.skipped_in_a_row
+    if not limit or skipped < limit:
+        return
+    with suppress(CheckpointError):  # told when it happened; older checkpoints are there
+        checkpointer.close()
+    folder = checkpointer.folder
+    before = [saved for saved in folder.steps() if saved <= step - skipped]
+    way_out = "there is no checkpoint from before them: begin anew with"
+    if before:
+        way_out = (
+            f"the last checkpoint from before them is {folder.published(before[0])}: go on from"
+            f" there (checkpoint.load_step={before[0]}) with"
+        )
+    raise ValueError(
+        f"step {step}: the gradients of {skipped} steps in a row were not finite, which is the"
+        f" limit optimizer.max_skipped_steps={limit}; {way_out} a smaller optimizer.lr, a longer"
+        f" warm-up or other data"
+    )
 
 
 class LossWatch:
@@ -108,3 +256,31 @@ def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float:
     last = len(ordered) - 2
     low, high = last // 2, (last + 1) // 2
     return (ordered[low + (low >= place)][0] + ordered[high + (high >= place)][0]) / 2
+
+
+def describe_waits(mesh: Mesh, transfers: Sequence[Transfer]) -> str | None:
+    """A clause about each rank's `transfers` of one step; None if nothing was waited for.
+
+    A collective of ranks on one machine, whose clocks are one.
+    """
+    told = exchange(mesh.host, (mesh.members, [astuple(transfer) for transfer in transfers]))
+    records = [
+        RankRecord(
+            begins=(0.0,),
+            transfers=tuple(Transfer(*row) for row in rows),
+            marks=(),
+            parts=(),
+            peak_memory_gib=0.0,
+        )
+        for _, rows in told
+    ]
+    ranks = align(records, [members for members, _ in told], [0.0] * len(records))
+    found = [collective for rank in ranks for collective in rank.collectives]
+    exposed = sum(collective.exposed_ms for collective in found)
+    if not exposed:
+        return None
+    others = sum(collective.others_ms for collective in found)
+    return (
+        f"{others / exposed:.0%} of the exposed time of the last step was ranks waiting for each"
+        f" other"
+    )

@@ -45,6 +45,10 @@ class Mlp:
     def tied_weight(self) -> str | None:
         return "table.weight" if self.tied else None
 
+    @property
+    def flop_rule(self) -> str:
+        return "6 x parameters x tokens"
+
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         pass
 

@@ -17,7 +17,7 @@ from isp.planner.declared import few_micro_batches, stage_chunks
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Launch
-from isp.train.batches import share_micro_batches
+from isp.train.data import share_micro_batches
 from isp.weights.trace import Block
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from isp.planner.declared import stage_chunks
 from isp.planner.memory import Memory, memory, states
 from isp.planner.rehearsal import tapes_of
 from isp.settings import OptimizerConfig
-from isp.train.memory import memory_owners
+from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks

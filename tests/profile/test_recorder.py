@@ -11,7 +11,7 @@ from isp.parallel import Mode
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord
 from isp.profile.totals import step_collectives, totals
-from isp.train.profile_recording import recorder_for
+from isp.train.profile_parts import recorder_for
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 from tests.ranks import run_ranks

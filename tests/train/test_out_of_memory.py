@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from isp.parallel import Axis, Mode
-from isp.train.memory import MemoryOwner, describe_owners, memory_owners
-from isp.train.out_of_memory import OutOfMemory, memory_guard
+from isp.train.out_of_memory import (
+    MemoryOwner,
+    OutOfMemory,
+    describe_owners,
+    memory_guard,
+    memory_owners,
+)
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.ranks import run_ranks

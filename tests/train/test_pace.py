@@ -14,7 +14,7 @@ from isp.config import (
     ValidationConfig,
 )
 from isp.metrics.phases import PhaseTimes
-from isp.train.pace import Pace
+from isp.train.watch import Pace
 
 
 def job(*, freq: int = 0, interval: int = 0) -> JobConfig:

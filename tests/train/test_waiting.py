@@ -10,7 +10,7 @@ import pytest
 
 from isp.comm import Mesh, Transfer
 from isp.parallel import ParallelConfig, Topology, WeightConfig
-from isp.train.waiting import describe_waits
+from isp.train.watch import describe_waits
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, write_job
 
