@@ -1,7 +1,7 @@
 """What the model declares of itself, cut for any layout: parameters, and blocks in order.
 
-The model is built once a mode, on one rank and without memory; a layout only cuts it anew. So the
-plan knows no shapes or names of its own that could differ from those of a run.
+The model is built once a mode and way of recomputing, on one rank and without memory; a layout only
+cuts it anew. So the plan knows no shapes or names of its own that could differ from those of a run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import nn
 from isp.layers.module import NamedParameter
 from isp.models.build import shape_only
 from isp.parallel import Axis, Mode
-from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
-from isp.weights.trace import Action, Block, Chunks, Visit, recomputed_blocks
+from isp.weights.trace import Action, Block, Chunks, Visit
 from model.config import ModelConfig
 from model.decoder import LayerSpan
 from model.stages import stage_spans
@@ -83,30 +82,13 @@ def bare(model: ModelConfig) -> ModelConfig:
     )
 
 
-@lru_cache(maxsize=64)
-def _declared(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Declaration:
-    """The parameters of the bare model, and the blocks of this one."""
-    plain = declaration(bare(model), mode, embed_split_hidden)
-    blocks = list(plain.blocks)
-    recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
-    for number, again in enumerate(recomputed, start=1):
-        visits = tuple(
-            visit._replace(in_recompute=not model.checkpoint_keeps_attention)
-            if visit.launch_point is LaunchPoint.ATTN
-            else visit
-            for visit in blocks[number].visits
-        )
-        blocks[number] = blocks[number]._replace(recomputed=again, visits=visits)
-    return replace(plain, blocks=tuple(blocks))
-
-
 def blocks_of(case: Case) -> tuple[Block, ...]:
     """All blocks of the model."""
     return _declaration(case).blocks
 
 
 def _declaration(case: Case) -> Declaration:
-    return _declared(case.model, case.mode, case.parallel.weight.embed_split_hidden)
+    return declaration(case.model, case.mode, case.parallel.weight.embed_split_hidden)
 
 
 @lru_cache(maxsize=512)
