@@ -216,7 +216,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(config):
     config = replace(
         config,
         parallel=MTP_2,
-        checkpoint=replace(config.checkpoint, interval=3, keep_latest_k=1),
+        checkpoint=replace(config.checkpoint, interval=3, keep_latest_k=1, async_mode="disabled"),
     )
     whole = _numbers(_run(2, _elsewhere(config, "whole")))
     with pytest.raises(RuntimeError, match="rank 0 died"):
