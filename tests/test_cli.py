@@ -468,7 +468,7 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
     plans = []
     for point in ("wqkv", "w1"):
         key = "--parallel.weight.launch_allgather_before"
-        assert main(["schedule", job, key, point, *SMALL_MODEL]) == 0
+        assert main(["prefetch", job, key, point, *SMALL_MODEL]) == 0
         plans.append(capsys.readouterr().out)
     assert "start" in plans[0]
     assert "all of layers.1" in plans[0]
@@ -476,7 +476,7 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan shown for a mode that gathers nothing."""
+    """A plan shown for a mode that gathers nothing, and the older name of the command lost."""
     assert main(["schedule", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
     assert "use isp" in capsys.readouterr().err
 

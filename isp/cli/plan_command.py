@@ -1,4 +1,4 @@
-"""`isp plan` and `isp calibrate`."""
+"""`isp layouts` and `isp calibrate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_FABRIC = "h100x8_ib400"
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """What `isp plan` takes besides the configuration."""
+    """What `isp layouts` takes besides the configuration."""
     parser.add_argument(
         "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
     )
@@ -38,7 +38,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
     )
     parser.usage = (
-        "isp plan CONFIG --world N [--fabric FILE] [--batch ROWS] [--top N] [--json]"
+        "isp layouts CONFIG --world N [--fabric FILE] [--batch ROWS] [--top N] [--json]"
         " [--section.key value ...]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")

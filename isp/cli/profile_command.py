@@ -18,7 +18,9 @@ __all__ = ["add_options", "run"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command takes beside CONFIG and overrides."""
-    modes = "mtp,msp,fsp,isp"
+    from isp.parallel.config import Mode
+
+    modes = ",".join(Mode)
     parser.add_argument("--nproc", type=positive, metavar="N", help="start N ranks here")
     parser.add_argument(
         "--modes", default=modes, metavar="LIST", help=f"modes to compare (default: {modes})"

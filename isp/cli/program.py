@@ -86,7 +86,14 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_config(
         _command(commands, "config", _config, "print the full configuration", overrides=True)
     )
-    _command(commands, "schedule", _schedule, "print the prefetch plan of a step", overrides=True)
+    _command(
+        commands,
+        "prefetch",
+        _prefetch,
+        "print when each weight of a step is gathered, waited for and freed",
+        once="schedule",
+        overrides=True,
+    )
     profile_command.add_options(
         _command(
             commands,
@@ -99,15 +106,19 @@ def _build_parser() -> argparse.ArgumentParser:
     plan_command.add_plan_options(
         _command(
             commands,
-            "plan",
+            "layouts",
             plan_command.run_plan,
-            "say what every layout would take on so many ranks",
+            "say which layouts fit on so many ranks, and how fast each would be",
+            once="plan",
             overrides=True,
         )
     )
     plan_command.add_calibrate_options(
         _command(
-            commands, "calibrate", plan_command.run_calibrate, "measure this machine for isp plan"
+            commands,
+            "calibrate",
+            plan_command.run_calibrate,
+            "measure this machine for isp layouts",
         )
     )
     _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
@@ -133,10 +144,13 @@ def _command(
     run: Callable[[argparse.Namespace], int],
     summary: str,
     *,
+    once: str | None = None,
     overrides: bool = False,
 ) -> argparse.ArgumentParser:
+    """A subcommand; `once` is what it was called before, which still works."""
     parser = commands.add_parser(
         name,
+        aliases=[once] if once else [],
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=OVERRIDES_HELP if overrides else None,
@@ -232,7 +246,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _schedule(args: argparse.Namespace) -> int:
+def _prefetch(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.models.schedule import schedule_text
 

@@ -1,4 +1,4 @@
-"""The search over layouts, and what `isp plan` says of it."""
+"""The search over layouts, and what `isp layouts` says of it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
         "--data.micro_num",
         "1",
     ]
-    assert main(["plan", file, *words]) == 0
+    assert main(["layouts", file, *words]) == 0
     said = capsys.readouterr().out
     assert "does not fit in 128.6 GiB, with all recomputed" in said
     assert "  mtp tensor 2" in said
