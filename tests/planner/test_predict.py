@@ -72,7 +72,7 @@ MEASURED = {
     "w1": (WeightConfig(launch_allgather_before=LaunchPoint.W1), (1.034, 1.038, 1.051, 1.060)),
     "module": (WeightConfig(forward_overlap_per=OverlapUnit.MODULE), (1.041, 1.090, 1.131, 1.190)),
 }
-"""The steps of two ranks over compute alone, of a quiet machine, from the README's table."""
+"""The steps of two ranks over compute alone, of a quiet machine, as in tools/README.md."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
