@@ -285,7 +285,7 @@ class ModeProfile:
     waits: tuple[Wait, ...]
     """The worst first."""
     plan_grid: str | None = None
-    """The prefetch plan as `isp schedule` prints it; None where no weights are gathered."""
+    """The prefetch plan as `isp prefetch` prints it; None where no weights are gathered."""
 
     @property
     def peak_memory_gib(self) -> float:

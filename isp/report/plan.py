@@ -77,7 +77,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     text = (
         f"What is asked for ahead, so that compute hides it: per {weight.forward_overlap_per},"
         f" launched before {weight.launch_allgather_before}. The table names each place of the"
-        f" step (“ahead” is the number of visits from the gather to the wait); isp schedule CONFIG"
+        f" step (“ahead” is the number of visits from the gather to the wait); isp prefetch CONFIG"
         f" prints it of any configuration."
     )
     return Section(

@@ -54,7 +54,7 @@ class DeclaredVisit:
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
     passes: Passes | None = None
-    """What is computed ahead of the layer's product; `isp plan` needs it."""
+    """What is computed ahead of the layer's product; `isp layouts` needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
