@@ -541,14 +541,14 @@ class _Products(TorchDispatchMode):
 
 
 ORDERS = {
-    "column": ["dx made", ".dx sets out: all_reduce", "dw made", ".dx there"],
+    "column": ["dx made", "dx sets out: all_reduce", "dw made", "dx there"],
     "column, sequence parallel": [
-        ".x sets out: all_gather",
+        "x sets out: all_gather",
         "dx made",
-        ".dx sets out: reduce_scatter",
-        ".x there",
+        "dx sets out: reduce_scatter",
+        "x there",
         "dw made",
-        ".dx there",
+        "dx there",
     ],
     "row": ["dx made", "dw made"],
 }
