@@ -6,7 +6,6 @@ from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2
 from isp.attention.heads import HeadPlan
 from isp.attention.local import AttentionBackend, LocalAttention, make_local_attention
 from isp.attention.mask import AttentionMask, document_positions
-from isp.attention.sequence import pad_sequence, padded_length, shard_sequence
 
 __all__ = [
     "AttentionBackend",
@@ -21,7 +20,4 @@ __all__ = [
     "all_to_all_sp2hp",
     "document_positions",
     "make_local_attention",
-    "pad_sequence",
-    "padded_length",
-    "shard_sequence",
 ]

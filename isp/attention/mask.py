@@ -112,25 +112,6 @@ class AttentionMask:
                 f" {_shorten(self.bounds)} lacks the end of row {min(missing)}"
             )
 
-    def padded(self, batch_size: int, length: int, padded_length: int) -> AttentionMask:
-        """The mask of rows that `padding` tokens were added to, which nothing else sees.
-
-        Rows of `length` tokens grow to `padded_length`; what the old tokens see stays the same.
-        """
-        added = padded_length - length
-        if added == 0 or (self.cu_seqlens is None and self.causal):
-            return self  # causal queries do not see what comes after them
-        if self.cu_seqlens is None:
-            lengths = [length, added] * batch_size
-        else:
-            self.check_covers(batch_size, length, length)
-            lengths = []
-            for end, count in zip(self.bounds[1:], self.lengths, strict=True):
-                lengths.append(count)
-                if count and end % length == 0:
-                    lengths.append(added)
-        return self.of_documents(lengths, causal=self.causal, window=self.window)
-
     def positions(self, batch_size: int, length: int, device: torch.device) -> Tensor:
         """Positions of the full sequence, restarting in every document: [B, S], int64."""
         if self.cu_seqlens is None:

@@ -15,8 +15,6 @@ from isp.attention import (
     CpuAttention,
     DistributedAttention,
     HeadPlan,
-    padded_length,
-    shard_sequence,
 )
 from isp.comm import Channel
 from tests.attention.reference import (
@@ -59,10 +57,9 @@ def _case(
     documents: list[int] | None,
     causal: bool = True,
     window: int | None = None,
-    length: int = LENGTH,
 ) -> Case:
     mask = make_mask(documents, causal, window, batch)
-    inputs, dout = random_inputs(batch, length, *heads)
+    inputs, dout = random_inputs(batch, LENGTH, *heads)
     expected = with_gradients(attend(*inputs, mask), inputs, dout)
     name = f"heads {heads}, batch {batch}, {documents}, causal {causal}, window {window}"
     return Case(heads, batch, mask, inputs, dout, expected, name)
@@ -72,14 +69,17 @@ def _channel(world: int) -> Channel:
     return Channel(dist.group.WORLD, name="sequence") if world > 1 else Channel.solo()
 
 
+def _part(x: Tensor, channel: Channel) -> Tensor:
+    return x.chunk(channel.size, dim=1)[channel.rank]
+
+
 def _shards(inputs: list[Tensor], channel: Channel) -> list[Tensor]:
-    return [shard_sequence(x.detach(), channel).clone().requires_grad_() for x in inputs]
+    return [_part(x.detach(), channel).clone().requires_grad_() for x in inputs]
 
 
 def _error(result: Result, expected: Result, channel: Channel) -> float:
     errors = [
-        (a - shard_sequence(b, channel)).abs().max().item()
-        for a, b in zip(result, expected, strict=True)
+        (a - _part(b, channel)).abs().max().item() for a, b in zip(result, expected, strict=True)
     ]
     return max(errors)
 
@@ -91,7 +91,7 @@ def _run_cases(rank: int, world: int, cases: list[Case], together: int) -> list[
     for case in cases:
         shards = _shards(case.inputs, channel)
         out = attention(*shards, mask=case.mask)
-        result = with_gradients(out, shards, shard_sequence(case.dout, channel))
+        result = with_gradients(out, shards, _part(case.dout, channel))
         errors.append((case.name, _error(result, case.expected, channel)))
     return errors
 
@@ -130,7 +130,7 @@ def _run_forms(rank: int, world: int, packed: Case, grouped: Case) -> list[bool]
     same = []
     for case in (packed, grouped):
         q, k, v = _shards(case.inputs, channel)
-        dout = shard_sequence(case.dout, channel)
+        dout = _part(case.dout, channel)
         plain = with_gradients(attention(q, k, v, mask=case.mask), [q, k, v], dout)
         kv = torch.stack((k, v), 2)
         forms = [attention.from_kv(q, kv, mask=case.mask)]
@@ -154,32 +154,6 @@ def test_every_form_gives_the_same_bits(world: int) -> None:
         assert same == [True] * 7
 
 
-def _run_padded(rank: int, world: int, case: Case, documents: list[int] | None) -> float:
-    channel = _channel(world)
-    attention = DistributedAttention(CpuAttention(), channel)
-    length = case.inputs[0].shape[1]
-    padded = padded_length(length, world)
-    mask = case.mask.padded(case.batch, length, padded)
-    # what stands in the padding must not matter, nor its gradient
-    shards = [shard_sequence(x.detach(), channel, value=7.0).clone() for x in case.inputs]
-    shards = [x.requires_grad_() for x in shards]
-    out = attention(*shards, mask=mask)
-    result = with_gradients(out, shards, shard_sequence(case.dout, channel))
-    real = (shard_sequence(torch.ones(1, length), channel) == 1)[0]
-    cut = tuple(x[:, real] for x in result)
-    expected = tuple(shard_sequence(x, channel)[:, real] for x in case.expected)
-    return max((a - b).abs().max().item() for a, b in zip(cut, expected, strict=True) if a.numel())
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("documents", [None, [5, 8, 2, 6, 1]])
-def test_padding_changes_nothing(causal: bool, documents: list[int] | None) -> None:
-    """Catches padding that is seen by real tokens, where 22 tokens are split over 4 ranks."""
-    case = _case((4, 2), 2, documents, causal, length=22)
-    for error in run_ranks(4, _run_padded, 4, case, documents):
-        assert error < TOLERANCE
-
-
 def _count_transfers(
     rank: int, world: int, case: Case, together: int
 ) -> list[tuple[str, str, int]]:
@@ -188,7 +162,7 @@ def _count_transfers(
     attention = DistributedAttention(CpuAttention(), channel, together_below_bytes=together)
     shards = _shards(case.inputs, channel)
     out = attention(*shards, mask=case.mask)
-    torch.autograd.grad(out, shards, shard_sequence(case.dout, channel))
+    torch.autograd.grad(out, shards, _part(case.dout, channel))
     return [(t.kind, t.label, t.sent_bytes) for t in channel.log.take()]
 
 
@@ -245,7 +219,7 @@ def _record_order(rank: int, world: int, case: Case) -> tuple[list[str], list[st
     events: list[str] = []
     k.register_hook(lambda _: events.append(f"dk after {launched()}"))
     query_grad = shards[0].register_hook(lambda _: events.append("dq"))
-    out.backward(shard_sequence(case.dout, channel))
+    out.backward(_part(case.dout, channel))
     query_grad.remove()
     return before_kv, events
 
@@ -281,7 +255,7 @@ def _run_bfloat16(rank: int, world: int, case: Case) -> float:
     attention = DistributedAttention(CpuAttention(), channel)
     shards = [x.detach().bfloat16().requires_grad_() for x in _shards(case.inputs, channel)]
     out = attention(*shards, mask=case.mask)
-    result = with_gradients(out, shards, shard_sequence(case.dout, channel).bfloat16())
+    result = with_gradients(out, shards, _part(case.dout, channel).bfloat16())
     assert all(x.dtype == torch.bfloat16 for x in result)
     return _error(tuple(x.double() for x in result), case.expected, channel)  # type: ignore[arg-type]
 

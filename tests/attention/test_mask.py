@@ -1,14 +1,13 @@
-"""Masks, documents and the slices of a padded sequence, without any attention."""
+"""Masks and documents, without any attention."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from isp.attention import AttentionMask, document_positions, padded_length, shard_sequence
+from isp.attention import AttentionMask, document_positions
 from isp.attention.mask import AttentionMask as Mask
 from isp.attention.pieces import blocks_of, document_lengths, pieces_of
-from isp.comm import Channel
 from tests.attention.reference import visible
 
 
@@ -69,32 +68,6 @@ def test_positions_restart_in_every_document() -> None:
     assert mask.positions(2, 8, cpu).dtype == torch.int64
     assert AttentionMask().positions(2, 3, cpu).tolist() == [[0, 1, 2], [0, 1, 2]]
     assert document_positions(torch.tensor([0, 2, 3])).tolist() == [0, 1, 0]
-
-
-def test_padding_is_a_document_of_its_own() -> None:
-    """Catches padding that joins the last document of a row, or shifts the next row."""
-    mask = AttentionMask.of_documents([2, 3, 0, 5]).padded(2, 5, 8)
-    assert mask.lengths == (2, 3, 3, 0, 5, 3)
-    full = AttentionMask(causal=False).padded(2, 5, 6)
-    assert full.lengths == (5, 1, 5, 1)
-    assert not full.causal
-    same = AttentionMask.of_documents([5])
-    assert same.padded(1, 5, 5) is same
-    causal = AttentionMask()
-    assert causal.padded(2, 5, 6) is causal
-
-
-def test_slices_of_a_padded_sequence() -> None:
-    """Catches ranks that disagree about where the sequence is cut."""
-    assert [padded_length(n, 4) for n in (1, 4, 5)] == [4, 4, 8]
-    channel = Channel.solo()
-    channel.size = 4
-    x = torch.arange(10).view(1, 10)
-    shards = []
-    for rank in range(4):
-        channel.rank = rank
-        shards.append(shard_sequence(x, channel, value=-1))
-    assert torch.cat(shards, 1).tolist() == [[*range(10), -1, -1]]
 
 
 @pytest.mark.parametrize(
