@@ -46,10 +46,6 @@ class MicroBatch:
             cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
         return cls(tokens, labels, positions, cu_seqlens)
 
-    def num_valid_tokens(self) -> int:
-        """How many tokens have a label: this micro-batch's part of the loss's divisor."""
-        return int((self.labels != IGNORE_INDEX).sum())
-
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
         cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)

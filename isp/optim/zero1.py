@@ -196,13 +196,6 @@ class Zero1Optimizer:
         """Wait until the new value of `parameter` is there; free if it is."""
         self._publisher.wait_for(parameter)
 
-    @torch.no_grad()
-    def reload_masters(self) -> None:
-        """Take the master weights from the parameters, after these have been loaded anew."""
-        for shard in self._shards:
-            if shard.master is not shard.weights:
-                shard.master.copy_(shard.weights)
-
     def state_dict(self) -> OptimizerState:
         """Master weights, states and step count of this rank's rows; see `OptimizerState`."""
         return {

@@ -371,19 +371,6 @@ def test_one_process_keeps_no_copies_and_sends_nothing():
     assert optimizer.publish() == []
 
 
-def test_masters_follow_weights_that_were_loaded():
-    """Catches a first step that brings the weights from before loading back."""
-    mesh = Mesh(topology(1), 0)
-    items = [place(SPECS[0], mesh, torch.bfloat16)]
-    gradients = MainGradients(items, mesh)
-    optimizer = Zero1Optimizer(gradients, mesh, CONFIG)
-    torch.nn.init.constant_(items[0].parameter, 3.0)
-    optimizer.reload_masters()
-    gradients.reduce()
-    optimizer.step(0.0)
-    assert items[0].parameter.eq(3.0).all()
-
-
 def test_misuse_is_refused():
     """Catches a step on gradients that are partial sums, and a limit that means nothing."""
     with pytest.raises(AssertionError, match="have to be reduced"):
