@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -141,8 +141,9 @@ class ISPCommunicator(WPCommunicator):
 
     Who does not call `begin` gets the plan of one forward and one backward, again and again, as
     long as layers come in its order [Note: Unannounced].
-    `prefetch` and `enable_memory_pool` change when and where things happen, never a bit of the
-    result. Several communicators may live in one process; each serves one thread.
+    `prefetch`, `overlap` (None: as `prefetch` says) and `enable_memory_pool` change when and where
+    things happen, never a bit of the result. Several communicators may live in one process; each
+    serves one thread.
     """
 
     gathers_weights = True
@@ -153,11 +154,13 @@ class ISPCommunicator(WPCommunicator):
         config: ISPCommModelConfig,
         *,
         prefetch: Prefetch | None = None,
+        overlap: bool | None = None,
         enable_memory_pool: bool = True,
         reduce_channel: Channel | None = None,
         poison: bool = False,
     ) -> None:
-        self.prefetch = prefetch or Prefetch()
+        prefetch = prefetch or Prefetch()
+        self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
         """What weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)

@@ -154,6 +154,10 @@ NO_OVERLAP = """
 def test_events(unit: OverlapUnit, recomputed: int, overlap: bool, expected: str) -> None:
     """Catches acts out of the plan's order: gathered late, freed early, hidden with overlap off."""
     net, communicator, channel = echo_net(unit=unit, num_recomputed=recomputed, overlap=overlap)
+    for keyword, expected_overlap in ((None, overlap), (True, True), (False, False)):
+        config = ISPCommModelConfig(device=CPU)
+        made = ISPCommunicator(channel, config, prefetch=communicator.prefetch, overlap=keyword)
+        assert made.prefetch == Prefetch(unit=unit, overlap=expected_overlap)
     for _ in range(2):  # the second step must not differ
         step(net, communicator)
         assert channel.taken() == listed(expected)
