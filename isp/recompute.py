@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -93,13 +92,8 @@ class _Contexts:
                 stack.enter_context(opener())
             self._open = stack.pop_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
 
 
 def _with_first_in_parts(

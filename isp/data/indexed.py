@@ -20,7 +20,6 @@ import struct
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
@@ -181,12 +180,7 @@ class IndexedDatasetWriter:
             self.num_tokens += len(tokens)
         self._document_indices.append(len(self._sequence_lengths))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             with self._bin:  # Closing flushes, so on a full disk it raises too.
                 if kind is None:

@@ -11,7 +11,6 @@ import logging
 import os
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from isp.metrics.record import StepRecord
@@ -98,12 +97,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from isp.metrics.record import StepRecord
@@ -43,12 +42,7 @@ class TensorBoardFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._writer is not None:
                 self._writer.close()

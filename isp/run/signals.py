@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["StopRequest"]
@@ -61,12 +61,7 @@ class StopRequest:
             self._old_handlers[number] = signal.signal(number, _leave_to_watcher)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self._old_handlers.clear()
