@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VocabUtility", "chunk_range", "divide", "split_tensor_along_last_dim"]
+__all__ = ["VocabUtility", "chunk_range", "divide", "divisors", "split_tensor_along_last_dim"]
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -15,6 +15,11 @@ def divide(numerator: int, denominator: int) -> int:
     if numerator % denominator:
         raise ValueError(f"{numerator} does not divide by {denominator}")
     return numerator // denominator
+
+
+def divisors(whole: int) -> list[int]:
+    """The sizes that divide `whole`, from 1 up."""
+    return [n for n in range(1, whole + 1) if whole % n == 0]
 
 
 def chunk_range(length: int, parts: int, index: int) -> range:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from isp.parallel.config import Mode, ParallelConfig
+from isp.parallel.partition import divisors
 
 __all__ = ["Axis", "Topology"]
 
@@ -42,10 +43,6 @@ class Axis(StrEnum):
     """Ranks that together hold one copy of the whole model: pipeline x weight."""
     WORLD = "world"
     """All ranks."""
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _or_list(values: list[int]) -> str:
@@ -180,7 +177,7 @@ class Topology:
 def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         raise ValueError(
-            f"{key}={value} must divide {whole_name} {whole}: use {_or_list(_divisors(whole))}"
+            f"{key}={value} must divide {whole_name} {whole}: use {_or_list(divisors(whole))}"
         )
 
 

@@ -13,6 +13,7 @@ from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
+from isp.parallel.partition import divisors
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import blocks_of
@@ -138,12 +139,12 @@ def _layouts(
 ) -> Iterator[JobConfig]:
     """Every layout that is one; why others are not goes into `refused`."""
     heads = config.model.num_heads
-    pipelines = [n for n in _divisors(world_size) if n <= min(config.model.num_layers, 32)]
-    for mode, tensor, pipeline in product(Mode, _divisors(world_size), pipelines):
+    pipelines = [n for n in divisors(world_size) if n <= min(config.model.num_layers, 32)]
+    for mode, tensor, pipeline in product(Mode, divisors(world_size), pipelines):
         if tensor > heads or world_size % (tensor * pipeline):
             continue
         stage = world_size // pipeline
-        weights = _divisors(stage) if mode.facts.gathers_weights else [1]
+        weights = divisors(stage) if mode.facts.gathers_weights else [1]
         for weight, micro_bsz in product(weights, sorted({1, config.data.micro_bsz})):
             replicas = stage // (weight if mode.facts.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
@@ -154,14 +155,10 @@ def _layouts(
                     refused.setdefault(str(error))
 
 
-def _divisors(whole: int) -> list[int]:
-    return [n for n in range(1, whole + 1) if whole % n == 0]
-
-
 def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
     """All replicas, and those of one node."""
     inside = max(
-        (n for n in _divisors(replicas) if n * stride <= fabric.devices_per_node), default=1
+        (n for n in divisors(replicas) if n * stride <= fabric.devices_per_node), default=1
     )
     return [-1] if inside in (1, replicas) else [-1, inside]
 
