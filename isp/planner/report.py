@@ -13,6 +13,7 @@ from isp.planner.counts import traffic
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory
 from isp.planner.search import Candidate, Found
+from isp.profile.table import aligned
 
 __all__ = ["as_json", "as_text"]
 
@@ -205,7 +206,7 @@ COLUMNS = (
 def _table(shown: Sequence[Candidate], own: Candidate | str, world_size: int) -> str:
     mine = own.key if isinstance(own, Candidate) else None
     rows = [_row(c, "*" if c.key == mine else "", world_size) for c in shown]
-    return _aligned([COLUMNS, *rows], left=2)
+    return aligned([COLUMNS, *rows], text_columns=2)
 
 
 def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
@@ -240,18 +241,6 @@ def _recompute(candidate: Candidate) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _aligned(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 LEGEND = """\
@@ -307,11 +296,11 @@ def _details(best: Candidate) -> str:
     rows = [("  of", "calls", "sent")]
     for what, count in traffic(best.case, 0).by_purpose.items():
         rows.append((f"  {what}", f"{count.calls:,}", _size(count.sent_bytes)))
-    lines.append(_aligned(rows, left=1))
+    lines.append(aligned(rows))
     return "\n".join(lines)
 
 
 def _memory(memory: Memory) -> str:
     rows = [(f"  {name}", _size(size)) for name, size in memory.by_owner().items() if size]
     rows.append(("  in all", _size(memory.total)))
-    return f"{_aligned(rows, left=1)}  at {memory.moment}"
+    return f"{aligned(rows)}  at {memory.moment}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from isp.profile.causes import exposed_by_cause
 from isp.profile.schema import ModeProfile, Profile, Totals, Wait
 
-__all__ = ["describe", "sentence"]
+__all__ = ["aligned", "describe", "sentence"]
 
 _IN = " " * 4
 _EXPLANATION = """\
@@ -75,7 +75,7 @@ def _modes(profile: Profile) -> str:
                 "" if mode.losses[-1] is None else f"{mode.losses[-1]:.5f}",
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _bound_parts(totals: Totals) -> tuple[float, ...]:
@@ -96,7 +96,7 @@ def _kinds(profile: Profile) -> str:
                     _ms(t.exposed_ms),
                 ]
             )
-    return _aligned(rows, text_columns=2)
+    return aligned(rows, text_columns=2)
 
 
 def _losses(profile: Profile) -> str:
@@ -123,7 +123,7 @@ def _waits(mode: ModeProfile, at_most: int) -> str:
         ]
         for wait in waits
     ]
-    table = _aligned(rows, text_columns=0, text_from=3).split("\n")
+    table = aligned(rows, text_columns=0, text_from=3).split("\n")
     lines = [f"{mode.mode}, the worst waits of a step", table[0]]
     for row, wait in zip(table[1:], waits, strict=True):
         lines += [row, *textwrap.wrap(wait.advice, 112, initial_indent=_IN, subsequent_indent=_IN)]
@@ -138,7 +138,7 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.1f}"
 
 
-def _aligned(
+def aligned(
     rows: Sequence[Sequence[str]], *, text_columns: int = 1, text_from: int | None = None
 ) -> str:
     """The first `text_columns` and those from `text_from` on to the left, the others right."""
