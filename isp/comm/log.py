@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -12,7 +14,7 @@ from isp.comm import streams
 from isp.comm.cargo import Cargo
 from isp.comm.phase import Phase
 
-__all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer"]
+__all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer", "covered"]
 
 BETWEEN_TWO = ("send", "recv")
 """Kinds of transfers between two ranks, not all that the channel has."""
@@ -273,17 +275,17 @@ class CommLog:
         return CommTotals(
             num_transfers=len(transfers),
             sent_bytes=sum(t.sent_bytes for t in transfers),
-            comm_seconds=_covered(transfers),
+            comm_seconds=covered((t.began, t.arrived) for t in transfers),
             exposed_seconds=sum(t.exposed for t in transfers),
         )
 
 
-def _covered(transfers: list[Transfer]) -> float:
-    """Length of the union of the transfers' intervals, in seconds."""
-    covered, reached = 0.0, 0.0
-    for transfer in sorted(transfers, key=lambda t: t.began):
-        begin = max(transfer.began, reached)
-        if transfer.arrived > begin:
-            covered += transfer.arrived - begin
-            reached = transfer.arrived
-    return covered
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of the intervals, each from its begin to its end."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(intervals, key=lambda interval: interval[0]):
+        begin = max(begin, reached)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from isp.comm.cargo import Purpose
+from isp.comm.log import covered
 from isp.comm.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
@@ -33,7 +34,7 @@ from isp.profile.schema import (
     Totals,
 )
 
-__all__ = ["covered", "mean_totals", "step_collectives", "timeline", "totals"]
+__all__ = ["mean_totals", "step_collectives", "timeline", "totals"]
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 _REDUCTIONS = (Purpose.WEIGHT_GRADIENT, Purpose.REPLICA_GRADIENT)
@@ -75,7 +76,7 @@ def totals(times: RankTimes, step: int) -> Totals:
         compute_ms=length - exposed,
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
-        comm_ms=covered(own),
+        comm_ms=covered((c.start_ms, c.end_ms) for c in own),
         exposed_ms=exposed,
         first_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.FIRST),
         last_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.LAST),
@@ -92,20 +93,9 @@ def _kind_totals(own: Sequence[Collective]) -> KindTotals:
     return KindTotals(
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
-        comm_ms=covered(own),
+        comm_ms=covered((c.start_ms, c.end_ms) for c in own),
         exposed_ms=sum(c.exposed_ms for c in own),
     )
-
-
-def covered(collectives: Iterable[Collective]) -> float:
-    """For how long at least one of them was under way, in milliseconds."""
-    total, reached = 0.0, float("-inf")
-    for c in sorted(collectives, key=lambda c: c.start_ms):  # before, one ahead is under way
-        begin = max(c.start_ms, reached)
-        if c.end_ms > begin:
-            total += c.end_ms - begin
-            reached = c.end_ms
-    return total
 
 
 def _unavoidable(collective: Collective) -> float:
