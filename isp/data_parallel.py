@@ -21,7 +21,7 @@ __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
 
 
 class _DataParallel(nn.Module):
-    """What both share: main gradients that are reduced when a backward pass is over.
+    """The common base: main gradients that are reduced when a backward pass is over.
 
     [Note: End of backward] The first gradient of a pass asks the autograd engine to call `finish`
     when the pass is over. A rank on which no parameter at all got a gradient asks nobody: it has to
@@ -47,7 +47,7 @@ class _DataParallel(nn.Module):
             item.parameter.register_post_accumulate_grad_hook(self._end_with_this_pass)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives."""
+        """The module's output."""
         return self.module(*args, **kwargs)
 
     @contextmanager

@@ -233,7 +233,7 @@ def _restore(dropped: list[torch.UntypedStorage], computed: list[torch.UntypedSt
 
 
 class Recomputer:
-    """How a model recomputes: made once a model; serves one thread.
+    """A model's recomputation: made once a model; serves one thread.
 
     Inside a part that is recomputed as a whole, nothing else is.
     """

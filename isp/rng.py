@@ -103,7 +103,7 @@ class RngStatesTracker:
             _set_state(self.device, outside if outer is None else self._streams[outer])
 
     def get_states(self) -> dict[str, Tensor]:
-        """Where each stream is, as tensors of bytes in CPU memory that a checkpoint can keep."""
+        """States of the streams, as tensors of bytes in CPU memory that a checkpoint can keep."""
         states = {name: state.clone() for name, state in self._streams.items()}
         if self._current is not None:
             states[self._current] = _get_state(self.device)
@@ -132,7 +132,7 @@ class RngStatesTracker:
         self._streams, self._seeds = {}, set()
 
     def snapshot(self) -> RngSnapshot:
-        """What decides the next random numbers, for `replaying`."""
+        """The state behind upcoming random numbers, for `replaying`."""
         return RngSnapshot(
             _get_state(self.device), torch.get_rng_state(), self.get_states(), self._current
         )

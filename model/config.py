@@ -56,7 +56,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Whether the logits use the embedding table."""
     attention_backend: AttentionBackend = AttentionBackend.AUTO
-    """What computes attention: auto (the fastest that runs here), torch's sdpa, cudnn or varlen, or
+    """Backend of attention: auto (the fastest that runs here), torch's sdpa, cudnn or varlen, or
     flash2, flash3 or flash4 of the flash-attention packages."""
     init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
@@ -126,7 +126,7 @@ class ModelConfig:
 
     @property
     def flop_rule(self) -> str:
-        """What `flops` counts, in words."""
+        """The `flops` rule, in words."""
         return FLOP_RULE
 
     def flops(self, document_lengths: Iterable[int]) -> int:

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.wo = layers.row(q, config.hidden_size, std=std / math.sqrt(2 * config.num_layers))
 
     def to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """What `wqkv` gives -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
+        """Split `wqkv`'s output -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
         num_q, num_kv = self.heads
         heads = rearrange(fused, "b s (h d) -> b s h d", d=self.head_size)  # [B, S', H' + 2K', d]
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
 
     def output(self, heads: Tensor) -> Tensor:
-        """What each head has found, [B, S', H', d] -> [B, S', D]."""
+        """Map what each head found, [B, S', H', d] -> [B, S', D]."""
         y: Tensor = self.wo(rearrange(heads, "b s h d -> b s (h d)"))
         return y
 
@@ -100,7 +100,7 @@ class FeedForward(nn.Module):
         self.w2 = layers.row(inner, hidden, std=std / math.sqrt(2 * config.num_layers))
 
     def activation(self, fused: Tensor) -> Tensor:
-        """What `w13` gives, [B, S', 2F'] -> [B, S', F']."""
+        """Activate `w13`'s output, [B, S', 2F'] -> [B, S', F']."""
         gate, up = fused.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -287,7 +287,7 @@ class Decoder(nn.Module):
         return {name: part for name, part in parts.items() if part is not None}
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """What is gathered in a forward, in order: embedding, blocks, head."""
+        """The weights gathered in a forward, in order: embedding, blocks, head."""
         declared, written = [], Passes(between=2 * self.config.hidden_size)
         if self.is_first and self.embedding is not None:
             table = DeclaredVisit(

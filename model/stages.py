@@ -1,4 +1,4 @@
-"""How a decoder is cut into pipeline stages, and built of them."""
+"""Cutting a decoder into pipeline stages, and building it of them."""
 
 from __future__ import annotations
 

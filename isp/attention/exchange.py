@@ -36,7 +36,7 @@ _HEADS = Cargo(Purpose.HEADS, tensor="all_to_all")
 
 
 class Cut(NamedTuple):
-    """How one dim lies over the ranks: rank i has `ranges[i]`; ranges that overlap replicate."""
+    """The split of one dim: rank i has `ranges[i]`; ranges that overlap replicate."""
 
     dim: int
     ranges: tuple[range, ...]

@@ -26,11 +26,11 @@ __all__ = ["Flash2Attention", "Flash3Attention", "Flash4Attention"]
 
 
 class _FlashAttention:
-    """What the three have in common: a dense and a packed function that take the same keywords."""
+    """Base of all three: a dense and a packed function that take the same keywords."""
 
     module: str
     no_limit: int | None = -1
-    """How an open side of a window is written."""
+    """Value for an open side of a window."""
 
     def __init__(self, *, scale: float | None = None) -> None:
         self.scale = scale

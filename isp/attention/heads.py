@@ -1,4 +1,4 @@
-"""Which heads each rank attends with: exact for every number of query heads, KV heads and ranks."""
+"""The heads each rank attends with: exact for every number of query heads, KV heads and ranks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
 def choose_backend(
     device: torch.device, dtype: torch.dtype, *, fault_of: Callable[[AttentionBackend], str]
 ) -> tuple[AttentionBackend, dict[AttentionBackend, str]]:
-    """What AUTO stands for on this device, and what is wrong with those that would be faster.
+    """The backend AUTO stands for on this device, and the faults of those that would be faster.
 
     `fault_of` says what is wrong with a backend here; empty: nothing.
     """
@@ -99,7 +99,7 @@ def make_local_attention(
 def fault_on(
     backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
-    """What keeps `backend` from training on packed documents; empty: nothing.
+    """The obstacle to `backend` training on packed documents; empty: none.
 
     Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
     built for this device, know other keywords, or have no backward.
@@ -119,7 +119,7 @@ def fault_on(
 
 
 def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
-    """What may be faster than SDPA on a device of this kind."""
+    """Backends that may be faster than SDPA on such a device."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return []
     major, _ = torch.cuda.get_device_capability(device)

@@ -29,7 +29,7 @@ __all__ = ["AttentionMask", "document_positions"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMask:
-    """What each query sees; made once a micro-batch and handed to every block.
+    """The keys each query sees; made once a micro-batch, handed to every block.
 
     Aligned as the note [Causal alignment] draws it.
     """

@@ -19,7 +19,7 @@ __all__ = ["SdpaAttention", "SdpaKernel"]
 
 
 class SdpaKernel(Enum):
-    """Which kernels may be chosen; never the one that forms S x S scores."""
+    """The kernels to choose from; never the one that forms S x S scores."""
 
     ANY = (
         SDPBackend.FLASH_ATTENTION,

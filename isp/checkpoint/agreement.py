@@ -61,7 +61,7 @@ def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
 
 
 def attempt_first(channel: Channel, what: str, act: Callable[[], Plain]) -> Any:
-    """What `act` gives on rank 0, on all ranks; see `attempt`."""
+    """Give rank 0's result of `act` on all ranks; see `attempt`."""
     return attempt(channel, what, lambda: act() if channel.rank == 0 else None)[0]
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's rows of a parameter lie in the whole parameter: boxes.
+"""Boxes: the places of a rank's rows in the whole parameter.
 
 [Note: A shard is a set of boxes] A shard of a parameter is one interval of its split dim, or, where
 q, k and v are fused, one interval of each. An optimizer's shard is some rows of dim 0 of that. What

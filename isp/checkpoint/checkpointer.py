@@ -70,7 +70,7 @@ class Checkpointer:
     ) -> None:
         self.folder = CheckpointFolder(Path(folder))
         self.write_seconds = 0.0
-        """What writing the last checkpoint took, in the background or not."""
+        """Duration of writing the last checkpoint, in the background or not."""
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0

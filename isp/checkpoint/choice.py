@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest good one, or the one that is asked for."""
+"""The checkpoint a run goes on from: the newest good one, or the one that is asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckpointInfo:
     path: Path
     manifest: Manifest
     reason: str
-    """Why it was chosen."""
+    """Reason for the choice."""
     passed_over: tuple[str, ...]
     """Newer ones that are not good, and what became of saves that did not end: a line each."""
 
@@ -40,7 +40,7 @@ class CheckpointInfo:
         return self.manifest.step
 
     def describe(self) -> str:
-        """Which it is and why, for people."""
+        """Its path and the reason, for people."""
         skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
         return f"{self.path}, {self.reason}{skipped}"
 
@@ -49,12 +49,12 @@ class Candidates(NamedTuple):
     """Checkpoints that may be the one, the best first."""
 
     place: str
-    """Where they were looked for."""
+    """Place that was searched."""
     paths: list[str]
     reason: str
-    """Why they are these."""
+    """Reason for these."""
     leftovers: list[str]
-    """What else is there: a line each."""
+    """All other contents: a line each."""
 
 
 def candidates_in(
@@ -88,7 +88,7 @@ def candidates_in(
 
 
 def candidates_at(path: Path) -> Candidates:
-    """What `checkpoint.initial_load_path` names. Raises ValueError if that is no checkpoint."""
+    """Find `checkpoint.initial_load_path`. Raises ValueError if that is no checkpoint."""
     try:
         found = checkpoints_at(path)
     except ValueError as error:
@@ -110,7 +110,7 @@ def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo |
 
 
 def preview(found: Candidates) -> CheckpointInfo | None:
-    """What `choose` would give, as far as manifests and the sizes of files tell."""
+    """The choice of `choose`, as far as manifests and the sizes of files tell."""
     return _first_good(found, _looked_at)
 
 
@@ -144,7 +144,7 @@ def _looked_at(path: Path) -> Manifest:
 
 
 def _verified(path: Path, channel: Channel) -> Manifest:
-    """What a checkpoint consists of, verified; raises CheckpointError on all ranks if damaged."""
+    """A checkpoint's manifest, verified; raises CheckpointError on all ranks if damaged."""
     manifests: list[Manifest] = []
 
     def check_share() -> None:

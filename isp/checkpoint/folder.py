@@ -40,11 +40,11 @@ class CheckpointFolder:
         return path.is_dir() and _PUBLISHED.fullmatch(path.name) is not None
 
     def published(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, once it is complete."""
+        """The folder of the checkpoint of `step`, once complete."""
         return self.path / f"step_{step}"
 
     def temporary(self, step: int) -> Path:
-        """Where the checkpoint of `step` is while it is written."""
+        """The folder of the checkpoint of `step` during writing."""
         return self.path / f"step_{step}.tmp"
 
     def steps(self) -> list[int]:
@@ -54,7 +54,7 @@ class CheckpointFolder:
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def leftovers(self) -> list[Path]:
-        """What saves that did not come to an end have left behind."""
+        """The remains of saves that did not come to an end."""
         return [path for path in self._subfolders() if _LEFT_OVER.fullmatch(path.name)]
 
     def restore(self) -> None:
@@ -146,7 +146,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def describe_contents(path: Path) -> str:
-    """What is at `path`, as what a sentence says of it."""
+    """Describe the contents of `path`, as part of a sentence."""
     if not path.is_dir():
         return "is not a folder" if path.exists() else "does not exist"
     names = visible_names(path)

@@ -14,7 +14,7 @@ __all__ = ["folder_lock"]
 
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system without locks answers to a request for one."""
+"""Answers of a file system without locks to a request for one."""
 
 
 @contextmanager

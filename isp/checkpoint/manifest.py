@@ -80,7 +80,7 @@ class SavedTopology(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint consists of. Without a sound manifest a folder is no checkpoint."""
+    """The contents of a checkpoint. Without a sound manifest a folder is no checkpoint."""
 
     model_config = _STRICT
 

@@ -15,7 +15,7 @@ __all__ = ["Plain", "from_json", "from_tensor", "to_json", "to_tensor"]
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | Tensor | Sequence[Plain] | Mapping[str, Plain] | None"
 )
-"""What may be kept beside the tensors of a model; lists, tuples and dicts of such values too."""
+"""A value kept beside the tensors of a model; lists, tuples and dicts of such too."""
 
 
 def to_json(value: Plain) -> str:
@@ -24,7 +24,7 @@ def to_json(value: Plain) -> str:
 
 
 def from_json(text: str) -> Any:
-    """What `to_json` was given; tensors are on CPU.  Raises ValueError for any other text."""
+    """The input of `to_json`; tensors are on CPU.  Raises ValueError for any other text."""
     return json.loads(text, object_hook=_decode)
 
 
@@ -34,7 +34,7 @@ def to_tensor(value: Plain) -> Tensor:
 
 
 def from_tensor(data: Tensor) -> Any:
-    """What `to_tensor` was given."""
+    """The input of `to_tensor`."""
     return from_json(data.numpy().tobytes().decode())
 
 

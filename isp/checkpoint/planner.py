@@ -1,4 +1,4 @@
-"""Which rank writes which box, and which saved boxes a rank reads: planners for torch's DCP."""
+"""Planners for torch's DCP: the boxes each rank writes, and the saved boxes a rank reads."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 def _metadata(items: list[WriteItem]) -> Metadata:
-    """What is in the checkpoint, after checking that each tensor is there as a whole."""
+    """The metadata of the checkpoint, once each tensor is known to be there whole."""
     saved: dict[str, TensorStorageMetadata] = {}
     for item in items:
         data = item.tensor_data

@@ -19,7 +19,7 @@ __all__ = ["Verdict", "inspect", "verify"]
 
 
 class Verdict(NamedTuple):
-    """What `verify` found."""
+    """Result of `verify`."""
 
     good: bool
     """Whether there is a checkpoint, and all are as they were written."""
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 def inspect(path: Path | str) -> str:
-    """What a checkpoint holds, or a line for each checkpoint in a folder of them.
+    """The contents of a checkpoint, or a line for each in a folder of them.
 
     `path` is a checkpoint, a folder of checkpoints, or the folder of a run. Compares file sizes but
     reads no tensor. Raises ValueError if there is no checkpoint.
@@ -47,7 +47,7 @@ def verify(path: Path | str) -> Verdict:
 
 
 def _fault(folder: Path, *, contents: bool) -> str:
-    """What is wrong with a checkpoint; empty if nothing is."""
+    """The fault of a checkpoint; empty if there is none."""
     try:
         Manifest.read(folder).check(folder, contents=contents)
     except Damaged as fault:

@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank, under the name that it has in a checkpoint."""
+"""This rank's part of a tensor, under the name that it has in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run is saved, under which names, and where it goes when it is loaded."""
+"""The state of a run that is saved, its names, and where it goes when loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a run goes on; tensors have been written into the `TrainState`."""
+    """The point a run resumes from; tensors are already in the `TrainState`."""
 
     step: int
     """Steps done."""
@@ -48,7 +48,7 @@ class Resumed:
 
 
 class Targets(NamedTuple):
-    """What is to be loaded: shards by key, the saved name of each, and what must not be left."""
+    """Everything to load: shards by key, the saved name of each, and what must not be left."""
 
     shards: dict[str, Shard]
     sources: dict[str, str]
@@ -100,7 +100,7 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
 
 
 def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
-    """Where each tensor of `state`, or its weights and master weights, comes from in a checkpoint.
+    """The source in a checkpoint of each tensor of `state`, or its weights and master weights.
 
     Weights whose dtype is not the saved one come from the master weights if there are any, and
     master weights that were not saved, because they were the parameters, from the parameters.

@@ -1,4 +1,4 @@
-"""How a failure reaches the user: one message for what they can put right, else a traceback.
+"""Reports of failures to the user: one message for what they can put right, else a traceback.
 
 Under torchrun a rank also leaves its failure in torchrun's error file, so that whoever started the
 ranks can show the one that failed first.

@@ -148,6 +148,6 @@ def _is_killed_while_ending(failure: ProcessFailure) -> bool:
 
 
 def _recorded(failure: ProcessFailure) -> dict[str, str]:
-    """What the rank wrote of its failure (`isp.cli.failures`); empty if it wrote nothing."""
+    """The rank's record of its failure (`isp.cli.failures`); empty if it wrote nothing."""
     message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
     return {} if isinstance(message, str) else message["extraInfo"]

@@ -17,7 +17,7 @@ DEFAULT_FABRIC = "h100x8_ib400"
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """What `isp layouts` takes besides the configuration."""
+    """Add `isp layouts` options besides the configuration."""
     parser.add_argument(
         "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
     )
@@ -66,7 +66,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
-    """What `isp calibrate` takes."""
+    """Add `isp calibrate`'s options."""
     parser.add_argument(
         "--nproc",
         type=positive,

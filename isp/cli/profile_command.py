@@ -17,7 +17,7 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes beside CONFIG and overrides."""
+    """Add the command's options beside CONFIG and overrides."""
     from isp.parallel.config import Mode
 
     modes = ",".join(Mode)

@@ -9,7 +9,7 @@ __all__ = ["UNNAMED", "Cargo", "Purpose"]
 
 
 class Purpose(StrEnum):
-    """What travels, and so what could be computed meanwhile; said by who launches it."""
+    """The kind of cargo, hence what could be computed meanwhile; said by its launcher."""
 
     WEIGHT = "weights"
     """A full weight or bias, gathered to be read."""
@@ -39,13 +39,13 @@ class Purpose(StrEnum):
 
 
 class Cargo(NamedTuple):
-    """What a transfer carries; its text is for people."""
+    """A transfer's load; its text is for people."""
 
     purpose: Purpose = Purpose.CONTROL
     layer: str = ""
     """The layer or parameter, by its path in the model; empty where it is none's alone."""
     tensor: str = ""
-    """Which one, such as `weight.grad`, or what it is."""
+    """The tensor, such as `weight.grad`, or what it is."""
 
     def __str__(self) -> str:
         return ".".join(part for part in (self.layer, self.tensor) if part)

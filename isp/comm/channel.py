@@ -41,7 +41,7 @@ class Place(NamedTuple):
     kind: str
     """As in `Transfer`."""
     label: str
-    """What travels."""
+    """The cargo."""
     channel: str
     ranks: list[int]
     """The group's, in the world; of a send or recv the sender and the receiver."""
@@ -106,7 +106,7 @@ class Channel:
         return cls(None, name=name)
 
     def progress(self) -> dict[str, int]:
-        """How many transfers have been launched, by the name of the group (see `Place`)."""
+        """The number of transfers launched so far, by the group's name (see `Place`)."""
         places = [self._place("send" if p else "", "", p, n) for p, n in self._launched.items()]
         return {place.group: place.number for place in places}
 
@@ -409,7 +409,7 @@ class Channel:
         return wait
 
     def _timeout(self) -> timedelta:
-        """How long a transfer of the group may take now."""
+        """The time a transfer of the group may take now."""
         assert self.group is not None
         found: timedelta = self.group._get_backend(torch.device("cpu")).options._timeout
         return found

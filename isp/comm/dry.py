@@ -25,7 +25,7 @@ class Trip(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told of what dry channels do."""
+    """A listener to what dry channels do."""
 
     def launched(self, trip: Trip) -> Callable[[], object]:
         """A transfer sets off; what is returned is called when it is waited for."""

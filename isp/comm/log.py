@@ -1,4 +1,4 @@
-"""What crossed the channels: one record per transfer, bytes, duration, exposed time."""
+"""Log of the channels: one record per transfer, bytes, duration, exposed time."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Transfer:
     channel: str
     """Name of the channel, which is the name of its mesh axis."""
     cargo: Cargo
-    """What travels."""
+    """The cargo."""
     sent_bytes: int
     """Bytes that this rank has to send to others, by the collective's definition."""
     launched: float
     ended: float = 0.0
-    """When the transfer was over; 0 while it is under way."""
+    """End of the transfer; 0 while it is under way."""
     exposed: float = 0.0
     """Seconds for which a `wait` really blocked."""
     waited: bool = False
     """Whether it has been waited for: until then, `exposed` is not known."""
     wait_began: float = 0.0
-    """When that wait began."""
+    """Start of that wait."""
     phase: Phase = Phase.OTHER
     """The phase of the step in which it was launched."""
     block: str = ""
@@ -53,7 +53,7 @@ class Transfer:
 
     @property
     def label(self) -> str:
-        """What travels, for people, e.g. `layers.3.attention.wo.weight`."""
+        """The cargo, for people, e.g. `layers.3.attention.wo.weight`."""
         return str(self.cargo)
 
     @property
@@ -76,14 +76,14 @@ class Transfer:
 
     @property
     def arrived(self) -> float:
-        """When it was there: for who waited for it, as the wait returned and not before."""
+        """The time of arrival: for who waited for it, as the wait returned and not before."""
         if self.wait_began < self.ended:
             return max(self.ended, self.wait_began + self.exposed)
         return self.ended
 
 
 class CommTotals(NamedTuple):
-    """What the transfers of a step come to."""
+    """The totals of a step's transfers."""
 
     num_transfers: int
     sent_bytes: int
@@ -110,7 +110,7 @@ class DeviceClock:
         return event
 
     def __call__(self, event: streams.Event) -> float:
-        """When `event`, which is over, came about."""
+        """The time `event`, which is over, came."""
         milliseconds: float = self._zero.elapsed_time(event)
         seconds = self._seconds + milliseconds / 1e3
         if milliseconds > _RENEWED_AFTER_MS:
@@ -129,7 +129,7 @@ class Observer(Protocol):
 
 
 class _Timed(NamedTuple):
-    """What a device says of a transfer that has been waited for."""
+    """The device's events of a transfer that has been waited for."""
 
     transfer: Transfer
     clock: DeviceClock
@@ -157,7 +157,7 @@ class _Timed(NamedTuple):
 
 @dataclass
 class CommLog:
-    """What crosses the channels of this rank, for those who ask beforehand.
+    """The log of this rank's channels, for those who ask beforehand.
 
     Until `collect` or `watch` is called nothing is kept, and nothing is timed on a device.
     """
@@ -170,7 +170,7 @@ class CommLog:
     """The part of the model that is computed, while somebody observes."""
     observer: Observer | None = None
     clock: DeviceClock | None = None
-    """What transfers on streams are timed by; None: they are not."""
+    """Clock of transfers on streams; None: they are not timed."""
     _collects: bool = False
     _timed: list[_Timed] = field(default_factory=list)
 

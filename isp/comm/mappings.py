@@ -44,7 +44,7 @@ _CARGO = Cargo(Purpose.ACTIVATION, tensor="mapping")
 
 
 class Move(Enum):
-    """What becomes of a tensor."""
+    """A tensor's move."""
 
     STAY = auto()
     """Itself."""
@@ -66,10 +66,10 @@ class Mapping(Enum):
     COPY_TO_TENSOR = (Move.STAY, Move.ALL_REDUCE)
     REDUCE_FROM_TENSOR = (Move.ALL_REDUCE, Move.STAY)
     GATHER_REPLICATED = (Move.GATHER, Move.SPLIT)
-    """What is gathered is used by all ranks alike."""
+    """All ranks use the gathered tensor alike."""
     SCATTER = (Move.SPLIT, Move.GATHER)
     GATHER_PARTIAL = (Move.GATHER, Move.REDUCE_SCATTER)
-    """What is gathered is used by each rank for itself."""
+    """Each rank uses the gathered tensor for itself."""
     REDUCE_SCATTER = (Move.REDUCE_SCATTER, Move.GATHER)
     ALL_TO_ALL = (Move.EXCHANGE, Move.EXCHANGE)
 

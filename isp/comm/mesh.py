@@ -136,7 +136,7 @@ class Mesh:
         return channel
 
     def set_timeout(self, seconds: float) -> None:
-        """How long collectives that are launched from now on may take."""
+        """Limit how long collectives launched from now on may take."""
         for channel in self.opened:
             if channel.group is not None:
                 # As torchtitan does: torch has no other way to change it.

@@ -62,7 +62,7 @@ class Pending:
         return self._result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
-        """What `fn` makes of the tensor once it is there; `fn` runs in `wait`."""
+        """The result of `fn` on the tensor once there; `fn` runs in `wait`."""
         if self._finish is None:
             return Pending(result=fn(self.wait()))
         return Pending(lambda: fn(self.wait()))

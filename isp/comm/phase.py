@@ -8,7 +8,7 @@ __all__ = ["Phase"]
 
 
 class Phase(StrEnum):
-    """What a rank is doing, in words for people: the one vocabulary of hooks, logs and clocks."""
+    """A rank's activity, in words for people: the one vocabulary of hooks, logs and clocks."""
 
     DATA = "data loading"
     FORWARD = "forward"

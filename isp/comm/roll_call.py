@@ -37,7 +37,7 @@ class CollectiveTimeout(RuntimeError):
 
 
 class _Entry(NamedTuple):
-    """What a rank wrote: where it waited, and how much it had launched in each group."""
+    """A rank's note: where it waited, and how much it had launched in each group."""
 
     place: Place
     launched: dict[str, int]
@@ -86,7 +86,7 @@ class RollCall:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
-        """What became of the collective; empty if no rank has seen a time-out."""
+        """The fate of the collective; empty if no rank has seen a time-out."""
         place, launched = error.place, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()

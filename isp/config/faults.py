@@ -1,4 +1,4 @@
-"""What is wrong with a configuration that was refused, in words."""
+"""The faults of a configuration that was refused, in words."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ __all__ = [
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, every fault with its key, its value and the way out."""
+    """The faults of a configuration, each with its key, its value and the way out."""
 
 
 @section("")
@@ -69,7 +69,7 @@ class JobConfig:
     data: DataConfig
     """The text, and how it is cut into batches."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the run is split over its ranks."""
+    """The split of the run over its ranks."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, numbers and device."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -79,11 +79,11 @@ class JobConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """The loss on held-out text."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    """What is reported."""
+    """Reported metrics."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is saved."""
+    """Saved checkpoints."""
     comm: CommConfig = field(default_factory=CommConfig)
-    """How long ranks wait for each other."""
+    """Time limits of waits between ranks."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiles of single steps."""
 
@@ -135,7 +135,7 @@ class JobConfig:
             )
 
     def unused(self) -> list[str]:
-        """What differs from its default without a meaning in this run, as sentences."""
+        """The changes of defaults that mean nothing in this run, as sentences."""
         mode, rule = self.parallel.tensor.mode, self.optimizer.name
         found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
         if not mode.facts.gathers_weights and self.parallel.weight != WeightConfig():

@@ -1,4 +1,4 @@
-"""Which keys a configuration has: of what type, with which default, and what they mean."""
+"""The keys of a configuration: their types, their defaults, and what they mean."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class KeyTable:
         return str in _members(self.hints.get(path))
 
     def type_of(self, path: KeyPath) -> str:
-        """What the value of the key `path` has to be, in words."""
+        """The type required of the key `path`, in words."""
         return " or ".join(_type_name(member) for member in _members(self.hints[path]))
 
     def reference(self, name: str | None) -> str:

@@ -81,7 +81,7 @@ def read_yaml(path: str | Path) -> YamlFile:
 
 
 def parse_value(text: str) -> Any:
-    """What `text` would be as a value in a YAML file.  Raises ValueError if it is not YAML."""
+    """The value that a YAML file gives `text`.  Raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -98,7 +98,7 @@ def _new_loader(text: str, path: str | Path) -> _Loader:
 
 
 def _num_values(node: Node, known: dict[int, int]) -> int:
-    """How many values `node` is with every alias written out; those of `known` nodes, by id."""
+    """The number of values in `node`, every alias written out; those of `known` nodes, by id."""
     if isinstance(node, ScalarNode):
         return 1
     if id(node) not in known:

@@ -18,7 +18,7 @@ __all__ = ["BatchSampler", "MicroBatch", "held_out_micro_batches"]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward needs. Packed: the rows are joined to one, and `cu_seqlens` cuts it."""
+    """The input of one forward. Packed: rows are joined to one, and `cu_seqlens` cuts it."""
 
     tokens: Tensor
     """int64 [1, B * S] packed, else [B, S]."""

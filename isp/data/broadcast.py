@@ -32,14 +32,14 @@ _DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-"""What a header can name."""
+"""Dtypes that headers can name."""
 _MISSING = -1
 _NOT_A_TENSOR = -2
 _ANOTHER_DTYPE = -3
 
 
 class _Header(NamedTuple):
-    """What the first rank has under one key."""
+    """The first rank's entry under one key."""
 
     kind: int
     """Index of the dtype in `_DTYPES`, or why there is none."""

@@ -1,4 +1,4 @@
-"""What a run reads, and how it is cut into samples: the `data` section of the configuration."""
+"""The data of a run, and its cut into samples: the `data` section of the configuration."""
 
 from typing import Annotated
 
@@ -37,7 +37,7 @@ class DataConfig:
     """The key that holds the text in each line of a .jsonl file."""
 
     valid_source: Source | None = None
-    """What evaluation reads, in the same forms as `source`."""
+    """Text that evaluation reads, in the forms of `source`."""
 
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Without `valid_source`: the fraction of the documents of `source` held out for evaluation."""

@@ -94,7 +94,7 @@ class IndexedDataset:
 
     @property
     def name(self) -> str:
-        """What messages call this store."""
+        """This store's name in messages."""
         return str(self.bin_path.with_suffix(""))
 
     @property
@@ -219,7 +219,7 @@ class IndexedDatasetWriter:
 
 
 class _Index(NamedTuple):
-    """What an .idx says: `offsets` [documents + 1] are the documents' bounds in tokens."""
+    """Contents of an .idx: `offsets` [documents + 1] are the documents' bounds in tokens."""
 
     dtype: np.dtype[Any]
     num_sequences: int

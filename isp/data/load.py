@@ -21,7 +21,7 @@ HELD_OUT_SEED = 0
 
 
 class Datasets(NamedTuple):
-    """What a run reads: `valid` is None where nothing is held out."""
+    """The run's datasets: `valid` is None where nothing is held out."""
 
     tokenizer: Tokenizer
     train: PackedDataset

@@ -16,7 +16,7 @@ __all__ = ["PrepareSummary", "prepare"]
 
 
 class PrepareSummary(NamedTuple):
-    """What `prepare` wrote: `prefix` is what `data.source` takes, `num_bytes` the text read."""
+    """Summary of `prepare`: `prefix` is what `data.source` takes, `num_bytes` the text read."""
 
     prefix: Path
     num_documents: int

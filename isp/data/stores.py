@@ -22,7 +22,7 @@ class TokenStore(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call this store."""
+        """This store's name in messages."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -141,7 +141,7 @@ class SubsetStore:
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out: true [num_documents], for about `fraction` of them.
+    """The held-out documents: true [num_documents], for about `fraction` of them.
 
     A hash of the document's index decides, so neither the seed nor documents added behind change
     what is held out.  Source: the finaliser of SplitMix64 (Steele et al. 2014).

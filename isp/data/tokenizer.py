@@ -28,7 +28,7 @@ COMMON_EOS_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """What the data path needs of a tokenizer: every id is below `vocab_size`."""
+    """The tokenizer as the data path needs it: every id is below `vocab_size`."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What every layer with parameters of its own tells the runtime about them."""
+"""The facts every layer with parameters of its own tells the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a linear's six tensors travel, in each mode.
+"""The travels of a linear's six tensors, by mode.
 
 A linear has x, w, y going forward and dy, dx, dw going backward.
 
@@ -33,7 +33,7 @@ SEQUENCE_DIM = 1
 
 
 class Role(Enum):
-    """What a linear does with the features: `COLUMN` splits its outputs, `ROW` its inputs."""
+    """The split of a linear's features: `COLUMN` splits its outputs, `ROW` its inputs."""
 
     COLUMN = auto()
     ROW = auto()

@@ -1,4 +1,4 @@
-"""How rotary positions are stretched to contexts longer than a model was trained for."""
+"""Scaling of rotary positions to contexts longer than a model was trained for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RopeScaling", "RopeScalingType"]
 
 
 class RopeScalingType(StrEnum):
-    """How positions beyond the original context are brought back into it."""
+    """The method that brings positions beyond the original context back."""
 
     NONE = "none"
     """Not at all."""
@@ -35,13 +35,13 @@ class RopeScaling:
     type: Annotated[RopeScalingType, Field(strict=False)] = RopeScalingType.NONE
     """none, linear, ntk, yarn or llama3."""
     factor: Annotated[float, Field(ge=1, le=1e6)] = 1.0
-    """How many times longer the context gets; at least 1."""
+    """Factor by which the context gets longer; at least 1."""
     original_max_position_embeddings: CountOrZero = 0
     """Context, in tokens, that the frequencies were trained for (ntk, yarn, llama3)."""
     target_length: Count | None = None
     """Context, in tokens, that the ntk base is fixed for; None: factor * original."""
     attention_factor: Positive | None = None
-    """What yarn multiplies cos and sin by; None: 0.1 ln(factor) + 1, or as the mscales say."""
+    """Factor on cos and sin in yarn; None: 0.1 ln(factor) + 1, or as the mscales say."""
     mscale: NotNegative | None = None
     """Numerator of yarn's attention factor; used together with `mscale_all_dim` only."""
     mscale_all_dim: NotNegative | None = None
@@ -78,7 +78,7 @@ class RopeScaling:
 
     @property
     def logit_scale(self) -> float:
-        """What cos and sin are multiplied by, so that logits are multiplied by its square."""
+        """The factor on cos and sin, so that logits are multiplied by its square."""
         if self.type is not RopeScalingType.YARN:
             return 1.0
         if self.attention_factor is not None:

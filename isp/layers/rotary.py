@@ -44,7 +44,7 @@ def _ntk_base_factor(head_dim: int, scaling: RopeScaling) -> float:
 
 
 def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency yarn keeps, 1 to 0 over a ramp of dims; [d/2]."""
+    """The share of each frequency yarn keeps, 1 to 0 over a ramp of dims; [d/2]."""
 
     def dim_of(rotations: float) -> float:
         wavelengths = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -60,7 +60,7 @@ def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3_kept(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency llama3 keeps, 1 for short and 0 for long wavelengths; [d/2]."""
+    """The share of each frequency llama3 keeps, 1 for short and 0 for long wavelengths; [d/2]."""
     rotations = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((rotations - low) / (high - low)).clamp(0, 1)

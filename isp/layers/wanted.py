@@ -1,4 +1,4 @@
-"""What a backward pass wants of a custom function: not every gradient that could be computed."""
+"""The gradients a backward pass wants of a custom function: not all that could be computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Wanted", "wanted"]
 
 
 class Wanted(IntEnum):
-    """What becomes of the gradient of an input; false if nobody wants it."""
+    """The use of an input's gradient; false if nobody wants it."""
 
     NOTHING = 0
     """It is not asked for."""
@@ -22,7 +22,7 @@ class Wanted(IntEnum):
 
 
 def wanted(ctx: Any, index: int) -> Wanted:
-    """What the backward pass under way wants of input `index` of the function of `ctx`.
+    """Say what the backward pass under way wants of input `index` of `ctx`'s function.
 
     `ctx.needs_input_grad` only says what could have a gradient; `autograd.grad(y, x)` and
     `backward(inputs=[x])` leave out the rest. The inputs before `index` have to be tensors.

@@ -1,4 +1,4 @@
-"""Where a linear's weight gradient is computed and when: at once, into its main gradient, or later.
+"""The place and time of a linear's weight gradient: at once, into its main gradient, or later.
 
 N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
 """
@@ -111,7 +111,7 @@ class DeferredWeightGradients:
             self._compute(self._waiting.popleft())
 
     def take(self) -> Callable[[], None]:
-        """What waits now, no longer counted here, as a function that computes it."""
+        """Take what waits, no longer counted here, as a function that computes it."""
         taken = self._waiting
         self._waiting = deque()
 

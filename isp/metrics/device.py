@@ -1,4 +1,4 @@
-"""What the numbers of a step are measured against: the device, its memory, its peak."""
+"""The yardsticks for the numbers of a step: the device, its memory, its peak."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MemoryMeter:
-    """How much memory this process has in use now: what `peak_memory_gib` is the most of.
+    """A meter of the memory this process uses now: `peak_memory_gib` is its most.
 
     Made to be read often: a file of Linux that tells it on CPU stays open until `close`.
     """
@@ -141,7 +141,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
-    """What `tflops` and `mfu` mean in a run on devices called `device`: a line for the log."""
+    """Explain `tflops` and `mfu` in a run on devices called `device`: a line for the log."""
     rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
     if peak is None:
         return (

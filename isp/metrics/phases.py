@@ -38,7 +38,7 @@ class _Mark(NamedTuple):
 
 
 class PhaseClock:
-    """Where this rank's time goes: it is in one phase at a time, and entering one ends the last.
+    """A clock of this rank's phases: it is in one at a time; entering one ends the last.
 
     An exception leaves it in the phase it was raised in.
 

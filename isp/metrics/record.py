@@ -14,7 +14,7 @@ __all__ = ["Speed", "StepRecord", "speed"]
 
 
 class Speed(NamedTuple):
-    """How fast a step was."""
+    """The speed of a step."""
 
     tgs: float
     """Tokens a rank (GPU) a second."""
@@ -77,9 +77,9 @@ class StepRecord:
     val_loss: float | None = None
     """Loss on held-out text, on steps that evaluate."""
     loss_scale: float | None = None
-    """What the loss of this step was multiplied by, in runs that scale it."""
+    """Factor on the loss of this step, in runs that scale it."""
     eta_seconds: float | None = None
-    """How long the rest of the run takes, from the second step on."""
+    """Time the rest of the run takes, from the second step on."""
     skipped: bool = False
     """Whether the update was left out, because a gradient was not finite."""
 

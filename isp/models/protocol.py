@@ -1,4 +1,4 @@
-"""What the runtime asks of a model: the one door through which any model enters.
+"""The runtime's requests of a model: the one door through which any model enters.
 
 B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank.
 """
@@ -51,7 +51,7 @@ class Chunk(Protocol):
         """The modules that a forward calls in turn, by name; together they have all parameters."""
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """What is gathered in a forward, in order."""
+        """The weights gathered in a forward, in order."""
 
 
 class LanguageModel(Protocol):
@@ -71,7 +71,7 @@ class LanguageModel(Protocol):
 
     @property
     def flop_rule(self) -> str:
-        """What `flops` counts, in words."""
+        """The `flops` rule, in words."""
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.

@@ -25,7 +25,7 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 class Channels(Protocol):
-    """What has a channel for every axis that is asked for: a `Mesh`, or a dict."""
+    """Lookup of a channel for every axis asked for: a `Mesh`, or a dict."""
 
     def __getitem__(self, axis: Axis, /) -> Channel: ...
 

@@ -41,7 +41,7 @@ class GradScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss of the next step is multiplied by."""
+        """The factor on the loss of the next step."""
         return self._scale
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters learn at which part of the rate, and how much they decay."""
+"""Groups of parameters: each with its part of the rate and its decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["GroupValues", "check_groups", "group_values"]
 
 
 class GroupValues(NamedTuple):
-    """What holds for a parameter."""
+    """A parameter's values."""
 
     lr_scale: float
     """Its learning rate, as a part of that of the step."""

@@ -1,4 +1,4 @@
-"""Which rows of a local shard belong to which rank of a zero1 group, and how they are spread."""
+"""The rows of a local shard each rank of a zero1 group has, and how they spread."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """How master weights follow their gradients; it keeps nothing but the numbers of `config`.
+    """The update of master weights by gradients; keeps nothing but the numbers of `config`.
 
     [Note: Whole matrices] A rule sees some rows of a parameter's shard, so it can only treat
     elements, or rows, each by itself. One that needs whole matrices, such as Muon, would say so:

@@ -28,7 +28,7 @@ __all__ = ["OptimizerState", "ShardState", "StepResult", "Zero1Optimizer"]
 
 
 class StepResult(NamedTuple):
-    """What a step did."""
+    """The step's result."""
 
     grad_norm: float
     """The global norm of the gradients, without the loss scale and before clipping."""
@@ -87,7 +87,7 @@ class _Shard:
         return cls(item, (start, stop), weights, master, grad[start:stop], states)
 
     def state(self) -> ShardState:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {
             "rows": list(self.rows),
             "layout": _as_plain(self.item.layout),
@@ -122,7 +122,7 @@ class Zero1Optimizer:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         self.rule = update_rule(config)
-        """What updates the weights, and says which states they have."""
+        """Rule that updates the weights, and says their states."""
         self.num_skipped = 0
         """Steps skipped so far."""
         self.skipped_in_a_row = 0
@@ -224,7 +224,7 @@ class Zero1Optimizer:
         self._publisher.wait()
 
     def skip_state(self) -> dict[str, Any]:
-        """What skipped steps have changed; a checkpoint keeps it beside `state_dict`.
+        """The state that skipped steps change; checkpoints keep it beside `state_dict`.
 
         Plain numbers, the same on all ranks of every layout.
         """

@@ -14,7 +14,7 @@ from isp.settings.section import Ranks, section
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """What a mode does with features, tokens and weights; asked in place of its name."""
+    """A mode's treatment of features, tokens and weights; asked in place of its name."""
 
     splits_features: bool
     """Whether a linear computes the rank's share of the features (heads, hidden units, vocabulary)
@@ -32,7 +32,7 @@ class ModeFacts:
 
 
 class Mode(StrEnum):
-    """How the linears of a transformer are split (see `isp.layers.moves` for what travels)."""
+    """The split of a transformer's linears (see `isp.layers.moves` for what travels)."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
@@ -58,7 +58,7 @@ _FACTS = {
 
 
 class LaunchPoint(StrEnum):
-    """Where in a block the next block's weights are requested (`forward_overlap_per: layer`)."""
+    """Point in a block for requesting the next block's weights (`forward_overlap_per: layer`)."""
 
     WQKV = "wqkv"
     ATTN = "attn"
@@ -67,7 +67,7 @@ class LaunchPoint(StrEnum):
 
 
 class OverlapUnit(StrEnum):
-    """What is prefetched as one unit while going forward."""
+    """The unit of prefetch while going forward."""
 
     LAYER = "layer"
     MODULE = "module"
@@ -75,12 +75,12 @@ class OverlapUnit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """How weights are gathered ahead of their use: what decides a plan, besides the model."""
+    """The gathering of weights ahead of use: what decides a plan, besides the model."""
 
     unit: OverlapUnit = OverlapUnit.LAYER
-    """What is prefetched as one unit while going forward."""
+    """The unit of prefetch while going forward."""
     launch: LaunchPoint = LaunchPoint.WO
-    """Where in a block the next block's weights are requested, per layer."""
+    """Point in a block for requesting the next block's weights, per layer."""
     overlap: bool = True
     """False: each weight is gathered at the moment of its first read."""
 
@@ -129,7 +129,7 @@ class WeightConfig:
     memory_pool: bool = True
     """Reuse gather and reduce buffers instead of allocating each."""
     launch_allgather_before: LaunchPoint = LaunchPoint.WO
-    """Where in a block the next block's weights are requested: wqkv, attn, wo or w1."""
+    """Point in a block for requesting the next block's weights: wqkv, attn, wo or w1."""
     forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
     """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
     reduce_dtype: Literal["float32", "gradient"] = "float32"
@@ -153,7 +153,7 @@ class WeightConfig:
 
     @property
     def prefetch(self) -> Prefetch:
-        """How weights are gathered ahead."""
+        """The prefetch settings."""
         return Prefetch(
             unit=self.forward_overlap_per,
             launch=self.launch_allgather_before,

@@ -1,4 +1,4 @@
-"""How one parameter is cut over the ranks of an axis: intervals of its global tensor."""
+"""The cut of one parameter over the ranks of an axis: intervals of its global tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """Where a rank's shard of a parameter lies in the global parameter.
+    """The place of a rank's shard in the global parameter.
 
     The parameter is cut along `dim` into `parts` shards, of which this is number `index`. A fused
     parameter (q, k and v in one) is a row of `segments`, each of which is cut by itself, so that
@@ -35,7 +35,7 @@ class ParameterLayout:
     parts: int = 1
     """Number of shards; 1 if every rank holds the whole parameter."""
     index: int = 0
-    """Which of them this rank holds."""
+    """Number of this rank's shard."""
     segments: tuple[int, ...] = ()
     """Sizes along `dim` of what is fused; nothing is if empty."""
 

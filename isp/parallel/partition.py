@@ -1,4 +1,4 @@
-"""How a dim is cut into parts: arithmetic, and cutting a tensor on one rank. Loads no torch."""
+"""Cutting a dim into parts: arithmetic, and cutting a tensor on one rank. Loads no torch."""
 
 from __future__ import annotations
 

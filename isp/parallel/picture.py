@@ -16,7 +16,7 @@ _BOXES_A_LINE = 8
 
 
 def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
-    """How a linear's weight of `shape` (O, I) lies on the ranks of the first stage, as text.
+    """Picture how a linear's weight of `shape` (O, I) lies on the first stage's ranks, as text.
 
     Raises ValueError if it cannot be cut so.
     """
@@ -48,7 +48,7 @@ def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
 
 
 def _ranks(holders: Sequence[int]) -> str:
-    """Who holds the same part; of many, the first three and the last."""
+    """Holders of the same part; of many, the first three and the last."""
     if len(holders) == 1:
         return f"rank {holders[0]}"
     shown = [str(rank) for rank in holders]

@@ -1,4 +1,4 @@
-"""Which rank does what: every size, coordinate and group of a run, as plain arithmetic.
+"""Each rank's place: every size, coordinate and group of a run, as plain arithmetic.
 
     activations   (pipeline, data,        tensor)    tensor = ranks that share one sequence
     weights       (pipeline, weight_data, weight)    weight = ranks that share a copy of weights

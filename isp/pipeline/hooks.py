@@ -1,4 +1,4 @@
-"""What a schedule of forward and backward passes tells the runtime: where it is."""
+"""Hooks that tell the runtime where a schedule of forward and backward passes is."""
 
 from __future__ import annotations
 

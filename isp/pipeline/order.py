@@ -1,4 +1,4 @@
-"""Which stages a rank has, and in which order it works on them; needs no process group.
+"""A rank's stages, and the order in which it works on them; needs no process group.
 
 A *stage* is a part of the model between two sends; a rank has one for each of its chunks. With
 P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down and up again.
@@ -57,7 +57,7 @@ class PipelineOrder:
     def actions(
         self, rank: int, micro_batches: int, *, training: bool = True
     ) -> tuple[Action, ...]:
-        """What a step is on the `rank`-th rank: on one rank, one micro-batch at a time."""
+        """The `rank`-th rank's actions in a step: on one rank, one micro-batch at a time."""
         return _orders(self, micro_batches, training)[rank]
 
 
@@ -94,7 +94,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
 
 
 def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
-    """What torch has found for the rank with these stages."""
+    """The actions torch found for the rank with these stages."""
     for a in found:
         if a is not None:
             chunk = stages.index(a.stage_index)

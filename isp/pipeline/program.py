@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in turn: its computations, and the sends between them.
+"""The program of each rank of a pipeline: its computations, and the sends between them.
 
 [Note: One order of sends] Every rank's program is its part of one order of everything that all
 ranks do, the one in which it would come about if computations took equally long and sends no time.
@@ -24,7 +24,7 @@ __all__ = ["Hop", "Program", "program"]
 
 @dataclass(frozen=True)
 class Hop:
-    """What a stage has made of a micro-batch, on its way to a neighbour."""
+    """A stage's result for a micro-batch, on its way to a neighbour."""
 
     made_in: ActionKind
     """FORWARD: activations; BACKWARD: their gradient."""
@@ -39,7 +39,7 @@ class Hop:
 
     @property
     def cargo(self) -> Cargo:
-        """What travels."""
+        """The cargo."""
         what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
         text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
         return Cargo(Purpose.STAGE_ACTIVATION, tensor=text)

@@ -31,7 +31,7 @@ __all__ = ["Pipeline", "StageWork"]
 
 
 class StageWork(Protocol):
-    """What a rank does with micro-batch number `micro_batch` of a step."""
+    """A rank's work on micro-batch number `micro_batch` of a step."""
 
     @property
     def tokens(self) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline does what, if every action takes as long as is said."""
+"""The timeline of each rank of a pipeline, if every action takes as long as is said."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When the last rank is done."""
+        """The last rank's end."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run will take: memory, transfers and time of every layout, without starting ranks."""
+"""Forecasts for a run: memory, transfers and time of every layout, without starting ranks."""
 
 from isp.planner.fabric import Fabric, load_fabric
 from isp.planner.report import as_json, as_text

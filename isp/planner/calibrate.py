@@ -31,7 +31,7 @@ TRANSFERS = tuple(4096 * 4**i for i in range(7))
 
 
 class Line(NamedTuple):
-    """What a transfer takes."""
+    """A transfer's time."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -136,7 +136,7 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _link(channel: Channel, device: torch.device, quick: bool) -> LinkSpec | None:
-    """What an all-gather over the channel reaches; None if there is nobody to send to."""
+    """The link of the channel, by all-gather; None if there is nobody to send to."""
     if channel.size == 1:
         return None
     sizes = TRANSFERS[:3] if quick else TRANSFERS
@@ -163,7 +163,7 @@ def _seconds(
     *,
     choose: Callable[[Sequence[float]], float] = min,
 ) -> float:
-    """What `act` takes, the first time left out."""
+    """The seconds `act` takes, the first time omitted."""
     found = []
     for _ in range(6):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is planned: a model, how it is split, and what a rank works on in a step."""
+"""The case to plan: a model, how it is split, and a rank's work in a step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> Case:
-        """What `config` asks for on `world_size` ranks; documents are samples.
+        """The case of `config` on `world_size` ranks; documents are samples.
 
         Raises ConfigError if the sizes do not fit.
         """
@@ -136,7 +136,7 @@ class Case:
         return self.rows * self.tokens * self.micro_num * self.topology.data
 
     def place(self, rank: int) -> Place:
-        """Where `rank` is."""
+        """`rank`'s place."""
         topology = self.topology
         in_stage = rank % topology.stage
         return Place(

@@ -22,7 +22,7 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the rank at `place` computes."""
+    """Costs of the rank at `place`."""
 
     case: Case
     place: Place

@@ -57,12 +57,12 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What the rank sends in all."""
+        """The sum of sent bytes."""
         return sum(count.sent_bytes for count in self.by_channel.values())
 
 
 def traffic(case: Case, rank: int) -> Traffic:
-    """What `rank` sends in a step, from the broadcast of the data to the published weights."""
+    """The transfers `rank` sends in a step, from the data's broadcast to the published weights."""
     place = case.place(rank)
     found: Counter[Trip] = Counter()
     blocks = [block for chunk in stage_chunks(case, place.stage) for block in chunk]
@@ -90,7 +90,7 @@ def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
 
 
 def block_trips(tapes: Tapes) -> Iterator[Trip]:
-    """What travels for one micro-batch in a block, besides weights and their gradients."""
+    """The trips of one micro-batch in a block, besides weights and their gradients."""
     for event in (*tapes.forward, *tapes.backward):
         if isinstance(event, Launch):
             yield event.trip
@@ -109,7 +109,7 @@ def gradients_of(block: Block, tapes: Tapes) -> list[str]:
 
 
 def between_stages(case: Case) -> Trip:
-    """What a stage sends to the next for a micro-batch, and receives the gradient of."""
+    """The trip of a micro-batch to the next stage, whose gradient comes back."""
     sent = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
     return Trip("send", Axis.PIPELINE.value, Cargo(Purpose.STAGE_ACTIVATION), sent)
 
@@ -144,7 +144,7 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
 
 
 def _ends_of_step(case: Case, place: Place) -> Counter[Trip]:
-    """What travels once a step: data, gradients of replicas, the norm, the weights, the loss."""
+    """The trips once a step: data, gradients of replicas, the norm, the weights, the loss."""
     heard = Heard()
     rank = DryRank(case, place, heard)
     rank.share_batch()
@@ -172,7 +172,7 @@ def _weights(case: Case, rank: int) -> set[str]:
 
 
 def gathers(case: Case, stage: int) -> Counter[str]:
-    """How often each weight of a stage is gathered in a step, and each bias beside its weight.
+    """The gathers in a step of each weight of a stage, and each bias beside it.
 
     [Note: Long steps] In the steady state of a schedule as many micro-batches more as there are
     ranks in the pipeline gather always the same, so a step of many is planned as two short ones.

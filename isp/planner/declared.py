@@ -1,4 +1,4 @@
-"""What the model declares of itself, cut for any layout: parameters, and blocks in order.
+"""The model's declarations of itself, cut for any layout: parameters, and blocks in order.
 
 The model is built once a mode and way of recomputing, on one rank and without memory; a layout only
 cuts it anew. So the plan knows no shapes or names of its own that could differ from those of a run.
@@ -59,7 +59,7 @@ class Declaration:
 
 @lru_cache(maxsize=64)
 def declaration(model: ModelConfig, mode: Mode, embed_split_hidden: bool) -> Declaration:
-    """What `model` is made of in `mode`."""
+    """The declaration of `model` in `mode`."""
     (whole,) = shape_only(model, mode, embed_split_hidden=embed_split_hidden)
     declared, found = whole.weight_blocks(), list(whole.shards())
     names = {item.parameter: item.name for item in found}
@@ -122,7 +122,7 @@ def _spans(model: ModelConfig, stages: int) -> list[LayerSpan]:
 
 
 def order_of(case: Case) -> PipelineOrder:
-    """Which stages the ranks of a pipeline have, and in which order they work."""
+    """The stages of a pipeline's ranks, and the order of their work."""
     return PipelineOrder(case.parallel.pipeline)
 
 
@@ -191,7 +191,7 @@ def biases_of(chunks: Chunks) -> dict[str, str]:
 
 
 BlockKind = tuple[bool, tuple[tuple[Visit, tuple[int, ...]], ...]]
-"""What makes blocks alike: whether they are recomputed, their visits, and the weights' shapes."""
+"""A block's kind: whether it is recomputed, its visits, and the weights' shapes."""
 
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:

@@ -34,7 +34,7 @@ class DeviceSpec:
     name: str
     """As its maker calls it."""
     kind: Literal["cuda", "cpu"] = "cuda"
-    """What kernels run on it, which decides what they keep."""
+    """Kind of kernels on it, which decides what they keep."""
     memory_gib: Positive
     """Memory, in GiB."""
     usable: Share = 0.92
@@ -56,7 +56,7 @@ class DeviceSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take."""
+        """The bytes for tensors."""
         return int(self.memory_gib * 2**30 * self.usable)
 
 
@@ -73,12 +73,12 @@ class LinkSpec:
 
     @property
     def bytes_per_second(self) -> float:
-        """What is reached."""
+        """The bandwidth reached."""
         return self.gb_per_second * 1e9 * self.efficiency
 
 
 class Span(NamedTuple):
-    """How the ranks of a group lie over nodes."""
+    """The spread of a group's ranks over nodes."""
 
     size: int
     per_node: int
@@ -92,7 +92,7 @@ class Fabric:
     name: str
     """For people."""
     source: str = ""
-    """Where the numbers are from."""
+    """Origin of the numbers."""
     devices_per_node: Ranks
     """Ranks in a node."""
     device: DeviceSpec
@@ -114,12 +114,12 @@ class Fabric:
             )
 
     def wire(self, case: Case, axis: Axis) -> str:
-        """Which wire the group along `axis` uses: `inside` or `between`."""
+        """The wire the group along `axis` uses: `inside` or `between`."""
         span = self.span(case, axis)
         return "between" if span.size > span.per_node else "inside"
 
     def span(self, case: Case, axis: Axis) -> Span:
-        """How a group along `axis` lies over the nodes."""
+        """The spread of a group along `axis` over nodes."""
         size, stride = case.size(axis), _stride(case, axis)
         node = self.devices_per_node
         if axis is Axis.MODEL:  # a weight group in each stage
@@ -131,7 +131,7 @@ class Fabric:
         return Span(size, max(1, node // stride))
 
     def seconds(self, case: Case, trip: Trip) -> float:
-        """What a transfer takes if nothing else is under way.
+        """The time of a transfer with nothing else under way.
 
         Ring collectives between nodes are as fast as the links of all the group's ranks in a node
         together, but no faster than inside; an all-to-all sends by each rank's own link.
@@ -170,7 +170,7 @@ class Fabric:
         return (inside * self.inside.latency_us + between * outside) * 1e-6
 
     def straggling_over(self, world_size: int) -> float:
-        """What waiting for the slowest of so many ranks costs, as a share of compute."""
+        """The cost of the slowest of so many ranks, as a share of compute."""
         return self.straggling * math.log2(max(1.0, world_size / self.devices_per_node))
 
     def to_yaml(self) -> str:

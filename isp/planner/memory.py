@@ -59,13 +59,13 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     pool: int = 0
-    """What weights are gathered into and gradients are reduced into."""
+    """Buffers that weights are gathered into and gradients reduced into."""
     activations: int = 0
     attention: int = 0
     logits: int = 0
     work: int = 0
     moment: str = ""
-    """When it is most."""
+    """Moment of the maximum."""
 
     @property
     def total(self) -> int:
@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """What does not depend on the batch: weights, gradients, optimizer."""
+        """The part independent of the batch: weights, gradients, optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     def by_owner(self) -> dict[str, int]:
@@ -96,7 +96,7 @@ def states(case: Case, place: Place) -> Memory:
 
 
 def memory(case: Case, rank: int) -> Memory:
-    """What `rank` takes where it takes most."""
+    """The memory of `rank` at its most."""
     place = case.place(rank)
     pools = _gather_pool(case, place) + _reduce_pool(case, place)
     fixed = replace(states(case, place), pool=pools)
@@ -162,7 +162,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one micro-batch keeps in a chunk."""
+    """Memory one micro-batch keeps in a chunk."""
 
     layers: list[Saved]
     ends: int
@@ -228,7 +228,7 @@ def _batch(case: Case) -> int:
 
 
 def _between_stages(case: Case, place: Place) -> int:
-    """What is received from the neighbours, and sent to the next.
+    """The bytes received from the neighbours, and sent to the next.
 
     From each neighbour one has arrived that is not used yet; a stage's output stays until its
     gradient has come.
@@ -292,7 +292,7 @@ class _Flight(NamedTuple):
     """Bytes of full gradients on their way."""
 
     before: int
-    """When the backward of a block begins."""
+    """Amount as a block's backward begins."""
     after: int
 
 
@@ -323,7 +323,7 @@ def _reductions(case: Case, place: Place) -> tuple[dict[str, _Flight], int]:
 def _reduced(
     case: Case, place: Place, order: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[dict[str, _Flight], int]:
-    """What `GradientReducer` keeps in the last of the backward passes, and its pool then."""
+    """The bytes `GradientReducer` keeps in the last backward pass, and its pool then."""
     rank, found = DryRank(case, place, Heard()), {}
     for _ in range(case.micro_num):
         for block, names in order:
@@ -371,7 +371,7 @@ def _reserved(
     prefetch: Prefetch,
     kinds: tuple[tuple[str, int], ...],
 ) -> Counter[int]:
-    """How many buffers of each kind a pool has made by the end of a step."""
+    """The buffers of each kind a pool has made by the end of a step."""
     steps, kind_of, biases = plan(chunks, actions, prefetch), dict(kinds), biases_of(chunks)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""How long a step takes, by walking through a short one and repeating what repeats."""
+"""The time of a step, by walking through a short one and repeating what repeats."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Heard(list[Trip]):
 
 @dataclass(eq=False)
 class _Layer:
-    """Whose weight is gathered."""
+    """A gathered layer."""
 
     name: str
     layouts: dict[str, ParameterLayout]
@@ -65,7 +65,7 @@ class DryRank:
             Axis.ZERO1: place.zero1,
         }
         self.pool = MemoryPool()
-        """What gradients are reduced into."""
+        """Buffers gradients are reduced into."""
 
     def __getitem__(self, axis: Axis) -> DryChannel:
         """The channel along `axis`."""

@@ -1,4 +1,4 @@
-"""What a micro-batch does in each block, in order: the model itself, run without ranks or numbers.
+"""A micro-batch's acts in each block, in order: the model itself, run without ranks or numbers.
 
 The model goes forward and back once on the meta device, over channels of the layout's sizes that
 say what would travel. So what is planned is what the layers do, in the order in which they do it,
@@ -55,7 +55,7 @@ class Rehearsal(NamedTuple):
 
 
 def tapes_of(case: Case, place: Place, blocks: Iterable[Block]) -> dict[str, Tapes]:
-    """What `blocks` do on the rank at `place`, by name."""
+    """The tapes of `blocks` at `place`, by name."""
     named = {block.name: (block.recomputed, kind_of_block(case, block)) for block in blocks}
     found: dict[BlockKind, Tapes] = {}
     for recomputed in {recomputed for recomputed, _ in named.values()}:
@@ -91,7 +91,7 @@ def _two_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
 
 
 class _Part(NamedTuple):
-    """What decides the part of a micro-batch that a rank computes."""
+    """The key to a rank's part of a micro-batch."""
 
     mode: Mode
     tensor: int

@@ -1,4 +1,4 @@
-"""What a search found, as text for people and as JSON for machines."""
+"""Reports of a search, as text for people and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _fits(candidate: Candidate, fabric: Fabric) -> bool:
 
 
 def _as_it_is(own: Candidate | str, found: Found, fabric: Fabric) -> str:
-    """What becomes of the configuration that was given."""
+    """The verdict on the configuration given."""
     if isinstance(own, str):
         return f"the configuration as it is: {own}"
     if not _fits(own, fabric):
@@ -153,7 +153,7 @@ def _nearest(own: Candidate, found: Found) -> str:
 
 
 def _remedy(found: Found, fabric: Fabric) -> str:
-    """What to change where nothing fits, by the layout that takes least."""
+    """The remedy where nothing fits, by the layout that takes least."""
     if not found.too_large:
         return "nothing fits: there is no layout at all"
     least = min(found.too_large, key=lambda candidate: candidate.memory.total)
@@ -284,7 +284,7 @@ def _refused(found: Found) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    """What reasons have in common that differ in sizes and modes."""
+    """The common part of reasons that differ in sizes and modes."""
     before_mode = text.split(":")[0].split(" in ")[0]
     return "".join(c for c in before_mode if not c.isdigit())
 

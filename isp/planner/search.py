@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells it from others."""
+        """The distinction from others."""
         p, m, d = self.config.parallel, self.config.model, self.config.data
         t = self.case.topology
         return (
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What it has in common with others that differ in weight and zero1 alone."""
+        """The key shared with others that differ in weight and zero1 alone."""
         topology = self.case.topology
         return topology.mode, topology.tensor, topology.pipeline, self.config.data.micro_bsz
 
@@ -83,16 +83,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """A search's result."""
 
     fitting: tuple[Candidate, ...]
     """Those whose time was predicted, the fastest first."""
     num_fitting: int
-    """How many fit in all."""
+    """Number that fit, in all."""
     too_large: tuple[Candidate, ...]
     """Of each mode and tensor size without a layout that fits, the smallest."""
     refused: tuple[str, ...]
-    """Why sizes are no layout at all."""
+    """Reasons why sizes are no layout."""
 
 
 def rows_of(config: JobConfig, world_size: int) -> int:
@@ -103,7 +103,7 @@ def rows_of(config: JobConfig, world_size: int) -> int:
 
 
 def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool) -> Candidate:
-    """What `config` as it is would take.  Raises ConfigError if its sizes do not fit."""
+    """Evaluate `config` as it is.  Raises ConfigError if its sizes do not fit."""
     candidate = _candidate(config, world_size, on_cpu=on_cpu)
     return replace(candidate, prediction=predict(candidate.case, fabric))
 

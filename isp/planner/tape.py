@@ -96,13 +96,13 @@ class Saved(NamedTuple):
 
 
 class Tapes(NamedTuple):
-    """What a block does for one micro-batch."""
+    """A block's work for one micro-batch."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     """With what is recomputed for it."""
     saved: Saved
-    """What it keeps from the one to the other."""
+    """Memory kept from the one to the other."""
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Recorder:
         return self._places[id(layer)][1]
 
     def tapes(self, block: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """What a block did, forward and back."""
+        """A block's tape, forward and back."""
         return tuple(self._events[block, True]), tuple(self._events[block, False])
 
     def know(self, tensors: Iterable[Tensor]) -> None:
@@ -179,7 +179,7 @@ class Recorder:
         return x
 
     def saved(self, num_blocks: int) -> list[Saved]:
-        """What each block keeps, memory once, for the first that does."""
+        """Bytes each block keeps, memory once, for the first that does."""
         found = [[0, 0] for _ in range(num_blocks)]
         for kept in self._kept.values():
             found[kept.block][kept.by_attention] += kept.memory.nbytes()

@@ -32,14 +32,14 @@ __all__ = ["Walk", "Walked", "walk"]
 
 @dataclass(frozen=True)
 class Walked:
-    """What a step of a rank took; seconds."""
+    """The measures of a rank's step; seconds."""
 
     actions: tuple[tuple[Action, float, float], ...]
     """Each with its duration, and how much of it was waiting."""
     tail: float
     """From the end of the last action to the end of the step."""
     tail_exposed: float
-    """How much of it was waiting."""
+    """The waiting part of it."""
     busy: float
     """Of all transfers, one after the other."""
 
@@ -50,7 +50,7 @@ def walk(case: Case, fabric: Fabric, rank: int, micro_num: int) -> Walked:
 
 
 Acts = dict[tuple[Phase, int], tuple[Act, ...]]
-"""What the plan has to do before the visits of a block, by phase and visit."""
+"""The plan's acts before the visits of a block, by phase and visit."""
 
 
 @dataclass
@@ -77,13 +77,13 @@ class Walk:
         self._published: dict[str | None, Hashable] = {}
         """The transfer with which a block's weights are there, by weight."""
         self._reached: tuple[Block, int] | None = None
-        """Where backward is, if what passes over memory there is still to be done."""
+        """Place of backward, if what passes over memory there is still to be done."""
         self._last = self._travels = False
         """Whether no later backward goes through this chunk; whether buckets may travel."""
         visits = [visit for chunk in self.chunks for block in chunk for visit in block.visits]
         names = [name for visit in visits for name in (visit.weight, visit.bias)]
         self._uses = Counter(name for name in names if name is not None)
-        """How many gradients of a parameter are still to come in the last backward passes."""
+        """The number of a parameter's gradients still to come in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
         """Walk through a step."""

@@ -1,4 +1,4 @@
-"""What communication costs in a run: how long it took, what was waited for, where, and why."""
+"""The cost of communication in a run: its time, what was waited for, where, and why."""
 
 from isp.profile.schema import (
     Collective,

@@ -1,4 +1,4 @@
-"""What the exposed time of a mode is explained by."""
+"""The causes of the exposed time of a mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Cause", "exposed_by_cause"]
 
 
 class Cause(StrEnum):
-    """Where exposed time lies, in words that follow `in`."""
+    """Cause of exposed time, in words that follow `in`."""
 
     FIRST = f"the {Edge.FIRST}"
     LAST = f"the {Edge.LAST}"
@@ -32,7 +32,7 @@ def exposed_by_cause(mode: ModeProfile) -> dict[Cause, float]:
 
 
 def _cause(collective: Collective) -> Cause:
-    """What explains its wait once every rank has come to it."""
+    """The cause of its wait once every rank has come."""
     if collective.edge is not None:
         return Cause.FIRST if collective.edge is Edge.FIRST else Cause.LAST
     return Cause.COULD_HIDE if collective.cost is Cost.AHEAD else Cause.AT_ONCE

@@ -1,4 +1,4 @@
-"""How far the ranks' clocks are apart, so that their timelines can be laid side by side."""
+"""Offsets of the ranks' clocks, so that their timelines can be laid side by side."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RankTimes:
     marks: tuple[Mark, ...]
 
     def mark_at(self, moment: float) -> Mark:
-        """Where the rank was then."""
+        """The rank's place then."""
         index = bisect_right(self.marks, moment, key=lambda mark: mark.at) - 1
         return self.marks[max(0, index)]
 

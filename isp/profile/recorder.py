@@ -33,10 +33,10 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What a rank did: its steps, its transfers and where it was; seconds of its perf_counter."""
+    """A rank's record: its steps, its transfers and where it was; seconds of its perf_counter."""
 
     begins: tuple[float, ...]
-    """Where each recorded step began, and where the last one ended."""
+    """Start of each recorded step, and end of the last one."""
     transfers: tuple[Transfer, ...]
     """Those that were waited for, in order of launch."""
     marks: tuple[Mark, ...]
@@ -101,7 +101,7 @@ class Recorder:
         self._begins.append(self._moment(self.log.phase, self.log.block))
 
     def record(self) -> RankRecord:
-        """What was kept; to be asked for after the context has been left without an exception."""
+        """The record; to be asked for after the context has been left without an exception."""
         assert self.log.observer is None, "the record is not complete yet"
         return RankRecord(
             begins=tuple(self._time(moment) for moment in self._begins),

@@ -1,4 +1,4 @@
-"""What `profile.json` holds: for each mode the totals, the timeline of one step, the worst waits.
+"""The contents of `profile.json`: for each mode totals, the timeline of one step, the worst waits.
 
 Times are milliseconds. Those of a timeline count from the beginning of its step on rank 0, and all
 ranks' clocks are aligned; a transfer that was launched in the step before has a negative time.
@@ -38,7 +38,7 @@ VERSION = 2
 
 
 class Cost(StrEnum):
-    """What could hide a collective."""
+    """The chance of hiding collectives."""
 
     AHEAD = "ahead"
     """It can be launched ahead of its use, or waited for later: weights, gradients of weights, and
@@ -75,7 +75,7 @@ class Edge(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a wait blocked."""
+    """A wait's cause."""
 
     FIRST_EDGE = "first gather of the step"
     LAST_EDGE = "last reduce-scatter of the step"
@@ -108,17 +108,17 @@ class Collective:
     purpose: Purpose
     sent_bytes: int
     launch_ms: float
-    """When this rank asked for it."""
+    """Time this rank asked for it."""
     start_ms: float
-    """When it could begin: its launch, or the end of what was before it on the same channel. A send
+    """Earliest start: its launch, or the end of what was before it on the same channel. A send
     or recv counts only while it is waited for."""
     end_ms: float
     wait_ms: float
-    """When the wait for it began."""
+    """Start of the wait for it."""
     exposed_ms: float
     """For how long that wait blocked."""
     moving_ms: float
-    """How long it took once it could begin on every rank: the least over the ranks of its group."""
+    """Duration once it could begin on every rank: the least over the ranks of its group."""
     others_ms: float
     """The part of `exposed_ms` in which another rank had not come to it yet."""
     queue_ms: float
@@ -128,7 +128,7 @@ class Collective:
 
     @property
     def cost(self) -> Cost:
-        """What could hide it."""
+        """Its kind of cost."""
         return Cost.of(self.purpose)
 
     @property
@@ -160,7 +160,7 @@ class MemorySample:
 
 @dataclass(frozen=True, kw_only=True)
 class KindTotals:
-    """What the collectives of one kind come to in a step of one rank."""
+    """The sums of the collectives of one kind in a step of one rank."""
 
     num_transfers: float
     sent_bytes: float
@@ -185,11 +185,11 @@ class Totals:
     """In which at least one transfer was under way."""
     exposed_ms: float
     first_edge_ms: float
-    """What the first gather of the step had to be waited for at least."""
+    """Least time the first gather of the step had to be waited for."""
     last_edge_ms: float
     """The same of the last reduce-scatter."""
     chain_ms: float
-    """What the transfers take that the next computation needs at once."""
+    """Time of the transfers that the next computation needs at once."""
     excess_ms: float
     """By how much all others are longer than the compute of their forward or backward."""
     by_kind: dict[str, KindTotals]
@@ -201,7 +201,7 @@ class Totals:
 
     @property
     def bound_ms(self) -> float:
-        """What had to be exposed at least."""
+        """The least that had to be exposed."""
         return self.first_edge_ms + self.last_edge_ms + self.chain_ms + self.excess_ms
 
     @property
@@ -228,7 +228,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """What one rank measured."""
+    """One rank's measurements."""
 
     rank: int
     totals: tuple[Totals, ...]
@@ -239,7 +239,7 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What waiting for one tensor cost in a step: the mean over measured steps and ranks."""
+    """The cost of waiting for one tensor in a step: mean over measured steps and ranks."""
 
     kind: str
     channel: str
@@ -247,7 +247,7 @@ class Wait:
     block: str
     phase: Phase
     count: float
-    """How often it travels in a step (once a micro-batch, say)."""
+    """Transfers of it in a step (one a micro-batch, say)."""
     sent_bytes: float
     """Of all of them together, as are the times."""
     exposed_ms: float
@@ -255,16 +255,16 @@ class Wait:
     others_ms: float
     queue_ms: float
     late_ms: float | None
-    """How much earlier it had to be launched to be there in time; None where it could not be."""
+    """Delay of its launch against being there in time; None where it could not be."""
     reason: Reason
-    """What explains the most of it."""
+    """The reason for most of it."""
     advice: str
     """One sentence: what would help, as far as the measurement supports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeProfile:
-    """What one mode measured."""
+    """One mode's measurements."""
 
     mode: str
     """mtp, msp, fsp or isp."""
@@ -295,7 +295,7 @@ class ModeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What `isp profile` found: one run of a few steps in each mode, on the same data."""
+    """Result of `isp profile`: one run of a few steps in each mode, on the same data."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

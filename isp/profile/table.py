@@ -38,7 +38,7 @@ def describe(profile: Profile, *, num_waits: int = 5) -> str:
 
 
 def sentence(mode: ModeProfile) -> str:
-    """What is exposed in a mode, and why, in one sentence."""
+    """Say what a mode exposes, and why, in one sentence."""
     s = mode.summary
     if not s.num_transfers:
         return f"{mode.mode}: nothing travels."

@@ -1,4 +1,4 @@
-"""What the collectives of a step come to, and the least of it that had to be exposed.
+"""The totals of a step's collectives, and the least of it that had to be exposed.
 
 [Note: The bound] Four things no order of the transfers can hide:
   * the first gathers (the table's, and that of the first linear): they cannot be launched before
@@ -66,7 +66,7 @@ def _is_first_gather(collective: Collective, begin: float) -> bool:
 
 
 def totals(times: RankTimes, step: int) -> Totals:
-    """What recorded step number `step` of this rank comes to."""
+    """The totals of recorded step number `step` of this rank."""
     own = step_collectives(times, step)
     length = times.begins[step + 1] - times.begins[step]
     exposed = sum(c.exposed_ms for c in own)
@@ -99,7 +99,7 @@ def _kind_totals(own: Sequence[Collective]) -> KindTotals:
 
 
 def _unavoidable(collective: Collective) -> float:
-    """What of its wait nothing could have hidden, as it could not be launched before."""
+    """The part of its wait nothing could have hidden, as it could not launch before."""
     hidden = collective.wait_ms - collective.start_ms
     return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
 

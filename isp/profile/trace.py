@@ -25,7 +25,7 @@ Event = dict[str, Any]
 _STEP, _PARTS, _WAITS = 0, 1, 2
 _FIRST_CHANNEL = 10
 _TORCH_PROCESS = 1_000_000
-"""What the process numbers of torch.profiler's events begin at."""
+"""The first process number of torch.profiler's events."""
 
 
 def chrome_trace(
@@ -140,7 +140,7 @@ def _sort(what: str, process: int, lane: int, index: int) -> Event:
 def torch_events(
     trace: Mapping[str, Any], *, process: int, title: str, zero_seconds: float
 ) -> list[Event]:
-    """What torch.profiler wrote on a rank, moved beside the lanes of our `process`.
+    """Torch.profiler's events on a rank, moved beside the lanes of our `process`.
 
     `zero_seconds` is the Unix time of our time 0. Its processes get numbers and names of their own.
     """

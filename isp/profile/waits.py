@@ -33,7 +33,7 @@ _ENOUGH = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class WaitSettings:
-    """What the run was configured to, as far as it can be changed to wait less."""
+    """The settings of the run, as far as they can be changed to wait less."""
 
     mode: Mode
     weight: WeightConfig
@@ -194,7 +194,7 @@ class _Judge:
         return text
 
     def _before(self, one: _Occurrence) -> Collective | None:
-        """What it stood behind on its channel."""
+        """The collective before it on its channel."""
         wanted = one.collective
         for c in one.at.collectives:
             if c.channel == wanted.channel and abs(c.end_ms - wanted.start_ms) < 1e-6:
@@ -265,7 +265,7 @@ class _Judge:
 
 
 def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
-    """When the rank came to `point` in the block before that of the collective.
+    """The time the rank came to `point` in the block before the collective's.
 
     Launches come after the wait for the weight that is read there.
     """
@@ -290,7 +290,7 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
 
 
 def _end_from(one: _Occurrence, place: float) -> float:
-    """When the collective would have been over if its block had been launched at `place`.
+    """The collective's end if its block had been launched at `place`.
 
     The other ranks would have come to it as much earlier as this one.
     """

@@ -149,7 +149,7 @@ def _draw_quantity(axes: Axes, modes: Sequence[ModeProfile], quantity: _Quantity
 
 
 def exposed_section(profile: Profile) -> Section:
-    """How much of each mode's communication was exposed, and how much had to be."""
+    """The exposed communication of each mode, and how much had to be."""
     picture = Picture(
         name="exposed",
         caption="Time in which transfers were under way in a step: exposed while they moved,"
@@ -200,7 +200,7 @@ def _bound_row(mode: ModeProfile) -> tuple[str, ...]:
 
 
 def others_ms(mode: ModeProfile) -> float:
-    """What of the exposed time another rank was waited for, in the step and mean of the summary."""
+    """The exposed time another rank was waited for, in the step and mean of the summary."""
     per_rank = [
         sum(collective.others_ms for collective in rank.timeline.collectives) for rank in mode.ranks
     ]

@@ -47,7 +47,7 @@ class Choice(NamedTuple):
     """One of several pictures, of which the reader sees one at a time."""
 
     values: tuple[str, ...]
-    """What it is of, a value for each name of the section's `choose_by`."""
+    """Its subject, a value for each name of the section's `choose_by`."""
     picture: Picture
 
 
@@ -58,7 +58,7 @@ class Section:
     title: str
     texts: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    """What it is, and its value."""
+    """A name, and its value."""
     table: Table | None = None
     pictures: tuple[Picture, ...] = ()
     listing: str | None = None
@@ -78,10 +78,10 @@ class Page:
     lead: str
     """The one sentence to remember, a short one."""
     points: tuple[str, ...] = ()
-    """What else is to be seen first."""
+    """The other things to see first."""
     sections: tuple[Section, ...]
     command: str = ""
-    """What to type for the same numbers; empty where that is not known."""
+    """Command for the same numbers; empty where that is not known."""
 
     @property
     def pictures(self) -> Iterator[Picture]:

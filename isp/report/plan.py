@@ -34,7 +34,7 @@ __all__ = ["Stay", "plan_section", "stays"]
 _MOST_VISITS = 400
 """More cannot be told apart in a picture."""
 _LAUNCH = 0.4
-"""Where in a visit gathers are launched: behind the wait for the visit's own weight."""
+"""Place in a visit for launching gathers: behind the wait for the visit's own weight."""
 
 
 class Stay(NamedTuple):

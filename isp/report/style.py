@@ -1,4 +1,4 @@
-"""How pictures look: sizes, colours that colour-blind people can tell apart, SVG and PNG."""
+"""Style of pictures: sizes, colours that colour-blind people can tell apart, SVG and PNG."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Picture:
     """Of the PNG, without its ending."""
     caption: str
     alt: str
-    """What it shows, for those who cannot see it."""
+    """The content, for those who cannot see it."""
     draw: Callable[[Size], Figure]
     wide: Size = WIDE
     """Its size on a desktop, and in the PNG."""

@@ -82,7 +82,7 @@ _LANES = {
     "world": "all ranks",
     "host": "all ranks, in CPU memory",
 }
-"""What each lane shows; those of transfers are groups of ranks."""
+"""Content of each lane; those of transfers are groups of ranks."""
 
 
 def timeline_section(modes: Sequence[ModeProfile]) -> Section:

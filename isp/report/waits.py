@@ -26,7 +26,7 @@ def lead_mode(profile: Profile) -> ModeProfile:
 
 
 def lead_sentence(profile: Profile) -> str:
-    """What is exposed."""
+    """The exposed share."""
     lead = lead_mode(profile)
     s = lead.summary
     if not s.num_transfers:
@@ -38,7 +38,7 @@ def lead_sentence(profile: Profile) -> str:
 
 
 def lead_points(profile: Profile) -> Iterator[str]:
-    """Why it is exposed, what of it is worst, and how the other modes compare."""
+    """Say why it is exposed, what is worst, and how the other modes compare."""
     lead = lead_mode(profile)
     causes = exposed_by_cause(lead)
     if causes:

@@ -1,1 +1,1 @@
-"""What a run is besides its steps: its folder, its log files, its signals, its machine."""
+"""The surroundings of a run's steps: its folder, its log files, its signals, its machine."""

@@ -1,4 +1,4 @@
-"""What a run runs on: for `env.json`, so that its numbers can be explained later."""
+"""The environment of a run: for `env.json`, so that its numbers can be explained later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Environment", "RankPlace"]
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs; plain text, to be gathered over the ranks."""
+    """A rank's place; plain text, to be gathered over the ranks."""
 
     hostname: str
     device: str
@@ -49,7 +49,7 @@ class Environment:
     hostnames: list[str]
     """Each once, in the order of their ranks."""
     devices: dict[str, int]
-    """How many ranks compute on each kind of device."""
+    """Number of ranks computing on each kind of device."""
     packages: dict[str, str]
     """Versions of what is installed."""
 

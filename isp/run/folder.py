@@ -118,7 +118,7 @@ class RunFolder:
 
     @property
     def launch_file(self) -> Path:
-        """What started the run last."""
+        """The run's last start."""
         return self.path / "launch.json"
 
     @property

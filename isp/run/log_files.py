@@ -1,4 +1,4 @@
-"""Where log lines go: rank 0's to the terminal, each rank's to a file of its own."""
+"""Destinations of log lines: rank 0's to the terminal, each rank's to its own file."""
 
 from __future__ import annotations
 

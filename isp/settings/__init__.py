@@ -102,7 +102,7 @@ class TrainingConfig:
     max_norm: NotNegative = 1.0
     """Clip the global gradient norm to this; 0: do not clip."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda where there is one, else cpu."""
+    """Computing device; auto: cuda where there is one, else cpu."""
 
     @property
     def max_seconds(self) -> float:
@@ -123,9 +123,9 @@ class GradScalerConfig:
     max_scale: Positive = 2.0**24
     """The factor is not raised above this."""
     growth_factor: Annotated[float, Field(gt=1, le=1e30)] = 2.0
-    """What the factor is multiplied by when it is raised; powers of two round no gradient."""
+    """Multiplier of the factor when it is raised; powers of two round no gradient."""
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """What the factor is multiplied by when it is lowered."""
+    """Multiplier of the factor when it is lowered."""
     growth_interval: Count = 1000
     """Steps in a row without an overflow after which the factor is raised."""
     hysteresis: Count = 2
@@ -202,7 +202,7 @@ class LRSchedulerConfig:
     """Last fraction of the steps that decays, after a stable phase (WSD); null: decay from the end
     of the warm-up."""
     min_lr_factor: Fraction = 0.1
-    """Where the decay ends, a fraction of `optimizer.lr`."""
+    """End of the decay, a fraction of `optimizer.lr`."""
 
     def num_decay_steps(self, total_steps: int) -> int:
         """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
@@ -241,7 +241,7 @@ class MetricsConfig:
     enable_tensorboard: bool = False
     """Write the numbers for TensorBoard too; needs its package.  Names: torchtitan."""
     save_tb_folder: Annotated[str, AfterValidator(_inner_folder)] = "tb"
-    """Where to, in the folder of the run."""
+    """Subfolder of the run for TensorBoard."""
 
     def __post_init__(self) -> None:
         if 0 < self.slow_rank_factor <= 1:
@@ -272,12 +272,12 @@ class CheckpointConfig:
     """Folder of the checkpoints, to save to and go on from; null: `checkpoint/` in the run's own
     folder."""
     initial_load_path: Text | None = None
-    """What a run without checkpoints of its own begins from: a checkpoint, a folder of them, or the
+    """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
     folder of a run, of any layout; null: random weights.  Names: torchtitan."""
     initial_load_model_only: bool = True
     """Take only the weights from there and begin at step 0; false: go on with all there is."""
     last_save_retry_seconds: CountOrZero = 600
-    """How long the last save of a run is tried again where it fails, on a full disk; 0: not."""
+    """Time to go on trying the last save of a run where it fails, on a full disk; 0: not."""
 
 
 @section("comm")
@@ -300,10 +300,10 @@ class ProfilerConfig:
     profile_freq: Annotated[int, Field(ge=2, le=2**31 - 1)] = 10
     """Steps from one profile to the next; at least 2, as the step before is recorded too."""
     save_traces_folder: Annotated[str, AfterValidator(_inner_folder)] = "profile_traces"
-    """Where to, in the folder of the run."""
+    """Subfolder of the run for traces."""
     with_torch: bool = True
     """Have torch.profiler's events in the trace, too; they make the profiled step slower."""
     enable_memory_snapshot: bool = False
     """Record the history of CUDA memory, and write it when memory runs out.  Names: torchtitan."""
     save_memory_snapshot_folder: Annotated[str, AfterValidator(_inner_folder)] = "memory_snapshot"
-    """Where to, in the folder of the run."""
+    """Subfolder of the run for snapshots."""

@@ -1,4 +1,4 @@
-"""What can compute attention on a rank (`model.attention_backend`); needs no torch."""
+"""The backends of attention on a rank (`model.attention_backend`); needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(StrEnum):
-    """What computes attention on a rank."""
+    """The backend that computes attention."""
 
     AUTO = "auto"
     """The fastest that is there."""
@@ -37,7 +37,7 @@ class AttentionBackend(StrEnum):
 
     @property
     def remedy(self) -> str:
-        """How to get it; empty: torch has it."""
+        """The remedy; empty: torch has it."""
         remedies = {
             "flash2": "pip install flash-attn --no-build-isolation",
             "flash3": "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention",

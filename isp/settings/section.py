@@ -1,4 +1,4 @@
-"""What a section of the configuration is: a frozen dataclass that refuses values out of range."""
+"""A section of the configuration: a frozen dataclass that refuses values out of range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has changed in the configuration of a run since a checkpoint was saved."""
+"""The changes in the configuration of a run since a checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOW_TO_COMPUTE = (
     "model.attention_backend",
     "model.checkpoint",
 )
-"""How keys of `model` begin that do not change a model which has its weights."""
+"""Beginnings of keys of `model` that do not change a model which has weights."""
 _ORDER_OF_DATA = {
     "training.seed",
     "data.source",
@@ -34,12 +34,12 @@ _ORDER_OF_DATA = {
 
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """What a checkpoint keeps, to be compared when a run goes on from it; plain values."""
+    """The values a checkpoint keeps, plain, to be compared when a run goes on."""
     return {CONFIG: to_plain(config), SEQUENCES: _sequences(config, topology)}
 
 
 def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
-    """What differs from the run that saved a checkpoint, a line each, in words.
+    """The differences from the run that saved a checkpoint, a line each, in words.
 
     Raises ValueError for what makes another model or another order of the data, unless
     `checkpoint.allow_changes` says that it may.

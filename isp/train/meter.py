@@ -62,7 +62,7 @@ class StepMeter:
         self.leave_out()
 
     def leave_out(self) -> None:
-        """What was waited for since the last step was not for a step."""
+        """Leave out waits since the last step, which served none."""
         self._log.take_waited()
 
     def end_step(self) -> PhaseTimes:
@@ -78,7 +78,7 @@ class StepMeter:
 
     @property
     def own_seconds(self) -> float:
-        """What the last step took without waiting for other ranks."""
+        """The last step's time without waiting for other ranks."""
         return self._own_seconds
 
     def count(self, *, tokens: int, flops: float) -> None:

@@ -1,4 +1,4 @@
-"""Who holds the memory of a rank, and what is told when it runs out."""
+"""The owners of a rank's memory, and what is told when it runs out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HISTORY = 100_000
 
 
 class MemoryOwner(NamedTuple):
-    """What a part of the run holds on this rank."""
+    """A part of the run, and its bytes here."""
 
     name: str
     num_bytes: int
@@ -107,7 +107,7 @@ class MemoryGuard:
         self._where, self._owners = where, owners
 
     def explain(self, error: BaseException) -> str:
-        """What is told about `error`, one of memory."""
+        """Explain `error`, one of memory."""
         first_line = str(error).strip().split("\n")[0] or type(error).__name__
         peak = peak_memory_gib(self._device) * 2**30
         return (

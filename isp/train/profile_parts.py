@@ -1,4 +1,4 @@
-"""What each rank records and hands in of a profiled step, and the profile made of all parts.
+"""The parts that ranks record and hand in of a profiled step, and the profile made of them.
 
 Parts are files in a folder that all ranks see, so that whoever puts them together need not be one
 of them: `isp profile` starts the ranks of each mode anew and compares the modes afterwards.
@@ -91,7 +91,7 @@ def part_of(
     first_measured: int,
     traced: int | None,
 ) -> RankPart:
-    """What this rank hands in."""
+    """This rank's part."""
     device = recorder.device
     return RankPart(
         record=recorder.record(),
@@ -110,7 +110,7 @@ def part_of(
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank recorded of a run."""
+    """One rank's record of a run."""
 
     record: RankRecord
     channels: dict[str, tuple[int, ...]]
@@ -136,7 +136,7 @@ class RankPart:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankPart:
-        """What `write` left."""
+        """Read `write`'s part."""
         return TypeAdapter(RankPart).validate_json(_file(folder, rank).read_bytes())
 
 
@@ -145,12 +145,12 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def torch_trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves what torch.profiler saw."""
+    """The file of a rank's torch.profiler trace."""
     return folder / f"torch_{rank}.json"
 
 
 class ProfiledMode(NamedTuple):
-    """What the parts of all ranks come to."""
+    """All ranks' parts put together."""
 
     profile: ModeProfile
     device: str

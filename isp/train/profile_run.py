@@ -49,7 +49,7 @@ _PARTS = "parts"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What `isp profile` measures."""
+    """Options of `isp profile`."""
 
     modes: tuple[Mode, ...] = tuple(Mode)
     warmup_steps: int = 2

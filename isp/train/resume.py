@@ -1,4 +1,4 @@
-"""Which run a process goes on with: one that was stopped, or that torchrun has started again.
+"""The run a process goes on with: one that was stopped, or that torchrun has started again.
 
 [Note: Restarts] Ranks that torchrun starts again are in the same run still, whether it has a
 checkpoint yet or has saved its last one: else a rank that dies while the run ends would have all of
@@ -38,7 +38,7 @@ __all__ = ["Start", "check_start", "open_run"]
 
 
 class Start(NamedTuple):
-    """Where a run is written to, and how it begins."""
+    """The run's folders, and how it begins."""
 
     folder: RunFolder
     checkpoints: Path
@@ -46,18 +46,18 @@ class Start(NamedTuple):
     resumes: bool
     """Whether there may be checkpoints in it to go on from."""
     launched_at: float
-    """When the run was started, by the clock; an earlier one's restarts do not count."""
+    """Time the run was started, by the clock; an earlier one's restarts do not count."""
 
 
 class _Place(NamedTuple):
-    """Where a run was found; nothing has been made for it yet."""
+    """A run's place as found; nothing has been made for it yet."""
 
     run: RunFolder | None
     """None if a new one is to be made."""
     checkpoints: Path | None
     """None if they go to a new run's own folder."""
     launched_at: float | None
-    """When it was, if these ranks have been started again; else None."""
+    """Launch time, if these ranks have been started again; else None."""
 
 
 def check_start(config: JobConfig, topology: Topology) -> None:
@@ -95,7 +95,7 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
 
 @contextmanager
 def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
-    """Where the run goes on, locked if it exists or is to be made, and looked at for faults."""
+    """The place of the run, locked if it exists or is to be made, and looked at for faults."""
     place = _find(config)
     with ExitStack() as held:
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):

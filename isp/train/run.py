@@ -126,7 +126,7 @@ def _snapshots(config: JobConfig, folder: RunFolder) -> Path | None:
 
 
 def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
-    """What `open_run` gives on rank 0, which enters it on `stack`, on all ranks."""
+    """The start from `open_run` on rank 0, entered on `stack`, for all ranks."""
     host, opened, fault = mesh.host, None, None
     if host.rank == 0:
         try:

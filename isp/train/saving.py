@@ -1,4 +1,4 @@
-"""What a run keeps of itself, where it begins, and how hard it tries to save."""
+"""Saves of a run: what it keeps, where it begins, and how hard it tries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETRY_SECONDS = 10
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int
     """Steps done."""

@@ -32,7 +32,7 @@ _CHUNK = 0
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a step did; the same on every rank."""
+    """A step's outcome; the same on every rank."""
 
     loss: float
     """Mean loss of the valid tokens of the global batch, before the update."""
@@ -99,7 +99,7 @@ class TrainStep:
         self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
         self._put_off: DeferredWeightGradients | None = None
-        """What the second half of a split backward computes; None if it is not split."""
+        """Work of the second half of a split backward; None if it is not split."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
             self._put_off = DeferredWeightGradients(gradients)
@@ -202,7 +202,7 @@ class TrainStep:
             self.hook.after_backward(_CHUNK)
 
     def _forward(self, work: _Work, index: int) -> Tensor:
-        """What is to be differentiated."""
+        """The loss to differentiate."""
         self.hook.before_forward(_CHUNK)
         logits = work.forward(_CHUNK, index, work.tokens[index])
         self.hook.after_forward(_CHUNK)

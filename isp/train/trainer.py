@@ -69,7 +69,7 @@ class Trainer:
         self.data = data
         self.stop = stop
         self.deadline = begin + config.training.max_seconds
-        """When the run has to have ended, in `time.monotonic`; it began at `begin`."""
+        """Latest end of the run, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(config, mesh, device, clock=self.clock)
         self.optimizer = self.train_step.optimizer
@@ -107,14 +107,14 @@ class Trainer:
         return data.micro_bsz * data.micro_num * data.seq_len * self.mesh[Axis.DATA].size
 
     def where(self) -> str:
-        """What this rank is doing, in words."""
+        """This rank's work now, in words."""
         phase = self.clock.current
         if is_of_step(phase):
             return f"in {phase} of step {self.step + 1}"
         return f"after step {self.step}, in {phase}"
 
     def memory_owners(self) -> list[MemoryOwner]:
-        """Who holds how much memory on this rank."""
+        """The owners of this rank's memory."""
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator)
 
@@ -174,7 +174,7 @@ class Trainer:
         return stopped
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
-        """What all ranks have to know of each other at the end of a step."""
+        """The facts that all ranks have to know at the end of a step."""
         counts = self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0
         return agree(
             self.mesh.host,
@@ -185,7 +185,7 @@ class Trainer:
         )
 
     def _why_stop(self, facts: StepFacts) -> str | None:
-        """Why the run is to stop, the same on all ranks; None if it goes on."""
+        """The reason to stop the run, the same on all ranks; None if it goes on."""
         if facts.asked:
             return "as asked"
         if facts.late:
@@ -265,7 +265,7 @@ class Trainer:
         self._leave_phase()
 
     def _leave_phase(self) -> None:
-        """What has been done since the step is over, and was no part of it."""
+        """Leave out the time since the step: no part of it."""
         self.clock.enter(Phase.OTHER)
         self._meter.leave_out()
 

@@ -1,4 +1,4 @@
-"""What is known of a run as it goes on: what its ranks agree on, its pace, and what looks wrong."""
+"""The course of a run: what its ranks agree on, its pace, and what looks wrong."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Pace:
         self._last_save = max(self._last_save, self._save, write_seconds)
 
     def seconds_left(self, step: int) -> float | None:
-        """How long the run takes from the end of `step` on; None before that is known, and after.
+        """The time the run takes from the end of `step`; None before that is known, and after.
 
         Evaluations and saves count once one has been measured.
         """
@@ -121,12 +121,12 @@ class Pace:
         return (self._total - step) * mean + before_last + self._last_save
 
     def seconds_to_stop(self) -> float:
-        """How long one more step, and then the end of the run, would take."""
+        """The time of one more step, and then of the run's end."""
         longest = max(self._steps, default=0.0)
         return longest + self._evaluation + self._last_save
 
     def _times_left(self, step: int, every: int) -> int:
-        """How often something is done after `step` that is done every so often, and at the end."""
+        """The number of times after `step` for something done every so often, and at the end."""
         return -(-self._total // every) - step // every
 
 

@@ -46,10 +46,10 @@ __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
 
 @dataclass(frozen=True, kw_only=True)
 class ISPCommModelConfig:
-    """What the communicator has to know of a model's numbers."""
+    """The model's numbers that the communicator has to know."""
 
     device: torch.device
-    """Where the weights are."""
+    """Device of the weights."""
     reduce_dtype: torch.dtype | None = torch.float32
     """Gradients are summed and delivered in it if it is wider than their own; None: in theirs."""
     max_reduce_bytes: int = 1 << 28
@@ -57,14 +57,14 @@ class ISPCommModelConfig:
 
     @classmethod
     def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
-        """What a configuration says."""
+        """Read from a configuration."""
         reduce_dtype = torch.float32 if weight.reduce_dtype == "float32" else None
         return cls(device=device, reduce_dtype=reduce_dtype)
 
 
 @dataclass(eq=False)
 class ISPOverlapState:
-    """What one model chunk has gathered, flying or there, by the weight's name."""
+    """The weights one model chunk has gathered, flying or there, by name."""
 
     gathered: dict[str, GatheredLayer] = field(default_factory=dict)
 
@@ -162,9 +162,9 @@ class ISPCommunicator(WPCommunicator):
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        """What weights are gathered into: at most two units at once."""
+        """Buffers weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        """What gradients are reduced into, as long as they are in flight."""
+        """Buffers gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
         self._stream = streams.new(config.device)
@@ -316,7 +316,7 @@ class ISPCommunicator(WPCommunicator):
         return passes
 
     def _key_of(self, site: Site) -> Hashable:
-        """What says that it is there: a layer, or a launch point."""
+        """The key of a site: a layer, or a launch point."""
         layer = self._chunks[site.chunk][site.block].visits[site.visit].layer
         return site[1:] if layer is None else id(layer)
 
@@ -370,7 +370,7 @@ class ISPCommunicator(WPCommunicator):
             return self._gatherer.launch(layer, with_bias=with_bias)
 
     def _hold(self, layer: WeightHolder, *, planned: bool, with_bias: bool) -> GatheredLayer:
-        """What a visit reads, held for it: as planned, or gathered for it alone."""
+        """Hold what a visit reads: as planned, or gathered for it alone."""
         name = self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             self._wait_for_writers()

@@ -1,4 +1,4 @@
-"""How a model tells a communicator what it is made of: its linears, in order.
+"""A model's declaration to a communicator: its linears, in order.
 
 Nothing is found by matching names, so any model can be driven: it lists its blocks, and in each the
 places that a forward passes.
@@ -46,15 +46,15 @@ class DeclaredVisit:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """Where there is no layer: the module whose call marks the place."""
+    """The module whose call marks the place, if there is no layer."""
     launch_point: LaunchPoint | None = None
-    """What the configuration calls this place."""
+    """The configuration's name for this place."""
     in_recompute: bool = True
     """False where a recompute does not come by."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
     passes: Passes | None = None
-    """What is computed ahead of the layer's product; `isp layouts` needs it."""
+    """Work ahead of the layer's product; `isp layouts` needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -134,13 +134,13 @@ class WeightGatherer:
 
 
 def _version(shard: nn.Parameter) -> tuple[int, int]:
-    """What changes with each write that can be seen [Note: Versions]."""
+    """A value that changes with each visible write [Note: Versions]."""
     return shard._version, _optimizer_steps().count
 
 
 @dataclass
 class _OptimizerSteps:
-    """How often optimizers have stepped: fused ones change weights without torch counting it.
+    """The count of optimizers' steps: fused ones change weights without torch counting it.
 
     A clock that no run owns, like torch's hooks on all optimizers themselves.
     """

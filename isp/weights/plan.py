@@ -48,7 +48,7 @@ __all__ = ["Act", "ActKind", "Plan", "Step", "plan"]
 
 
 class ActKind(StrEnum):
-    """What can be done with a weight."""
+    """A kind of act on weights."""
 
     GATHER = "gather"
     WAIT = "wait"
@@ -194,7 +194,7 @@ def _launch_per_layer(
 
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
-    """Which site of a forward or recompute is the launch point, or stands in for it."""
+    """The site of a forward or recompute that is the launch point, or stands in."""
     visits = chunks[span.action.chunk][span.block].visits
     point = next((v for v, visit in enumerate(visits) if visit.launch_point is launch), 0)
     going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]

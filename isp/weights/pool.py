@@ -16,7 +16,7 @@ __all__ = ["Lease", "MemoryPool", "PoolCounters"]
 
 
 class PoolCounters(NamedTuple):
-    """What a pool holds and has done; sizes in bytes."""
+    """A pool's holdings and past work; sizes in bytes."""
 
     reserved_bytes: int
     """Held by the pool, leased or free."""

@@ -18,7 +18,7 @@ __all__ = ["GradientReducer", "GradientSink", "ParameterGradients"]
 
 
 class GradientSink(Protocol):
-    """Where reduced gradients end (`isp.optim.MainGradients` is one)."""
+    """Sink of reduced gradients (`isp.optim.MainGradients` is one)."""
 
     def promise(self, parameter: nn.Parameter) -> None:
         """Announce one `add`.  Raises RuntimeError if there is none to come any more."""

@@ -15,7 +15,7 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """What is gathered or under way during a visit."""
+    """Weights gathered or under way during a visit."""
 
     blocks: int
     """A weight counts for the block that runs if that reads it, else for the next that will."""
@@ -25,17 +25,17 @@ class Occupancy(NamedTuple):
 
 
 class Lookahead(NamedTuple):
-    """How far ahead of its first read a weight was asked for."""
+    """The distance of a weight's request ahead of its first read."""
 
     weight: str
     site: Site
-    """Where it is waited for."""
+    """Place of the wait."""
     visits: int
     """Visits from the gather to the wait; 0 if nothing can hide it."""
 
 
 class Simulation(NamedTuple):
-    """What came out of a plan that held."""
+    """The result of a plan that held."""
 
     peak: Occupancy
     """The largest of each."""
@@ -145,7 +145,7 @@ class _Replay:
             del self.launched[weight]
 
     def occupancy(self, number: int, offset: int) -> Occupancy:
-        """What is there at a visit, or at the start if `number` is -1."""
+        """The occupancy at a visit, or at the start if `number` is -1."""
         reads = self.spans[number].reads if number >= 0 else ()
         extent = _extent(reads)
         blocks: set[object] = set()

@@ -1,4 +1,4 @@
-"""What one training step visits, in order: the model's declaration and the pipeline's actions.
+"""A training step's visits, in order: the model's declaration and the pipeline's actions.
 
     action   F0 B0 F1 B1 ...          what the pipeline runs, one micro-batch on one chunk
     span     one block in one action  forward; or recompute (if recomputed) and backward, together
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class ActionKind(StrEnum):
-    """What a pipeline stage does with one micro-batch and one chunk."""
+    """A pipeline stage's work on one micro-batch and one chunk."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What passes over memory ahead of a visit's product (norms, activations, rotations).
+    """Passes over memory ahead of a visit's product (norms, activations, rotations).
 
     Numbers read and written for each token, in forward.
     """
@@ -75,7 +75,7 @@ class Visit(NamedTuple):
     """The weight that is read here, by its unique name; None where there is only a launch point.
     The same name may stand at several visits: a module called twice, tied weights."""
     launch_point: LaunchPoint | None = None
-    """What the configuration calls this visit, where it has a name for it."""
+    """The configuration's name for this visit, where it has one."""
     in_recompute: bool = True
     """False where a recompute does not come by, e.g. an attention whose output was kept: what lies
     before and behind it is recomputed separately."""
@@ -124,7 +124,7 @@ class Span(NamedTuple):
 
 
 def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
-    """Which layers are recomputed: the first ceil(fraction * num_layers) of them.
+    """The recomputed layers: the first ceil(fraction * num_layers) of them.
 
     The first, because their activations live longest, and because the recompute of a last layer
     would come at the moment when all the others' activations are still there. Rounded up, because
@@ -159,7 +159,7 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
 
 
 class _Pass(NamedTuple):
-    """What all spans of one block and one kind of action share."""
+    """The common part of one block's spans for one kind of action."""
 
     block: int
     sites: tuple[Site, ...]

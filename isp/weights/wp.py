@@ -33,7 +33,7 @@ class FullWeights(Protocol):
 
 
 class WPCommunicator(ABC):
-    """What a layer asks when it needs a weight, and tells when it has a gradient.
+    """The one a layer asks when it needs a weight, and tells of a gradient.
 
     A parameter never changes identity: `layer.weight` is the shard, always. The full weight is a
     value:
