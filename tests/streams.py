@@ -106,13 +106,18 @@ class Event:
 class Work:
     """A transfer of gloo's as NCCL's: a wait makes the current stream wait."""
 
-    def __init__(self, device: Device, real: dist.Work, wire: Stream, stash: list[Tensor]) -> None:
-        self.device, self.real, self.stash = device, real, stash
+    def __init__(
+        self, device: Device, name: str, real: dist.Work, wire: Stream, stash: list[Tensor]
+    ) -> None:
+        self.device, self.name, self.real, self.stash = device, name, real, stash
         self.counts = dict(wire.seen)
 
     def wait(self, *args: Any) -> bool:
-        with _disable_current_modes():  # what gloo does to its end is no work of a stream
-            self.real.wait(*args)
+        # gloo's wait is one of the host, too. It must not be held up by who only takes the time of
+        # a receive, as it is posted: the other rank may not send before this one has gone on.
+        if self.device.current is self.device.compute or self.name not in ("send", "recv"):
+            with _disable_current_modes():  # what gloo does to its end is no work of a stream
+                self.real.wait(*args)
         self.device.current.wait_for(self.counts)
         self.stash = []
         return True
@@ -227,7 +232,7 @@ class Device(TorchDispatchMode):
             self._touch(wire, name, _tensors(args), _tensors(args[:written]))
             with _disable_current_modes():
                 work = real(group, *args, **options)
-            return Work(self, work, wire, _tensors(args))
+            return Work(self, name, work, wire, _tensors(args))
 
         return launch
 
