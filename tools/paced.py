@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Paced"]

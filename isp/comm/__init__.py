@@ -7,8 +7,8 @@ from isp.comm.link import Link
 from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Pending
-from isp.comm.phase import Phase
 from isp.comm.roll_call import CollectiveTimeout, RollCall
+from isp.parallel.phase import Phase
 
 __all__ = [
     "Cargo",

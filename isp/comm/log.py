@@ -12,7 +12,7 @@ import torch
 
 from isp.comm import streams
 from isp.comm.cargo import Cargo
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer", "covered"]
 

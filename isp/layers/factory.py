@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from isp.comm import Channel
-from isp.comm.phase import Phase
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import ParallelLinear
 from isp.layers.moves import Moves, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.phase import Phase
 from isp.weights.ends import (
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,

@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from isp.comm import Pending
 from isp.comm.cargo import Cargo, Purpose
-from isp.comm.phase import Phase
 from isp.layers.init import MasterStream
 from isp.layers.module import ParallelModule
 from isp.layers.moves import Moves
 from isp.layers.wanted import Wanted, wanted
 from isp.layers.weight_gradients import AtOnce, WeightGradientRoute
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ParallelLinear"]

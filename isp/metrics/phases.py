@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from isp.comm import streams
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 
 __all__ = ["PhaseClock", "PhaseTimes", "is_of_step", "training_seconds"]
 

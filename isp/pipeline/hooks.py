@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isp.comm import CommLog
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommunicator
 from isp.weights.trace import Action
 from isp.weights.wp import ISPCommunicatorWrapper

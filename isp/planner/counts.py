@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.dry import Trip
-from isp.comm.phase import Phase
 from isp.parallel import Axis
 from isp.parallel.config import Prefetch
+from isp.parallel.phase import Phase
 from isp.planner.case import Case, Place
 from isp.planner.declared import (
     actions_of,

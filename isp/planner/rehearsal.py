@@ -29,10 +29,10 @@ from torch.utils.flop_counter import flop_registry
 from isp.attention import AttentionMask
 from isp.comm import Channel
 from isp.comm.dry import DryChannel
-from isp.comm.phase import Phase
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
+from isp.parallel.phase import Phase
 from isp.planner.case import Case, Place
 from isp.planner.declared import BlockKind, kind_of, kind_of_block
 from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, Recorder, Tapes

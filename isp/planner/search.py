@@ -9,11 +9,11 @@ from itertools import product
 
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.dry import Trip
-from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
 from isp.parallel.partition import divisors
+from isp.parallel.phase import Phase
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import blocks_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm.dry import Trip
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
 __all__ = [

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from isp.comm.dry import Trip
-from isp.comm.phase import Phase
 from isp.parallel import Axis
+from isp.parallel.phase import Phase
 from isp.planner.case import Case
 from isp.planner.clock import Clock
 from isp.planner.costs import Costs

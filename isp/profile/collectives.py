@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from isp.comm import Transfer
 from isp.comm.cargo import Purpose
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile.recorder import Mark, RankRecord
 from isp.profile.schema import Collective, Cost
 

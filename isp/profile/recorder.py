@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isp.comm import CommLog, DeviceClock, Transfer, streams
-from isp.comm.phase import Phase
 from isp.metrics import MemoryMeter, peak_memory_gib
+from isp.parallel.phase import Phase
 
 __all__ = ["Mark", "RankRecord", "Recorder"]
 

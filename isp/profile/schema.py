@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from isp.comm.cargo import Purpose
 from isp.comm.log import BETWEEN_TWO
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 
 __all__ = [
     "Collective",

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from isp.comm.cargo import Purpose
 from isp.comm.log import covered
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import (

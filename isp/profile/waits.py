@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from isp.comm.cargo import Purpose
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, Mode, OverlapUnit, WeightConfig
+from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import Collective, Cost, Edge, Reason, Wait

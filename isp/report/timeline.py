@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, Timeline
 from isp.report.page import Choice, Section
 from isp.report.style import (

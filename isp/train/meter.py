@@ -8,11 +8,11 @@ import torch
 
 from isp.comm import CommLog
 from isp.comm.log import Transfer
-from isp.comm.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, peak_memory_gib, speed
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.models.protocol import LanguageModel
+from isp.parallel.phase import Phase
 from isp.train.step import StepOutcome
 
 __all__ = ["StepMeter", "model_flops"]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo, Purpose
-from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
@@ -20,6 +19,7 @@ from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
+from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
 from isp.train.data import slice_sequence

@@ -12,13 +12,13 @@ import torch
 
 from isp.checkpoint import CheckpointError
 from isp.comm import Mesh
-from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import describe_mfu, device_name, peak_tflops, shared_cores
 from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
+from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.run.signals import StopRequest
 from isp.train.data import StepData

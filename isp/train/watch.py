@@ -16,11 +16,11 @@ from isp.checkpoint import Checkpointer, CheckpointError
 from isp.checkpoint.agreement import exchange
 from isp.comm import Channel, Mesh, Transfer
 from isp.comm.cargo import Cargo
-from isp.comm.phase import Phase
 from isp.config import JobConfig
 from isp.metrics.phases import PhaseTimes, training_seconds
 from isp.optim import Zero1Optimizer
 from isp.parallel import Axis, Topology
+from isp.parallel.phase import Phase
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, streams
 from isp.comm.cargo import Cargo, Purpose
-from isp.comm.phase import Phase
 from isp.parallel.config import Prefetch, WeightConfig
+from isp.parallel.phase import Phase
 from isp.weights.cursor import PlanCursor, UnannouncedPasses
 from isp.weights.declare import (
     DeclaredBlock,

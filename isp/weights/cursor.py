@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step
 from isp.weights.trace import Action, ActionKind, Site
 

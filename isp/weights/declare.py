@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import nn
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.phase import Phase
 from isp.weights.trace import Block, Chunks, Passes, Site, Visit
 
 __all__ = [

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from isp.comm import Channel, Pending
 from isp.comm.cargo import UNNAMED, Cargo, Purpose
-from isp.comm.phase import Phase
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.phase import Phase
 from isp.parallel.topology import Axis
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import FullWeights, WPCommunicator

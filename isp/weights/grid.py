@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan
 from isp.weights.simulate import Simulation, simulate
 from isp.weights.trace import Action, Block, Chunks, Site, Span, trace

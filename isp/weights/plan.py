@@ -40,8 +40,8 @@ from functools import lru_cache
 from itertools import chain, groupby, islice, repeat
 from typing import NamedTuple
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.parallel.phase import Phase
 from isp.weights.trace import Action, Chunks, Site, Span, trace
 
 __all__ = ["Act", "ActKind", "Plan", "Step", "plan"]

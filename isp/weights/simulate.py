@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.plan import Act, ActKind, Plan, Step
 from isp.weights.trace import Action, Chunks, Site, Span, trace
 

@@ -16,8 +16,8 @@ from fractions import Fraction
 from itertools import groupby
 from typing import NamedTuple
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint
+from isp.parallel.phase import Phase
 
 __all__ = [
     "Action",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.weights.declare import WeightHolder
 from isp.weights.reductions import GradientSink
 from isp.weights.trace import Action

@@ -11,11 +11,11 @@ import torch
 
 from isp.comm.cargo import Cargo
 from isp.comm.log import CommLog
-from isp.comm.phase import Phase
 from isp.config import load_config
 from isp.metrics import read_metrics
 from isp.metrics.phases import PhaseClock, training_seconds
 from isp.parallel import Mode
+from isp.parallel.phase import Phase
 from isp.train import main
 from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from isp.comm.cargo import Purpose
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile import (
     Collective,
     ComputeSpan,

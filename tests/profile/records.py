@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from isp.comm import Transfer
 from isp.comm.cargo import Cargo, Purpose
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import Mark, RankRecord
 

@@ -8,7 +8,7 @@ import pytest
 
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.log import covered
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile import Cost, Edge
 from isp.profile.totals import step_collectives, timeline, totals
 from tests.profile.records import (

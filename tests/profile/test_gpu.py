@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
-from isp.comm.phase import Phase
+from isp.parallel.phase import Phase
 from isp.profile.recorder import Recorder
 
 pytestmark = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from isp.comm.phase import Phase
 from isp.parallel import Mode, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel.phase import Phase
 from isp.profile import Reason
 from isp.profile.waits import WaitSettings, worst_waits
 from tests.profile.records import QKV, aligned, gradient, mark, output, record, transfer, weight

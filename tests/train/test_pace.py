@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from isp.comm.phase import Phase
 from isp.config import (
     CheckpointConfig,
     DataConfig,
@@ -14,6 +13,7 @@ from isp.config import (
     ValidationConfig,
 )
 from isp.metrics.phases import PhaseTimes
+from isp.parallel.phase import Phase
 from isp.train.watch import Pace
 
 

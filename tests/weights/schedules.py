@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint
+from isp.parallel.phase import Phase
 from isp.weights.plan import Act, Plan
 from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, recomputed_blocks
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.cursor import PlanCursor
 from isp.weights.plan import plan

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isp.comm import Link, Mesh
-from isp.comm.phase import Phase
 from isp.layers.module import named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import OverlapUnit
+from isp.parallel.phase import Phase
 from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions

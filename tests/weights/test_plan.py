@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from isp.comm.phase import Phase
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.parallel.phase import Phase
 from isp.weights.plan import plan
 from isp.weights.simulate import simulate
 from isp.weights.trace import Block, Chunks, Visit, sequential_actions

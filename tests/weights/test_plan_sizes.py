@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from isp.comm.phase import Phase
 from isp.parallel import PipelineConfig, PipelineSchedule
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.parallel.phase import Phase
 from isp.pipeline import PipelineOrder, one_forward_one_backward
 from isp.weights.plan import plan
 from isp.weights.simulate import Simulation, simulate
