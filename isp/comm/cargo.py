@@ -1,11 +1,22 @@
-"""`Cargo`, what a transfer carries: its purpose, for programs, and its name, for people."""
+"""Transfers in words: what they carry (`Cargo`), how much (`Trip`), and which one failed."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["UNNAMED", "Cargo", "Purpose"]
+__all__ = [
+    "BETWEEN_TWO",
+    "UNNAMED",
+    "Cargo",
+    "Collective",
+    "CollectiveError",
+    "Purpose",
+    "Trip",
+]
+
+BETWEEN_TWO = ("send", "recv")
+"""Kinds of transfers between two ranks, not all that the channel has."""
 
 
 class Purpose(StrEnum):
@@ -53,3 +64,48 @@ class Cargo(NamedTuple):
 
 UNNAMED = Cargo()
 """Numbers without a name."""
+
+
+class Trip(NamedTuple):
+    """One transfer of a rank, as is known when it is launched."""
+
+    kind: str
+    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
+    channel: str
+    """Name of the channel, which is the name of its mesh axis."""
+    cargo: Cargo
+    sent_bytes: int
+    """Bytes that this rank has to send to others, by the collective's definition."""
+
+
+class Collective(NamedTuple):
+    """One collective of a group, or transfer between two of its ranks, for people."""
+
+    kind: str
+    """As in `Trip`."""
+    label: str
+    """The cargo."""
+    channel: str
+    ranks: list[int]
+    """The group's, in the world; of a send or recv the sender and the receiver."""
+    number: int
+    """Of those that its channel has launched in the group; the same on all its ranks."""
+
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        if self.kind in BETWEEN_TWO:
+            return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        return f"{self.channel} group {self.ranks}"
+
+    def __str__(self) -> str:
+        of = f" of {self.label}" if self.label else ""
+        return f"{self.kind}{of} in the {self.group} (number {self.number} there)"
+
+
+class CollectiveError(RuntimeError):
+    """A transfer failed: the backend's words, and which it was."""
+
+    def __init__(self, collective: Collective, reason: str) -> None:
+        super().__init__(f"{collective}: {reason}")
+        self.collective = collective

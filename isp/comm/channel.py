@@ -12,60 +12,25 @@ the same bits whatever the timing. It is what `reduce_scatter` does on gloo.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isp.comm import streams
-from isp.comm.cargo import UNNAMED, Cargo
-from isp.comm.link import Link
-from isp.comm.log import BETWEEN_TWO, CommLog, DeviceClock, Transfer
-from isp.comm.pending import Pending
+from isp.comm.cargo import UNNAMED, Cargo, Collective, CollectiveError, Trip
+from isp.comm.log import CommLog
+from isp.comm.pending import Link, Pending
 
-__all__ = ["Channel", "CollectiveError", "Place"]
+__all__ = ["Channel", "DryChannel", "Listener"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Place(NamedTuple):
-    """One collective of a group, or transfer between two of its ranks, for people."""
-
-    kind: str
-    """As in `Transfer`."""
-    label: str
-    """The cargo."""
-    channel: str
-    ranks: list[int]
-    """The group's, in the world; of a send or recv the sender and the receiver."""
-    number: int
-    """Of those that its channel has launched in the group; the same on all its ranks."""
-
-    @property
-    def group(self) -> str:
-        """The group's name."""
-        if self.kind in BETWEEN_TWO:
-            return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
-        return f"{self.channel} group {self.ranks}"
-
-    def __str__(self) -> str:
-        of = f" of {self.label}" if self.label else ""
-        return f"{self.kind}{of} in the {self.group} (number {self.number} there)"
-
-
-class CollectiveError(RuntimeError):
-    """A transfer failed: the backend's words, and which it was."""
-
-    def __init__(self, place: Place, reason: str) -> None:
-        super().__init__(f"{place}: {reason}")
-        self.place = place
 
 
 class Channel:
@@ -97,6 +62,7 @@ class Channel:
         """Transfers so far, by the sender and receiver of those between two; of all ranks: ()."""
         self._on_streams = group is not None and streams.serve(group)
         self._ends: streams.Stream | None = None
+        """See `CommLog.timed_on_device`."""
         self.sums_locally = sum_locally
         """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
@@ -106,14 +72,12 @@ class Channel:
         return cls(None, name=name)
 
     def progress(self) -> dict[str, int]:
-        """The number of transfers launched so far, by the group's name (see `Place`)."""
-        places = [self._place("send" if p else "", "", p, n) for p, n in self._launched.items()]
-        return {place.group: place.number for place in places}
-
-    def _place(self, kind: str, label: str, pair: tuple[int, ...], number: int) -> Place:
-        assert self.group is not None
-        ranks = dist.get_process_group_ranks(self.group)
-        return Place(kind, label, self.name, [ranks[r] for r in pair] if pair else ranks, number)
+        """The number of transfers launched so far, by the group's name (see `Collective`)."""
+        launched = [
+            self._collective("send" if pair else "", "", pair, number)
+            for pair, number in self._launched.items()
+        ]
+        return {collective.group: collective.number for collective in launched}
 
     # -- collectives along a dimension -------------------------------------------------------
 
@@ -164,13 +128,12 @@ class Channel:
         """Write the ranks' x [n, ..], joined in rank order, into `out` of p times its elements."""
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
-        sent = _num_bytes(x) * (self.size - 1)
         return self._launch(
             "all_gather",
             cargo,
-            sent,
+            x.nbytes * (self.size - 1),
             lambda: _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True),
-            lambda: out,
+            out,
             keep=(x, out),
         )
 
@@ -186,24 +149,22 @@ class Channel:
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)))
         if self.sums_locally:
-            sent = _num_bytes(x) // self.size * (self.size - 1)
             parts = torch.empty_like(x) if received is None else received
             return self._launch(
                 "reduce_scatter",
                 cargo,
-                sent,
+                x.nbytes // self.size * (self.size - 1),
                 lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=True),
-                lambda: _sum_in_rank_order(parts.view(self.size, *out.shape), out),
+                parts,
                 keep=(x, parts, out),
-            )
+            ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
         wide = x if x.dtype == out.dtype else x.to(out.dtype)
-        sent = _num_bytes(wide) // self.size * (self.size - 1)
         return self._launch(
             "reduce_scatter",
             cargo,
-            sent,
+            wide.nbytes // self.size * (self.size - 1),
             lambda: _reduce_scatter(out.view(-1), wide.view(-1), group=self.group, async_op=True),
-            lambda: out,
+            out,
             keep=(wide, out),
         )
 
@@ -222,13 +183,13 @@ class Channel:
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x))
-        own = _num_bytes(x) // self.size
+        own = x.nbytes // self.size
         if in_rows is not None:
-            own = _num_bytes(x) // max(1, x.shape[0]) * in_rows[self.rank]
+            own = x.nbytes // max(1, x.shape[0]) * in_rows[self.rank]
         return self._launch(
             "all_to_all",
             cargo,
-            _num_bytes(x) - own,
+            x.nbytes - own,
             lambda: dist.all_to_all_single(
                 out,
                 x,
@@ -237,7 +198,7 @@ class Channel:
                 group=self.group,
                 async_op=True,
             ),
-            lambda: out,
+            out,
             keep=(x, out),
         )
 
@@ -246,13 +207,13 @@ class Channel:
         if self.size == 1:
             return Pending.ready(x)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        sent = _num_bytes(x) * 2 * (self.size - 1) // self.size
+        sent = x.nbytes * 2 * (self.size - 1) // self.size
         return self._launch(
             "all_reduce",
             cargo,
             sent,
             lambda: dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True),
-            lambda: x,
+            x,
             keep=(x,),
         )
 
@@ -260,13 +221,13 @@ class Channel:
         """Replace x by that of the channel's rank `source`."""
         if self.size == 1:
             return Pending.ready(x)
-        sent = _num_bytes(x) if self.rank == source else 0
+        sent = x.nbytes if self.rank == source else 0
         return self._launch(
             "broadcast",
             cargo,
             sent,
             lambda: dist.broadcast(x, group=self.group, group_src=source, async_op=True),
-            lambda: x,
+            x,
             keep=(x,),
         )
 
@@ -278,9 +239,9 @@ class Channel:
         return self._launch(
             "send",
             cargo,
-            _num_bytes(x),
-            lambda: _ours(dist.isend(x, group=self.group, group_dst=target)),
-            lambda: x,
+            x.nbytes,
+            lambda: dist.isend(x, group=self.group, group_dst=target),
+            x,
             keep=(x,),
             pair=(self.rank, target),
         )
@@ -291,8 +252,8 @@ class Channel:
             "recv",
             cargo,
             0,
-            lambda: _ours(dist.irecv(out, group=self.group, group_src=source)),
-            lambda: out,
+            lambda: dist.irecv(out, group=self.group, group_src=source),
+            out,
             keep=(out,),
             pair=(source, self.rank),
         )
@@ -314,99 +275,54 @@ class Channel:
         kind: str,
         cargo: Cargo,
         sent_bytes: int,
-        start: Callable[[], dist.Work],
-        result: Callable[[], Tensor],
+        start: Callable[[], dist.Work | None],
+        out: Tensor,
+        *,
         keep: tuple[Tensor, ...],
         pair: tuple[int, ...] = (),
     ) -> Pending:
+        """`out` on its way; `keep` is all that travels, and `pair` as in `_launched`."""
+        wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
+
+        def arrive() -> Tensor:
+            wait()
+            return out
+
+        return Pending(arrive, keep=keep)
+
+    def _start(
+        self, trip: Trip, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
+    ) -> Callable[[], object]:
+        """Start a transfer; what is returned waits for it, and the log has its times."""
         self._launched[pair] += 1
-        transfer = self.log.start(kind, self.name, cargo, sent_bytes)
-        arrival = 0.0 if self.link is None else self.link.book(sent_bytes)
+        transfer = self.log.start(*trip)
         if not self._on_streams:
-            wait = self._wait_on_host(transfer, start(), result, arrival, pair)
-        elif self.log.clock is None:
-            wait = self._wait_on_device(transfer, start(), result)
-        else:
-            wait = self._time_on_device(transfer, start, result, self.log.clock)
-        return Pending(wait, keep=keep)
-
-    def _wait_on_device(
-        self, transfer: Transfer, work: dist.Work, result: Callable[[], Tensor]
-    ) -> Callable[[], Tensor]:
-        """A wait makes the stream that is current then wait, and not the host."""
-
-        def wait() -> Tensor:
-            work.wait()
-            transfer.waited = True
-            return result()
-
-        return wait
-
-    def _time_on_device(
-        self,
-        transfer: Transfer,
-        start: Callable[[], dist.Work],
-        result: Callable[[], Tensor],
-        clock: DeviceClock,
-    ) -> Callable[[], Tensor]:
-        """As `_wait_on_device`, with events around the transfer and the wait.
-
-        A transfer ends where a stream that does nothing but wait for this channel's ends: they
-        follow each other there as they do on the wire, and hold up nothing else. So it must be
-        none of those that gathers and NCCL run on.
-        """
-        launch, work = clock.mark(), start()
-        self._ends = self._ends or streams.new(clock.device, priority=-1)
-        with streams.on(self._ends):
-            work.wait()
-            end = clock.mark()
-
-        def wait() -> Tensor:
-            begin = finish = clock.mark()
-            work.wait()
-            if streams.current(clock.device) == clock.compute:
-                finish = clock.mark()
-            transfer.waited = True
-            self.log.defer(transfer, launch, end, begin, finish)
-            return result()
-
-        return wait
+            arrival = 0.0 if self.link is None else self.link.book(trip.sent_bytes)
+            work = _ours(start())
+            wait = partial(self._wait_on_host, work, trip, pair, self._launched[pair])
+            return self.log.timed_on_host(transfer, work, wait, arrival)
+        if self.log.clock is not None:
+            # It must be none of the streams that gathers and NCCL run on.
+            self._ends = self._ends or streams.new(self.log.clock.device, priority=-1)
+        return self.log.timed_on_device(transfer, lambda: _ours(start()), self._ends)
 
     def _wait_on_host(
-        self,
-        transfer: Transfer,
-        work: dist.Work,
-        result: Callable[[], Tensor],
-        arrival: float,
-        pair: tuple[int, ...],
-    ) -> Callable[[], Tensor]:
-        number = self._launched[pair]
+        self, work: dist.Work, trip: Trip, pair: tuple[int, ...], number: int
+    ) -> None:
+        try:
+            if pair:  # gloo counts their time from here, and has to be told how long
+                work.wait(self._timeout())
+            else:
+                work.wait()
+        except RuntimeError as error:
+            collective = self._collective(trip.kind, str(trip.cargo), pair, number)
+            raise CollectiveError(collective, str(error)) from error
 
-        def note_end(_: object) -> None:
-            transfer.ended = max(time.perf_counter(), arrival)
-
-        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
-        with suppress(RuntimeError):
-            work.get_future().add_done_callback(note_end)
-
-        def wait() -> Tensor:
-            begin = transfer.wait_began = time.perf_counter()
-            try:
-                if pair:  # gloo counts their time from here, and has to be told how long
-                    work.wait(self._timeout())
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                place = self._place(transfer.kind, transfer.label, pair, number)
-                raise CollectiveError(place, str(error)) from error
-            if (left := arrival - time.perf_counter()) > 0:
-                time.sleep(left)
-            transfer.exposed = time.perf_counter() - begin
-            transfer.ended = transfer.ended or begin + transfer.exposed
-            transfer.waited = True
-            return result()
-
-        return wait
+    def _collective(self, kind: str, label: str, pair: tuple[int, ...], number: int) -> Collective:
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        ranks = [ranks[rank] for rank in pair] if pair else ranks
+        return Collective(kind, label, self.name, ranks, number)
 
     def _timeout(self) -> timedelta:
         """The time a transfer of the group may take now."""
@@ -415,13 +331,35 @@ class Channel:
         return found
 
 
+class Listener(Protocol):
+    """A listener to what dry channels do."""
+
+    def launched(self, trip: Trip) -> Callable[[], object]:
+        """A transfer sets off; what is returned is called when it is waited for."""
+
+
+class DryChannel(Channel):
+    """Rank `rank` of `size`, without a process group: for tensors on the meta device.
+
+    Code that runs over it does all that it does over a real one, and what arrives has the right
+    shape and no contents.
+    """
+
+    def __init__(
+        self, name: str, size: int, rank: int, listener: Listener, *, sum_locally: bool = False
+    ) -> None:
+        super().__init__(None, name=name, sum_locally=sum_locally)
+        self.size = size
+        self.rank = rank
+        self.listener = listener
+
+    def _start(self, trip: Trip, *_: object) -> Callable[[], object]:
+        return self.listener.launched(trip)
+
+
 def _ours(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is in its group"
     return work
-
-
-def _num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _join(out: Tensor, dim: int) -> Tensor:

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from isp.comm import streams
-from isp.comm.cargo import Cargo
+from isp.comm.cargo import BETWEEN_TWO, Cargo
 from isp.parallel.phase import Phase
 
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer", "covered"]
 
-BETWEEN_TWO = ("send", "recv")
-"""Kinds of transfers between two ranks, not all that the channel has."""
 _RENEWED_AFTER_MS = 1000.0
 """CUDA gives times between events in float32: their resolution falls with their length."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One collective, send or recv on this rank; times are seconds of `time.perf_counter`.
+    """A `Trip` and its times, in seconds of `time.perf_counter`.
 
     On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
 
     kind: str
-    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
     channel: str
-    """Name of the channel, which is the name of its mesh axis."""
     cargo: Cargo
-    """The cargo."""
     sent_bytes: int
-    """Bytes that this rank has to send to others, by the collective's definition."""
     launched: float
     ended: float = 0.0
     """End of the transfer; 0 while it is under way."""
@@ -210,17 +206,63 @@ class CommLog:
         if self.observer is not None:
             self.observer.entered(phase, block)
 
-    def defer(
-        self,
-        transfer: Transfer,
-        launch: streams.Event,
-        end: streams.Event,
-        begin: streams.Event,
-        finish: streams.Event,
-    ) -> None:
-        """Take the times of `transfer` later from events: its own, and those of the wait for it."""
-        if self.clock is not None:
-            self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
+    def timed_on_host(
+        self, transfer: Transfer, work: dist.Work, wait: Callable[[], None], arrival: float
+    ) -> Callable[[], None]:
+        """`wait`, which blocks until `work` is over, with its times; not before `arrival`."""
+
+        def note_end(_: object) -> None:
+            transfer.ended = max(time.perf_counter(), arrival)
+
+        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
+        with suppress(RuntimeError):
+            work.get_future().add_done_callback(note_end)
+
+        def timed() -> None:
+            begin = transfer.wait_began = time.perf_counter()
+            wait()
+            if (left := arrival - time.perf_counter()) > 0:
+                time.sleep(left)
+            transfer.exposed = time.perf_counter() - begin
+            transfer.ended = transfer.ended or begin + transfer.exposed
+            transfer.waited = True
+
+        return timed
+
+    def timed_on_device(
+        self, transfer: Transfer, start: Callable[[], dist.Work], ends: streams.Stream | None
+    ) -> Callable[[], None]:
+        """Start the transfer; the result makes the stream that is current then wait, not the host.
+
+        It is timed, if at all, by events around it and around the wait. A transfer ends where
+        `ends`, a stream that does nothing but wait for those of one channel, ends: they follow each
+        other there as they do on the wire, and hold up nothing else.
+        """
+        clock = self.clock
+        if clock is None:
+            work = start()
+
+            def untimed() -> None:
+                work.wait()
+                transfer.waited = True
+
+            return untimed
+
+        launch, work = clock.mark(), start()
+        with streams.on(ends):
+            work.wait()
+            end = clock.mark()
+
+        def timed() -> None:
+            begin = finish = clock.mark()
+            work.wait()
+            if streams.current(clock.device) == clock.compute:
+                finish = clock.mark()
+            transfer.waited = True
+            if self.clock is not None:
+                self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
+
+        return timed
 
     def settle(self) -> None:
         """Fill in the device times of all transfers waited for so far (synchronises on CUDA)."""

@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from isp.comm.channel import Channel
-from isp.comm.link import Link
 from isp.comm.log import CommLog
+from isp.comm.pending import Link
 from isp.parallel.topology import Axis, Topology
 
 __all__ = ["Mesh", "World"]

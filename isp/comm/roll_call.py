@@ -24,8 +24,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from isp.comm.cargo import Cargo
-from isp.comm.channel import Channel, CollectiveError, Place
+from isp.comm.cargo import Cargo, Collective, CollectiveError
+from isp.comm.channel import Channel
 
 __all__ = ["CollectiveTimeout", "RollCall"]
 
@@ -39,20 +39,20 @@ class CollectiveTimeout(RuntimeError):
 class _Entry(NamedTuple):
     """A rank's note: where it waited, and how much it had launched in each group."""
 
-    place: Place
+    collective: Collective
     launched: dict[str, int]
 
     def to_json(self) -> str:
-        return json.dumps([list(self.place), self.launched])
+        return json.dumps([list(self.collective), self.launched])
 
     @classmethod
     def from_json(cls, text: str) -> _Entry:
-        place, launched = json.loads(text)
-        return cls(Place(*place), launched)
+        collective, launched = json.loads(text)
+        return cls(Collective(*collective), launched)
 
-    def has_reached(self, place: Place) -> bool:
+    def has_reached(self, collective: Collective) -> bool:
         """Whether the rank had launched the collective that others waited in."""
-        return self.launched.get(place.group, 0) >= place.number
+        return self.launched.get(collective.group, 0) >= collective.number
 
 
 class RollCall:
@@ -87,27 +87,29 @@ class RollCall:
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
         """The fate of the collective; empty if no rank has seen a time-out."""
-        place, launched = error.place, dict[str, int]()
+        collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
-        store.set(str(self._rank), _Entry(place, launched).to_json())
+        store.set(str(self._rank), _Entry(collective, launched).to_json())
         if not _is_timeout(error):
             return store.get("verdict").decode() if store.check(["verdict"]) else ""
         entries: dict[int, _Entry] = {}
         end = time.monotonic() + self._grace_seconds
-        while self._silent(store, place, entries) and time.monotonic() < end:
+        while self._silent(store, collective, entries) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        text = self._describe(place, entries, self._silent(store, place, entries))
+        text = self._describe(collective, entries, self._silent(store, collective, entries))
         verdict: bytes = store.compare_set("verdict", "", text)
         return verdict.decode()
 
-    def _silent(self, store: Store, place: Place, entries: dict[int, _Entry]) -> list[int]:
-        """The ranks without a sign for which those in `place` wait, or wait for one that does.
+    def _silent(
+        self, store: Store, collective: Collective, entries: dict[int, _Entry]
+    ) -> list[int]:
+        """The ranks without a sign for which those in `collective` wait, or wait for one that does.
 
         Reads what they have written into `entries`.
         """
         asked, silent = {self._rank}, []
-        to_ask = [rank for rank in place.ranks if rank != self._rank]
+        to_ask = [rank for rank in collective.ranks if rank != self._rank]
         while to_ask:
             rank = to_ask.pop()
             if rank in asked:
@@ -117,14 +119,16 @@ class RollCall:
                 entries[rank] = _Entry.from_json(store.get(str(rank)).decode())
             if rank not in entries:
                 silent.append(rank)
-            elif not entries[rank].has_reached(place):
-                to_ask += entries[rank].place.ranks
+            elif not entries[rank].has_reached(collective):
+                to_ask += entries[rank].collective.ranks
         return sorted(silent)
 
-    def _describe(self, place: Place, entries: dict[int, _Entry], silent: list[int]) -> str:
-        others = [rank for rank in place.ranks if rank != self._rank]
-        missing = [r for r in others if r not in entries or not entries[r].has_reached(place)]
-        head = f"rank {self._rank}: {place} did not end in time"
+    def _describe(
+        self, collective: Collective, entries: dict[int, _Entry], silent: list[int]
+    ) -> str:
+        others = [rank for rank in collective.ranks if rank != self._rank]
+        missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]
+        head = f"rank {self._rank}: {collective} did not end in time"
         if not missing:
             return (
                 f"{head}, though all ranks have arrived: the network is stuck, or slower than"
@@ -132,7 +136,7 @@ class RollCall:
             )
         lines = [f"{head}: {_ranks(missing)} did not arrive"]
         elsewhere = [rank for rank in missing if rank in entries]
-        lines += [f"rank {rank} waited for {entries[rank].place}" for rank in elsewhere[:8]]
+        lines += [f"rank {rank} waited for {entries[rank].collective}" for rank in elsewhere[:8]]
         if silent:
             lines.append(
                 f"{_ranks(silent)} gave no sign in {self._grace_seconds:g} s more: stuck outside of"

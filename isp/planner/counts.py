@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from isp.comm.cargo import Cargo, Purpose
-from isp.comm.dry import Trip
+from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.parallel import Axis
 from isp.parallel.config import Prefetch
 from isp.parallel.phase import Phase

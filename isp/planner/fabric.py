@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from isp.comm.dry import Trip
+from isp.comm.cargo import Trip
 from isp.config import ConfigError
 from isp.config.faults import describe_faults
 from isp.config.keys import KeyTable

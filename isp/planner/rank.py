@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from isp.comm.cargo import Cargo, Purpose
-from isp.comm.dry import DryChannel, Listener, Trip
+from isp.comm.cargo import Cargo, Purpose, Trip
+from isp.comm.channel import DryChannel, Listener
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis

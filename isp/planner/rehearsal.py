@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
 from isp.comm import Channel
-from isp.comm.dry import DryChannel
+from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from isp.comm.cargo import Cargo, Purpose
-from isp.comm.dry import Trip
+from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule

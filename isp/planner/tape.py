@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.dry import Trip
+from isp.comm.cargo import Trip
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 

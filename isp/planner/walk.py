@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from isp.comm.dry import Trip
+from isp.comm.cargo import Trip
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import Case

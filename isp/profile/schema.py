@@ -14,8 +14,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from isp.comm.cargo import Purpose
-from isp.comm.log import BETWEEN_TWO
+from isp.comm.cargo import BETWEEN_TWO, Purpose
 from isp.parallel.phase import Phase
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from isp.comm.cargo import Cargo
-from isp.comm.dry import Trip
+from isp.comm.cargo import Cargo, Trip
 from isp.config import ConfigError
 from isp.parallel import Axis, Mode, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
