@@ -2,17 +2,16 @@
 
 p ranks; N the length of the dim that is cut, n_i the part of rank i
 
-Each mapping is a row of one table: the move of the tensor, and the move of its gradient. Where the
-result is used by every rank for itself, the gradient is a sum over the ranks; where every rank does
-the same with it, the gradient is there already, and is only cut.
+Each mapping is two moves, that of the tensor and that of its gradient. Where every rank uses the
+result for itself, the gradient is a sum over the ranks; where every rank does the same with it, the
+gradient is there already, and is only cut.
 
 Source: Megatron-LM, core/tensor_parallel/mappings (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ from isp.comm.channel import Channel
 from isp.parallel.partition import chunk_range, divide
 
 __all__ = [
-    "Mapping",
-    "Move",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
     "copy_to_tensor_model_parallel_region",
@@ -43,52 +40,6 @@ __all__ = [
 _CARGO = Cargo(Purpose.ACTIVATION, tensor="mapping")
 
 
-class Move(Enum):
-    """A tensor's move."""
-
-    STAY = auto()
-    """Itself."""
-    ALL_REDUCE = auto()
-    """The sum over the ranks."""
-    SPLIT = auto()
-    """This rank's part of what all ranks hold alike: [.., N, ..] -> [.., n_rank, ..]."""
-    GATHER = auto()
-    """All ranks' parts in one: [.., n_rank, ..] -> [.., N, ..]."""
-    REDUCE_SCATTER = auto()
-    """This rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..]."""
-    EXCHANGE = auto()
-    """Part i to rank i, and what each rank sent here in one."""
-
-
-class Mapping(Enum):
-    """The table: how the tensor moves, and how its gradient moves."""
-
-    COPY_TO_TENSOR = (Move.STAY, Move.ALL_REDUCE)
-    REDUCE_FROM_TENSOR = (Move.ALL_REDUCE, Move.STAY)
-    GATHER_REPLICATED = (Move.GATHER, Move.SPLIT)
-    """All ranks use the gathered tensor alike."""
-    SCATTER = (Move.SPLIT, Move.GATHER)
-    GATHER_PARTIAL = (Move.GATHER, Move.REDUCE_SCATTER)
-    """Each rank uses the gathered tensor for itself."""
-    REDUCE_SCATTER = (Move.REDUCE_SCATTER, Move.GATHER)
-    ALL_TO_ALL = (Move.EXCHANGE, Move.EXCHANGE)
-
-    @property
-    def forward(self) -> Move:
-        """The move of the tensor."""
-        return self.value[0]
-
-    @property
-    def backward(self) -> Move:
-        """The move of its gradient."""
-        return self.value[1]
-
-    @property
-    def dual(self) -> Mapping:
-        """The mapping whose forward is this one's backward, and the other way round."""
-        return Mapping((self.backward, self.forward))
-
-
 class _Cut(NamedTuple):
     """Along which dim tensors are cut, and how long the parts are; None: equally."""
 
@@ -103,45 +54,96 @@ class _Cut(NamedTuple):
         return _Cut(self.dim, self.received, self.sent)
 
 
+_Move = Callable[[Tensor, _Cut, Channel], Tensor]
+"""What it gives shares no memory with what it was given, unless it stays."""
+
+
 class _Mapped(torch.autograd.Function):
     """forward   y = move(x)
-    backward  dx = the other move of the row (dy)
+    backward  dx = back(dy)
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mapping: Mapping, cut: _Cut, channel: Channel) -> Tensor:
-        ctx.mapping, ctx.cut, ctx.channel = mapping, cut, channel
-        return _moved(x, mapping.forward, cut, channel)
+    def forward(ctx: Any, x: Tensor, move: _Move, back: _Move, cut: _Cut, over: Channel) -> Tensor:
+        ctx.back, ctx.cut, ctx.channel = back, cut, over
+        return move(x, cut, over)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _moved(dy, ctx.mapping.backward, ctx.cut.back, ctx.channel), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(dy, ctx.cut.back, ctx.channel), None, None, None, None
 
 
-def _map(x: Tensor, mapping: Mapping, channel: Channel, cut: _Cut) -> Tensor:
+def _map(x: Tensor, move: _Move, back: _Move, channel: Channel, cut: _Cut) -> Tensor:
     if channel.size == 1:
         return x
-    y: Tensor = _Mapped.apply(x, mapping, cut, channel)
+    y: Tensor = _Mapped.apply(x, move, back, cut, channel)
     return y
 
 
-def _moved(x: Tensor, move: Move, cut: _Cut, channel: Channel) -> Tensor:
-    """The result, which shares no memory with x unless it stays."""
-    match move:
-        case Move.STAY:
-            return x
-        case Move.ALL_REDUCE:
-            return channel.all_reduce(x, cargo=_CARGO).wait()
-        case Move.SPLIT:
-            parts = _parts(x, cut.dim, cut.sent, channel)
-            return parts[channel.rank].clone(memory_format=torch.contiguous_format)
-        case Move.GATHER:
-            return _gathered(x, cut.dim, cut.received, channel)
-        case Move.REDUCE_SCATTER:
-            return _reduce_scattered(x, cut.dim, cut.sent, channel)
-        case Move.EXCHANGE:
-            return _exchanged(x, cut, channel)
+def _stay(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    return x
+
+
+def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """The sum over the ranks."""
+    return channel.all_reduce(x, cargo=_CARGO).wait()
+
+
+def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """This rank's part of what all ranks hold alike: [.., N, ..] -> [.., n_rank, ..]."""
+    part = _parts(x, cut.dim, cut.sent, channel)[channel.rank]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """All ranks' parts in one: [.., n_rank, ..] -> [.., N, ..].
+
+    [Note: Uneven parts] Collectives move equal pieces, so short parts travel padded to the
+    longest one, and the padding is left behind on arrival.
+    """
+    dim, sizes = cut.dim, cut.received
+    if sizes is None:
+        return channel.all_gather(x, dim, cargo=_CARGO).wait()
+    if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
+        raise ValueError(
+            f"split sizes {list(sizes)} are not those of {channel.size} ranks, of which number"
+            f" {channel.rank} has {x.shape[dim]}, dim {dim} of shape {tuple(x.shape)}"
+        )
+    longest = max(sizes)
+    padded = _padded(x.movedim(dim, 0), longest)
+    joined = channel.all_gather(padded, cargo=_CARGO).wait()  # [p * longest, ..]
+    parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
+    return torch.cat(parts).movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """This rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..].
+
+    Uneven parts travel as in the note [Uneven parts].
+    """
+    dim, sizes = cut.dim, cut.sent
+    if sizes is None:
+        return channel.reduce_scatter(x, dim, cargo=_CARGO).wait()
+    parts, longest = _parts(x, dim, sizes, channel), max(sizes)
+    padded = torch.cat([_padded(part.movedim(dim, 0), longest) for part in parts])
+    summed = channel.reduce_scatter(padded, cargo=_CARGO).wait()  # [longest, ..]
+    return summed[: sizes[channel.rank]].clone().movedim(0, dim)
+
+
+def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """Part i to rank i, and what each rank sent here in one."""
+    _parts(x, 0, cut.sent, channel)
+    num_rows = x.shape[0] if cut.received is None else sum(cut.received)
+    out = x.new_empty(num_rows, *x.shape[1:])
+    # Both lists or none: one rank's equal parts may be another's uneven ones.
+    sent, received = cut.sent, cut.received
+    if (sent is None) != (received is None):
+        sent = sent or [divide(x.shape[0], channel.size)] * channel.size
+        received = received or [divide(num_rows, channel.size)] * channel.size
+    return channel.all_to_all_into(
+        out, x.contiguous(), in_rows=sent, out_rows=received, cargo=_CARGO
+    ).wait()
 
 
 def _parts(
@@ -165,34 +167,6 @@ def _parts(
     return parts
 
 
-def _gathered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel) -> Tensor:
-    """[Note: Uneven parts] Collectives move equal pieces, so short parts travel padded to the
-    longest one, and the padding is left behind on arrival.
-    """
-    if sizes is None:
-        return channel.all_gather(x, dim, cargo=_CARGO).wait()
-    if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
-        raise ValueError(
-            f"split sizes {list(sizes)} are not those of {channel.size} ranks, of which number"
-            f" {channel.rank} has {x.shape[dim]}, dim {dim} of shape {tuple(x.shape)}"
-        )
-    longest = max(sizes)
-    padded = _padded(x.movedim(dim, 0), longest)
-    joined = channel.all_gather(padded, cargo=_CARGO).wait()  # [p * longest, ..]
-    parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
-    return torch.cat(parts).movedim(0, dim)
-
-
-def _reduce_scattered(x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel) -> Tensor:
-    """Uneven parts travel as in the note [Uneven parts]."""
-    if sizes is None:
-        return channel.reduce_scatter(x, dim, cargo=_CARGO).wait()
-    parts, longest = _parts(x, dim, sizes, channel), max(sizes)
-    padded = torch.cat([_padded(part.movedim(dim, 0), longest) for part in parts])
-    summed = channel.reduce_scatter(padded, cargo=_CARGO).wait()  # [longest, ..]
-    return summed[: sizes[channel.rank]].clone().movedim(0, dim)
-
-
 def _padded(x: Tensor, num_rows: int) -> Tensor:
     """x [n, ..] with zeros behind it: [num_rows, ..]."""
     padded = x.new_zeros(num_rows, *x.shape[1:])
@@ -200,26 +174,12 @@ def _padded(x: Tensor, num_rows: int) -> Tensor:
     return padded
 
 
-def _exchanged(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    _parts(x, 0, cut.sent, channel)
-    num_rows = x.shape[0] if cut.received is None else sum(cut.received)
-    out = x.new_empty(num_rows, *x.shape[1:])
-    # Both lists or none: one rank's equal parts may be another's uneven ones.
-    sent, received = cut.sent, cut.received
-    if (sent is None) != (received is None):
-        sent = sent or [divide(x.shape[0], channel.size)] * channel.size
-        received = received or [divide(num_rows, channel.size)] * channel.size
-    return channel.all_to_all_into(
-        out, x.contiguous(), in_rows=sent, out_rows=received, cargo=_CARGO
-    ).wait()
-
-
 def copy_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
     """x, held by all ranks alike, for each to use for itself.
 
     Forward: x itself.  Backward: all-reduce.
     """
-    return _map(x, Mapping.COPY_TO_TENSOR, channel, _Cut())
+    return _map(x, _stay, _all_reduce, channel, _Cut())
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
@@ -227,7 +187,7 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Ten
 
     Forward: all-reduce.  Backward: the gradient itself.
     """
-    return _map(x, Mapping.REDUCE_FROM_TENSOR, channel, _Cut())
+    return _map(x, _all_reduce, _stay, channel, _Cut())
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
@@ -235,7 +195,7 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tens
 
     Forward: split.  Backward: all-gather.
     """
-    return _map(x, Mapping.SCATTER, channel, _Cut(-1))
+    return _map(x, _split, _gather, channel, _Cut(-1))
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
@@ -243,7 +203,7 @@ def gather_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Ten
 
     Forward: all-gather.  Backward: split.
     """
-    return _map(x, Mapping.GATHER_REPLICATED, channel, _Cut(-1))
+    return _map(x, _gather, _split, channel, _Cut(-1))
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, channel: Channel, *, dim: int = 0) -> Tensor:
@@ -251,7 +211,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, channel: Channel, *, dim: int
 
     Forward: split.  Backward: all-gather.  `dim` is that of the sequence, here and below.
     """
-    return _map(x, Mapping.SCATTER, channel, _Cut(dim))
+    return _map(x, _split, _gather, channel, _Cut(dim))
 
 
 def gather_from_sequence_parallel_region(
@@ -267,9 +227,8 @@ def gather_from_sequence_parallel_region(
     Forward: all-gather.  Backward: reduce-scatter, or, if what follows is the same on all ranks
     (`tensor_parallel_output_grad=False`), split.
     """
-    replicated = not tensor_parallel_output_grad
-    mapping = Mapping.GATHER_REPLICATED if replicated else Mapping.GATHER_PARTIAL
-    return _map(x, mapping, channel, _Cut(dim, received=output_split_sizes))
+    back = _reduce_scatter if tensor_parallel_output_grad else _split
+    return _map(x, _gather, back, channel, _Cut(dim, received=output_split_sizes))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -283,7 +242,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if N is not their sum.
     """
-    return _map(x, Mapping.REDUCE_SCATTER, channel, _Cut(dim, sent=input_split_sizes))
+    return _map(x, _reduce_scatter, _gather, channel, _Cut(dim, sent=input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
@@ -291,7 +250,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel)
 
     Forward: all-gather.  Backward: reduce-scatter.
     """
-    return _map(x, Mapping.GATHER_PARTIAL, channel, _Cut(-1))
+    return _map(x, _gather, _reduce_scatter, channel, _Cut(-1))
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
@@ -299,7 +258,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, channel: Channe
 
     Forward: reduce-scatter.  Backward: all-gather.
     """
-    return _map(x, Mapping.REDUCE_SCATTER, channel, _Cut(-1))
+    return _map(x, _reduce_scatter, _gather, channel, _Cut(-1))
 
 
 def all_to_all(
@@ -315,7 +274,7 @@ def all_to_all(
     Forward and backward: all-to-all, the second with the sizes swapped.
     """
     cut = _Cut(0, sent=input_split_sizes, received=output_split_sizes)
-    return _map(x, Mapping.ALL_TO_ALL, channel, cut)
+    return _map(x, _exchange, _exchange, channel, cut)
 
 
 def split_tensor_into_1d_equal_chunks(
