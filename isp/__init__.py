@@ -13,23 +13,24 @@ if TYPE_CHECKING:
     from isp.attention.exchange import SeqAllToAll
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
-    from isp.weights.ends import (
+    from isp.weights.transfers import MemoryPool
+    from isp.weights.wp import (
         EmbeddingWeightParallelCommunicator,
         HeadWeightParallelCommunicator,
+        ISPCommunicatorWrapper,
+        WPCommunicator,
     )
-    from isp.weights.pool import MemoryPool
-    from isp.weights.wp import ISPCommunicatorWrapper, WPCommunicator
 
 _HOMES = {
     "DistributedAttention": "isp.attention.distributed",
-    "EmbeddingWeightParallelCommunicator": "isp.weights.ends",
-    "HeadWeightParallelCommunicator": "isp.weights.ends",
+    "EmbeddingWeightParallelCommunicator": "isp.weights.wp",
+    "HeadWeightParallelCommunicator": "isp.weights.wp",
     "ISPCommModelConfig": "isp.weights.communicator",
     "ISPCommunicator": "isp.weights.communicator",
     "ISPCommunicatorSchedulerHook": "isp.pipeline.hooks",
     "ISPCommunicatorWrapper": "isp.weights.wp",
     "ISPOverlapState": "isp.weights.communicator",
-    "MemoryPool": "isp.weights.pool",
+    "MemoryPool": "isp.weights.transfers",
     "SeqAllToAll": "isp.attention.exchange",
     "WPCommunicator": "isp.weights.wp",
 }

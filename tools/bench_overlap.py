@@ -200,7 +200,7 @@ class Bench:
 
     def _timed(self, row: Row) -> Sample:
         if row.pool is not None:
-            row.pool.reset_peak()
+            row.pool.peak_leased_bytes = row.pool.leased_bytes
         self.log.collect()
         dist.barrier()
         begin, used, busy = time.perf_counter(), time.process_time(), _busy_seconds()
@@ -264,9 +264,9 @@ class Bench:
         print(f"| {' | '.join(cells)} |")
 
     def _peak(self, row: Row) -> str:
-        if row.pool is None or not row.pool.counters().allocations:
+        if row.pool is None or not row.pool.allocations:
             return ""
-        peak = row.pool.counters().peak_leased_bytes
+        peak = row.pool.peak_leased_bytes
         return f"{peak / unit_bytes(self.compute.model):.2f}"
 
     def _bound(self, moves: list[Transfer], forward: float, backward: float, speed: float) -> float:

@@ -17,11 +17,11 @@ from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
-from isp.weights.ends import (
+from isp.weights.wp import (
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
+    WPCommunicator,
 )
-from isp.weights.wp import WPCommunicator
 
 __all__ = ["LayerFactory"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.weights.declare import WeightHolder
-from isp.weights.reductions import GradientSink
+from isp.weights.transfers import GradientSink
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["AtOnce", "DeferredWeightGradients", "IntoMainGradients", "WeightGradientRoute"]

@@ -44,9 +44,9 @@ from isp.planner.declared import (
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
-from isp.weights.gathers import piece_shape
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Chunks
+from isp.weights.transfers import piece_shape
 
 __all__ = ["Memory", "memory", "states"]
 
@@ -331,7 +331,7 @@ def _reduced(
             for name in names:
                 rank.reduce(name)
             found[block] = _Flight(before, rank.reducer.bytes_in_flight)
-    return found, rank.pool.counters().reserved_bytes
+    return found, rank.pool.reserved_bytes
 
 
 def _full_gradient(case: Case, place: Place, block: Block) -> int:

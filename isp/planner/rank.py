@@ -1,6 +1,6 @@
 """A rank's weights without memory, and what moves them and their gradients, over dry channels.
 
-Those who move are the runtime's own: `WeightGatherer`, `GradientReducer`, `MainGradients` and
+Those who move are the runtime's own: `gather`, `GradientReducer`, `MainGradients` and
 `Publisher`.
 """
 
@@ -22,9 +22,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Place
 from isp.planner.declared import layouts_of, local_parameters
 from isp.weights.communicator import ISPCommModelConfig
-from isp.weights.gathers import WeightGatherer
-from isp.weights.pool import MemoryPool
-from isp.weights.reductions import GradientReducer
+from isp.weights.transfers import GradientReducer, MemoryPool, gather
 
 __all__ = ["DryRank", "Heard"]
 
@@ -108,7 +106,7 @@ class DryRank:
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
         layer = _Layer(name, {"weight": self.layouts[name]}, self.parameters[name])
-        WeightGatherer(self[Axis.WEIGHT], MemoryPool()).launch(layer, with_bias=False)
+        gather(layer, self[Axis.WEIGHT], MemoryPool(), with_bias=False)
 
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""

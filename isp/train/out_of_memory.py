@@ -55,8 +55,8 @@ def memory_owners(
     pools = []
     if communicator is not None:
         pools = [
-            MemoryOwner("gathered weights", communicator.pool.counters().reserved_bytes),
-            MemoryOwner("gradients travelling", communicator.reduce_pool.counters().reserved_bytes),
+            MemoryOwner("gathered weights", communicator.pool.reserved_bytes),
+            MemoryOwner("gradients travelling", communicator.reduce_pool.reserved_bytes),
         ]
     return [
         MemoryOwner("weights", weights),

@@ -8,6 +8,12 @@ evaluation nobody announced) gathers for itself and leaves the cursor alone; a v
 happen is caught up with when a later one does. Visits may be nested; what one holds is there until
 it ends, whatever the plan frees meanwhile.
 
+[Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
+be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
+gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
+given up, what is there is dropped, and the layers gather for themselves until the next forward from
+the start.
+
 [Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
 last reduce-scatter: no compute is left when it is launched.
 """
@@ -26,7 +32,6 @@ from isp.comm import Channel, streams
 from isp.comm.cargo import Cargo, Purpose
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.parallel.phase import Phase
-from isp.weights.cursor import PlanCursor, UnannouncedPasses
 from isp.weights.declare import (
     DeclaredBlock,
     WeightHolder,
@@ -34,11 +39,9 @@ from isp.weights.declare import (
     declared_visits,
     weight_names,
 )
-from isp.weights.gathers import GatheredLayer, WeightGatherer
-from isp.weights.plan import Act, ActKind, Plan, Step, plan
-from isp.weights.pool import MemoryPool
-from isp.weights.reductions import GradientReducer, GradientSink
-from isp.weights.trace import Action, Site
+from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
+from isp.weights.trace import Action, ActionKind, Chunks, Site
+from isp.weights.transfers import GatheredLayer, GradientReducer, GradientSink, MemoryPool, gather
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
@@ -69,64 +72,95 @@ class ISPOverlapState:
     gathered: dict[str, GatheredLayer] = field(default_factory=dict)
 
 
-class _OpenVisit:
+class _Fuse:
+    """Blows at the first error within it: a collective that failed leaves ranks at other places."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.error = error
+
+    def check(self) -> None:
+        """Raises RuntimeError once it has blown."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"a collective of this communicator failed ({self.error}): its ranks are no"
+                f" longer at the same place; end the run and resume from the last checkpoint"
+            ) from self.error
+
+
+class _Visit:
     """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
 
+    __slots__ = (
+        "_ahead",
+        "_communicator",
+        "_cursor",
+        "_held",
+        "_layer",
+        "_phase",
+        "_step",
+        "_with_bias",
+    )
+
     def __init__(
-        self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, *, with_bias: bool
+        self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, with_bias: bool
     ) -> None:
         self._communicator, self._layer, self._phase = communicator, layer, phase
         self._with_bias = with_bias
-        self._step: Step | None = None
-        self._cursor: PlanCursor | None = None
         self._held: GatheredLayer | None = None
-        self._launched = False
 
-    def __enter__(self) -> _OpenVisit:
-        self._step = self._communicator._arrive(id(self._layer), self._phase)
-        self._cursor = self._communicator._cursor
+    def __enter__(self) -> _Visit:
+        communicator = self._communicator
+        self._step = communicator._arrive(id(self._layer), self._phase)
+        self._cursor = communicator._cursor
+        self._ahead = () if self._step is None else self._step.before
         # A backward has the weight gradient to compute before it reads the weight.
-        if self._communicator.overlap and self._phase is Phase.BACKWARD:
-            self._launch_gathers()
+        if self._phase is Phase.BACKWARD and communicator.overlap:
+            self._launch_ahead()
         return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self._held is not None and self._communicator._failure is None:
-            self._communicator._let_go(self._held)
-        if (step := self._planned) is not None and error is None:
-            self._communicator._execute(step.after)
 
     @property
     def weight(self) -> Tensor:
-        with self._communicator._fails_for_good():
-            weight = self._gathered().weight()
+        weight = self._wait(GatheredLayer.weight)
         # Only now: what is needed at once does not share the wire with what is needed next.
-        self._launch_gathers()
+        self._launch_ahead()
         return weight
 
     @property
     def bias(self) -> Tensor | None:
-        if not self._with_bias:
-            return None
-        with self._communicator._fails_for_good():
-            return self._gathered().bias()
+        return self._wait(GatheredLayer.bias) if self._with_bias else None
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        fuse = self._communicator._fuse
+        if self._held is not None and fuse.error is None:
+            with fuse:
+                self._held.let_go()
+        if (step := self._planned) is not None and error is None:
+            self._communicator._execute(step.after)
 
     @property
     def _planned(self) -> Step | None:
         """Its step, as long as the plan is followed."""
         return self._step if self._cursor is self._communicator._cursor else None
 
-    def _gathered(self) -> GatheredLayer:
-        if self._held is None:
-            self._held = self._communicator._hold(
-                self._layer, planned=self._planned is not None, with_bias=self._with_bias
-            )
-        return self._held
+    def _launch_ahead(self) -> None:
+        acts, self._ahead = self._ahead, ()
+        if acts and self._planned is not None:
+            self._communicator._execute(acts)
 
-    def _launch_gathers(self) -> None:
-        if (step := self._planned) is not None and not self._launched:
-            self._launched = True
-            self._communicator._execute(act for act in step.before if act.kind is ActKind.GATHER)
+    def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
+        communicator = self._communicator
+        with communicator._fuse:
+            if self._held is None:
+                planned = self._planned is not None
+                self._held = communicator._hold(self._layer, planned, self._with_bias)
+            return what(self._held)
 
 
 class ISPCommunicator(WPCommunicator):
@@ -167,24 +201,29 @@ class ISPCommunicator(WPCommunicator):
         """Buffers gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
+        self._channel = channel
         self._stream = streams.new(config.device)
-        self._gatherer = WeightGatherer(channel, self.pool, self._stream)
+        """Of the gathers, so that these wait for what published a weight, and compute does not."""
         self._reducer = GradientReducer(
             reduce_channel or channel,
             self.reduce_pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes,
         )
-        self._chunks: tuple[tuple[DeclaredBlock, ...], ...] = ()
+        self._declared: tuple[tuple[DeclaredBlock, ...], ...] = ()
+        self._chunks: Chunks = ()
         self._states: list[ISPOverlapState] = []
         self._names: dict[int, str] = {}
-        self._homes: dict[str, tuple[int, WeightHolder, nn.Module]] = {}
-        """Chunk, layer and block of each weight; of its first visit, if there are several."""
+        self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
+        """Store, layer and block of each weight; of its first visit, if there are several."""
+        self._forward: list[Hashable] = []
+        """The keys of all visits, in forward order."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
         self._cursor: PlanCursor | None = None
-        self._unannounced: UnannouncedPasses | None = None
+        self._announced = False
+        """Whether somebody calls `begin` [Note: Unannounced]."""
         self._recomputing = False
-        self._failure: BaseException | None = None
+        self._fuse = _Fuse()
 
     @property
     def communication_mode(self) -> str:
@@ -199,19 +238,21 @@ class ISPCommunicator(WPCommunicator):
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
         """Take up the model: its chunks, each with its blocks in forward order."""
-        if self._chunks:
+        if self._declared:
             raise RuntimeError("this communicator has a model: make another for another model")
-        self._chunks = tuple(tuple(chunk) for chunk in chunks)
-        self._states = [ISPOverlapState() for _ in self._chunks]
-        self._names = weight_names(self._chunks)
-        for site, block, visit in declared_visits(self._chunks):
+        self._declared = tuple(tuple(chunk) for chunk in chunks)
+        self._chunks = as_chunks(self._declared)
+        self._states = [ISPOverlapState() for _ in self._declared]
+        self._names = weight_names(self._declared)
+        for site, block, visit in declared_visits(self._declared):
+            key = self._key_of(site)
+            self._forward.append(key)
             if visit.layer is not None:
                 name = self._names[id(visit.layer.weight)]
-                self._homes.setdefault(name, (site.chunk, visit.layer, block.module))
+                home = self._states[site.chunk], visit.layer, block.module
+                self._homes.setdefault(name, home)
             elif visit.at is not None:
-                visit.at.register_forward_pre_hook(self._passes(self._key_of(site)))
-        keys = [self._key_of(site) for site, *_ in declared_visits(self._chunks)]
-        self._unannounced = UnannouncedPasses(self, keys, len(self._chunks))
+                visit.at.register_forward_pre_hook(self._passes(key))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
@@ -232,7 +273,7 @@ class ISPCommunicator(WPCommunicator):
 
     def plan(self, actions: Sequence[Action]) -> Plan:
         """The acts of a step of these actions."""
-        return plan(as_chunks(self._chunks), tuple(actions), self.prefetch)
+        return plan(self._chunks, tuple(actions), self.prefetch)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Follow the plan of `actions` from here on, and launch its first gathers.
@@ -240,30 +281,24 @@ class ISPCommunicator(WPCommunicator):
         To be called as soon as the weights of the next step are published. What an earlier plan
         left behind is drained.
         """
-        self._unannounced = None
-        self.follow(actions)
-
-    def follow(self, actions: Sequence[Action]) -> None:
-        """As `begin`, but passes that nobody announces go on as before [Note: Unannounced]."""
-        self.drain()
-        self._cursor = PlanCursor(self.plan(actions), self._key_of)
-        self._wait_for_writers()
-        self._execute(self._cursor.plan.start)
+        self._announced = True
+        self._follow(actions)
 
     def finish(self) -> None:
         """Deliver all gradients and give all buffers back; to be called after the last backward."""
-        self._check()
-        with self._fails_for_good():
+        self._fuse.check()
+        with self._fuse:
             self._reducer.finish()
         self.drain()
 
     def drain(self) -> None:
         """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
-        self._check()
+        self._fuse.check()
         self._cursor = None
-        for state in self._states:
-            while state.gathered:
-                self._let_go(state.gathered.popitem()[1])
+        with self._fuse:
+            for state in self._states:
+                while state.gathered:
+                    state.gathered.popitem()[1].let_go()
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -276,133 +311,127 @@ class ISPCommunicator(WPCommunicator):
 
     def switch_current_model_chunk(self, chunk: int) -> None:
         """Say which chunk's forward or backward runs from here on."""
-        if not 0 <= chunk < len(self._chunks):
-            raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
+        if not 0 <= chunk < len(self._declared):
+            raise ValueError(f"chunk {chunk} is not one of the {len(self._declared)} model chunks")
         self.model_chunk = chunk
 
     # -- what layers call --------------------------------------------------------------------
 
     def visit(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
-    ) -> _OpenVisit:
-        return _OpenVisit(self, module, phase, with_bias=bias is not None)
+    ) -> _Visit:
+        return _Visit(self, module, phase, bias is not None)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        self._check()
+        self._fuse.check()
         local = "bias" if is_bias else "weight"
         parameter = module.bias if is_bias else module.weight
         assert parameter is not None
         layout = module.layouts[local]
         cargo = Cargo(Purpose.WEIGHT_GRADIENT, module.name, f"{local}.grad")
         if returned:
-            with self._fails_for_good():
+            with self._fuse:
                 return self._reducer.reduce(grad, layout, cargo=cargo)
         self._reducer.sink.promise(parameter)  # a sink that refuses has not harmed the group
-        with self._fails_for_good():
+        with self._fuse:
             self._reducer.launch(parameter, grad, layout, cargo=cargo)
             if not self.overlap:
                 self._reducer.finish()
         return None
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- where the layers are in the plan ----------------------------------------------------
+
+    def _follow(self, actions: Sequence[Action]) -> PlanCursor:
+        self.drain()
+        self._cursor = cursor = PlanCursor(self.plan(actions), self._key_of)
+        streams.follow(self._stream)  # what is queued now, such as an update of the weights
+        self._execute(cursor.plan.start)
+        return cursor
+
+    def _key_of(self, site: Site) -> Hashable:
+        """The key of a site: a layer, or a launch point."""
+        layer = self._declared[site.chunk][site.block].visits[site.visit].layer
+        return site[1:] if layer is None else id(layer)
 
     def _passes(self, key: Hashable) -> Callable[..., None]:
         def passes(*_: Any) -> None:
             if (step := self._arrive(key, Phase.FORWARD)) is not None:
-                self._execute((*step.before, *step.after))
+                self._execute(step.before)
+                self._execute(step.after)
 
         return passes
 
-    def _key_of(self, site: Site) -> Hashable:
-        """The key of a site: a layer, or a launch point."""
-        layer = self._chunks[site.chunk][site.block].visits[site.visit].layer
-        return site[1:] if layer is None else id(layer)
-
-    def _wait_for_writers(self) -> None:
-        """Let gathers wait for what is queued now, such as an update of the weights."""
-        streams.follow(self._stream)
-
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""
-        self._check()
+        self._fuse.check()
         if phase is Phase.FORWARD and self._recomputing:  # a layer does not know that it is
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
-        out_of_turn = found is None or found[1]
-        if self._unannounced is not None and phase is Phase.FORWARD and out_of_turn:
-            self._unannounced(key)
-            found = None if self._cursor is None else self._cursor.arrive(key, phase)
+        if phase is Phase.FORWARD and not self._announced and (found is None or found[1]):
+            found = self._begin_pass(key)
         if found is None:
             return None
         step, skipped = found
         assert self.model_chunk in (None, step.site.chunk), (self.model_chunk, step.site)
         for passed in skipped:
-            self._execute((*passed.before, *passed.after))
+            self._execute(passed.before)
+            self._execute(passed.after)
         return step
+
+    def _begin_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
+        """A forward that nobody has announced has come to `key` [Note: Unannounced]."""
+        if key not in self._forward:  # a layer that nobody has declared is in no plan
+            return None
+        self.drain()
+        if key != self._forward[0]:
+            return None
+        chunks = range(len(self._chunks))
+        forward = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
+        backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
+        return self._follow(forward + backward).arrive(key, Phase.FORWARD)
+
+    # -- what is launched, held and freed ----------------------------------------------------
 
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
-        for kind, name in acts:
-            chunk, layer, block = self._homes[name]
-            gathered = self._states[chunk].gathered
-            if kind is ActKind.GATHER and name not in gathered:
-                with_bias = layer.bias is not None and self._goes_forward(layer, name)
-                gathered[name] = self._gather(layer, block, with_bias=with_bias)
-            elif kind is ActKind.FREE and name in gathered:
-                self._let_go(gathered.pop(name))
+        with self._fuse:
+            for kind, name in acts:
+                state, layer, block = self._homes[name]
+                if kind is ActKind.GATHER and name not in state.gathered:
+                    assert self._cursor is not None
+                    with_bias = layer.bias is not None and self._cursor.goes_forward(
+                        id(layer), name
+                    )
+                    state.gathered[name] = self._gather(layer, block, with_bias)
+                elif kind is ActKind.FREE and name in state.gathered:
+                    state.gathered.pop(name).let_go()
 
-    def _goes_forward(self, layer: WeightHolder, weight: str) -> bool:
-        """Whether `layer` goes forward, which reads a bias, before `weight` is freed again."""
-        assert self._cursor is not None
-        return any(
-            step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == id(layer)
-            for step in self._cursor.live_steps(weight)
-        )
+    def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
+        """What a visit reads, there until it lets go: as planned, or gathered for it alone."""
+        name = self._names.get(id(layer.weight))
+        if name is None:  # nobody has declared this layer
+            streams.follow(self._stream)
+            return self._gather(layer, None, with_bias)
+        state, _, block = self._homes[name]
+        found = state.gathered.get(name)
+        if found is not None and found.stale:
+            state.gathered.pop(name).let_go()
+            found = None
+        if found is not None and (found.has_bias or not with_bias):
+            return found.hold()
+        streams.follow(self._stream)  # what has written the weight is queued before the reader
+        own = self._gather(layer, block, with_bias)
+        if planned and found is None:
+            state.gathered[name] = own.hold()
+        return own
 
-    def _gather(self, layer: WeightHolder, block: nn.Module, *, with_bias: bool) -> GatheredLayer:
-        with self._fails_for_good():
-            # On the gathers' own stream, so that these wait for it and compute does not.
+    def _gather(
+        self, layer: WeightHolder, block: nn.Module | None, with_bias: bool
+    ) -> GatheredLayer:
+        if block is not None:
             with streams.on(self._stream):
                 for fn in self._prerequisites:
                     fn(block)
-            return self._gatherer.launch(layer, with_bias=with_bias)
-
-    def _hold(self, layer: WeightHolder, *, planned: bool, with_bias: bool) -> GatheredLayer:
-        """Hold what a visit reads: as planned, or gathered for it alone."""
-        name = self._names.get(id(layer.weight))
-        if name is None:  # nobody has declared this layer
-            self._wait_for_writers()
-            return self._gatherer.launch(layer, with_bias=with_bias)
-        chunk, _, block = self._homes[name]
-        gathered = self._states[chunk].gathered
-        if name in gathered and gathered[name].stale:
-            self._let_go(gathered.pop(name))
-        if name in gathered and (gathered[name].has_bias or not with_bias):
-            return gathered[name].hold()
-        self._wait_for_writers()  # the reader, too, is queued behind them
-        own = self._gather(layer, block, with_bias=with_bias)
-        if planned and name not in gathered:
-            gathered[name] = own.hold()
-        return own
-
-    def _let_go(self, gathered: GatheredLayer) -> None:
-        with self._fails_for_good():
-            gathered.let_go()
-
-    @contextmanager
-    def _fails_for_good(self) -> Iterator[None]:
-        """A collective that failed leaves the ranks of its group in different places."""
-        try:
-            yield
-        except Exception as error:
-            self._failure = error
-            raise
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"a collective of this communicator failed ({self._failure}): its ranks are no"
-                f" longer at the same place; end the run and resume from the last checkpoint"
-            ) from self._failure
+        return gather(layer, self._channel, self.pool, with_bias=with_bias, stream=self._stream)

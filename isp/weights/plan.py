@@ -1,7 +1,7 @@
 """The prefetch schedule as data: which sharded weights to gather, wait for and free, and where.
 
 `plan` is a pure function of the model's declaration and the order of work; a communicator follows
-its result with a cursor. `simulate` proves a plan right, `grid` prints it.
+its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it.
 
 [Note: Lifetimes]  A weight is live from a first to a last read: one gather, one wait, one free.
   * Within a span every weight has one lifetime, from its first to its last read. So a weight
@@ -33,7 +33,7 @@ in, first out, and whoever waited for the second would have waited for the first
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -44,7 +44,7 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.trace import Action, Chunks, Site, Span, trace
 
-__all__ = ["Act", "ActKind", "Plan", "Step", "plan"]
+__all__ = ["Act", "ActKind", "Plan", "PlanCursor", "Step", "plan"]
 
 
 class ActKind(StrEnum):
@@ -94,6 +94,52 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
     elif prefetch.overlap:
         _launch_per_module(reads, units, lifetimes)
     return _place(spans, lifetimes.values())
+
+
+class PlanCursor:
+    """A place in a plan. `key_of` names the visit at a site, as `arrive` will name it."""
+
+    def __init__(self, plan: Plan, key_of: Callable[[Site], Hashable]) -> None:
+        self.plan = plan
+        self.position = 0
+        """The next step that has not been arrived at."""
+        self._key_of = key_of
+
+    def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
+        """The step of this visit and those skipped on the way to it; None if it is not planned.
+
+        Looks through the rest of the current action, and through the first block of the next one:
+        further away lies another visit of the same layer, which this one is not.
+        """
+        steps, start = self.plan.steps, self.position
+        current = _action(steps[start - 1]) if start else None
+        action_ahead: tuple[int, int, bool] | None = None
+        for index in range(start, len(steps)):
+            step = steps[index]
+            if _action(step) != current:
+                if action_ahead is None:
+                    action_ahead, first_block = _action(step), step.site.block
+                if _action(step) != action_ahead or step.site.block != first_block:
+                    return None
+            if step.site.phase is phase and self._key_of(step.site) == key:
+                self.position = index + 1
+                return step, steps[start:index]
+        return None
+
+    def goes_forward(self, key: Hashable, weight: str) -> bool:
+        """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
+        inside = False
+        for step in islice(self.plan.steps, max(0, self.position - 1), None):
+            inside = inside or Act(ActKind.WAIT, weight) in step.before
+            if inside and step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == key:
+                return True
+            if inside and Act(ActKind.FREE, weight) in step.after:
+                return False
+        return False
+
+
+def _action(step: Step) -> tuple[int, int, bool]:
+    return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
 
 
 _START = -1  # the place before the first step

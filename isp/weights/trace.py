@@ -147,7 +147,7 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     """Every span of a step in the order in which it runs."""
     _check_actions(chunks, actions)
     passes = {
-        (kind, c): [_Pass(index, *_visits(kind, c, index, block)) for index, block in blocks]
+        (kind, c): [(index, *_visits(kind, c, index, block)) for index, block in blocks]
         for c, chunk in enumerate(chunks)
         for kind, blocks in (
             (ActionKind.FORWARD, list(enumerate(chunk))),
@@ -156,14 +156,6 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
         )
     }
     return [Span(action, *p) for action in actions for p in passes[action.kind, action.chunk]]
-
-
-class _Pass(NamedTuple):
-    """The common part of one block's spans for one kind of action."""
-
-    block: int
-    sites: tuple[Site, ...]
-    reads: tuple[str | None, ...]
 
 
 def _visits(

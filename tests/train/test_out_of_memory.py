@@ -50,8 +50,8 @@ def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, di
     assert run.step.mesh[Axis.ZERO1].size == 2
     run.close()
     pools = {
-        "gathered weights": communicator.pool.counters().reserved_bytes,
-        "gradients travelling": communicator.reduce_pool.counters().reserved_bytes,
+        "gathered weights": communicator.pool.reserved_bytes,
+        "gradients travelling": communicator.reduce_pool.reserved_bytes,
     }
     return dict(found), elements, rows, pools
 

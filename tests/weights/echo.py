@@ -88,7 +88,7 @@ class EchoChannel(Channel):
 def leased_bytes(communicator: ISPCommunicator) -> int:
     """What is leased from the communicator's pools."""
     pools = (communicator.pool, communicator.reduce_pool)
-    return sum(pool.counters().leased_bytes for pool in pools)
+    return sum(pool.leased_bytes for pool in pools)
 
 
 def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None:

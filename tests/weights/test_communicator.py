@@ -16,8 +16,7 @@ from torch import Tensor
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.cursor import PlanCursor
-from isp.weights.plan import plan
+from isp.weights.plan import PlanCursor, plan
 from isp.weights.trace import Site, recomputed_blocks, sequential_actions
 from tests.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.weights.schedules import decoder
@@ -302,12 +301,12 @@ def test_buffers_are_reused_after_the_first_step() -> None:
     for pool in (True, False):
         net, communicator, _ = echo_net(pool=pool)
         step(net, communicator)
-        before = communicator.pool.counters()
+        allocations, reuses = communicator.pool.allocations, communicator.pool.reuses
+        reserved_bytes = communicator.pool.reserved_bytes
         step(net, communicator)
-        after = communicator.pool.counters()
-        assert (after.allocations == before.allocations) is pool
-        assert (after.reuses > before.reuses) is pool
-        assert after.reserved_bytes == (before.reserved_bytes if pool else 0)
+        assert (communicator.pool.allocations == allocations) is pool
+        assert (communicator.pool.reuses > reuses) is pool
+        assert communicator.pool.reserved_bytes == (reserved_bytes if pool else 0)
 
 
 def test_cursor_looks_no_further_than_the_next_block() -> None:

@@ -23,8 +23,8 @@ from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, Wei
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.ends import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
 from isp.weights.trace import sequential_actions
+from isp.weights.wp import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
 from tests.weights.echo import EchoChannel, echo_net
 

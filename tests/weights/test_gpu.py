@@ -23,8 +23,8 @@ from isp.comm.cargo import UNNAMED, Cargo
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.reductions import ParameterGradients
 from isp.weights.trace import sequential_actions
+from isp.weights.transfers import ParameterGradients
 from tests.weights.echo import CPU, Net, echo_layers, leased_bytes
 
 pytestmark = [
@@ -211,7 +211,7 @@ def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, p
     found = three_steps(net, communicator)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     if pool:
-        assert communicator.pool.counters().reuses > 0
+        assert communicator.pool.reuses > 0
 
 
 @pytest.mark.parametrize("cycles", [SHORT_CYCLES])

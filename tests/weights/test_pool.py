@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.weights.pool import MemoryPool, PoolCounters
+from isp.weights.transfers import MemoryPool
 
 CPU = torch.device("cpu")
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -22,7 +22,8 @@ def test_buffer_is_reused_for_any_shape_of_its_size() -> None:
     assert third.tensor.data_ptr() == address
     assert third.tensor.shape == (3, 8)
     assert third.tensor.is_contiguous()
-    assert pool.counters() == PoolCounters(192, 192, 192, allocations=2, reuses=1)
+    assert pool.reserved_bytes == pool.leased_bytes == pool.peak_leased_bytes == 192
+    assert (pool.allocations, pool.reuses) == (2, 1)
 
 
 @pytest.mark.parametrize("other", [((4, 6), HALF), ((4, 7), FLOAT), ((12,), torch.float64)])
@@ -36,7 +37,7 @@ def test_buffer_serves_its_own_dtype_and_size_alone(
     lease.release()
     shape, dtype = other
     assert pool.lease(shape, dtype, CPU).tensor.data_ptr() != address
-    assert pool.counters().reuses == 0
+    assert pool.reuses == 0
 
 
 def test_misuse_raises() -> None:
@@ -51,7 +52,7 @@ def test_misuse_raises() -> None:
         lease.release()
     heir.tensor.fill_(1.0)
     assert pool.lease((2,), FLOAT, CPU).tensor.data_ptr() != heir.tensor.data_ptr()
-    assert pool.counters().leased_bytes == 16
+    assert pool.leased_bytes == 16
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -62,11 +63,11 @@ def test_peak_is_of_what_was_leased_at_once(reuse: bool) -> None:
     leases[0].release()
     leases[1].release()
     pool.lease((1,), FLOAT, CPU).release()
-    assert pool.counters().peak_leased_bytes == 24
-    assert pool.counters().leased_bytes == 12
-    pool.reset_peak()
+    assert pool.peak_leased_bytes == 24
+    assert pool.leased_bytes == 12
+    pool.peak_leased_bytes = pool.leased_bytes
     pool.lease((2,), FLOAT, CPU).release()
-    assert pool.counters().peak_leased_bytes == 20
+    assert pool.peak_leased_bytes == 20
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -97,12 +98,13 @@ def test_reset_lazy_pools_keeps_what_is_leased() -> None:
     kept, dropped = pool.lease((4,), FLOAT, CPU), pool.lease((8,), FLOAT, CPU)
     kept.tensor.fill_(7)
     dropped.release()
-    assert pool.counters().reserved_bytes == 48
+    assert pool.reserved_bytes == 48
     pool.reset_lazy_pools()
-    assert pool.counters().reserved_bytes == 16
+    assert pool.reserved_bytes == 16
     assert kept.tensor.tolist() == [7] * 4
     pool.lease((8,), FLOAT, CPU)
-    assert pool.counters() == PoolCounters(48, 48, 48, allocations=3, reuses=0)
+    assert pool.reserved_bytes == pool.leased_bytes == pool.peak_leased_bytes == 48
+    assert (pool.allocations, pool.reuses) == (3, 0)
     kept.release()
     assert pool.lease((4,), FLOAT, CPU).tensor.data_ptr() == kept._tensor.data_ptr()
 
@@ -112,7 +114,8 @@ def test_reuse_off() -> None:
     pool = MemoryPool(reuse=False)
     for _ in range(3):
         pool.lease((4,), FLOAT, CPU).release()
-    assert pool.counters() == PoolCounters(0, 0, 16, allocations=3, reuses=0)
+    assert (pool.reserved_bytes, pool.peak_leased_bytes) == (0, 16)
+    assert (pool.allocations, pool.reuses) == (3, 0)
 
 
 def test_buffer_made_in_inference_mode_serves_training() -> None:
@@ -121,6 +124,6 @@ def test_buffer_made_in_inference_mode_serves_training() -> None:
     with torch.inference_mode():
         pool.lease((2,), FLOAT, CPU).release()
     lease = pool.lease((2,), FLOAT, CPU)
-    assert pool.counters().reuses == 1
+    assert pool.reuses == 1
     lease.tensor.fill_(1.0)
     (lease.tensor * torch.ones(2, requires_grad=True)).sum().backward()

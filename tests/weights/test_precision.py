@@ -21,7 +21,7 @@ from isp.models.build import build_model
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.reductions import ParameterGradients
+from isp.weights.transfers import ParameterGradients
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 

@@ -1,0 +1,390 @@
+"""Weights and gradients on their way, and the buffers they travel in.
+
+[Note: Pieces] A dim of N on p ranks is cut as `torch.chunk` cuts: ceil(N / p) each, the last ranks
+less or none. Collectives move equal pieces, so short pieces travel padded, and the padding, which
+lies behind the last one, is cut off as a view. Rows (dim 0) lie one piece behind the other in the
+full tensor: they are gathered where they are read and sent from where they are. Any other dim costs
+a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from isp.comm import Channel, Pending, streams
+from isp.comm.cargo import Cargo, Purpose
+from isp.parallel.layout import ParameterLayout
+from isp.weights.declare import WeightHolder
+
+__all__ = [
+    "GatheredLayer",
+    "GradientReducer",
+    "GradientSink",
+    "MemoryPool",
+    "ParameterGradients",
+    "gather",
+    "piece_shape",
+]
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class GatheredLayer:
+    """The full weight of a layer, and its bias where one is read; there until all let go of it.
+
+    [Note: Versions] torch counts the in-place changes of a tensor, but not those of fused
+    optimizers. A full tensor is stale if since the launch of its gather its shard has changed or
+    any optimizer has stepped: it is not used, but gathered anew. What is written through `.data`
+    nobody sees: that is for `begin` and `drain`.
+    """
+
+    _shards: list[nn.Parameter]
+    _full: list[Pending] = field(default_factory=list)
+    _leases: list[Lease] = field(default_factory=list)
+    _versions: list[int] = field(init=False)
+    _holders: int = 1
+
+    def __post_init__(self) -> None:
+        self._versions = _versions(self._shards)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a shard may have changed since its gather was launched."""
+        return _versions(self._shards) != self._versions
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the bias is here, too."""
+        return len(self._full) > 1
+
+    def weight(self) -> Tensor:
+        """The full weight; waits for it."""
+        return self._full[0].wait()
+
+    def bias(self) -> Tensor:
+        """The full bias; waits for it."""
+        return self._full[1].wait()
+
+    def hold(self) -> GatheredLayer:
+        """Itself, with one more that has to let go of it."""
+        self._holders += 1
+        return self
+
+    def let_go(self) -> None:
+        """The last one waits for what is still under way, and gives the buffers back."""
+        self._holders -= 1
+        if self._holders == 0:
+            for full in self._full:
+                full.wait()
+            for lease in self._leases:
+                lease.release()
+
+
+def gather(
+    layer: WeightHolder,
+    channel: Channel,
+    pool: MemoryPool,
+    *,
+    with_bias: bool,
+    stream: streams.Stream | None = None,
+) -> GatheredLayer:
+    """Set the full weight of `layer` on its way into a buffer of `pool`; its bias, if asked for.
+
+    Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
+    no copy. Elsewhere see [Note: Pieces].
+    """
+    shards = {"weight": layer.weight}
+    if with_bias:
+        assert layer.bias is not None
+        shards["bias"] = layer.bias
+    gathered = GatheredLayer(list(shards.values()))
+    for local, shard in shards.items():
+        if channel.size == 1:
+            gathered._full.append(Pending.ready(shard.detach()))
+            continue
+        # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
+        # buffer, and what published the weight. It does not wait for compute queued before it.
+        with streams.on(stream):
+            full, lease = _gather_shard(shard.detach(), layer, local, channel, pool)
+        gathered._full.append(full)
+        gathered._leases.append(lease)
+    return gathered
+
+
+def _gather_shard(
+    shard: Tensor, layer: WeightHolder, local: str, channel: Channel, pool: MemoryPool
+) -> tuple[Pending, Lease]:
+    layout = layer.layouts[local]
+    rows, *rest = piece_shape(layout)
+    lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
+    piece = _pad_rows(shard.movedim(layout.dim, 0), rows)
+    cargo = Cargo(Purpose.WEIGHT, layer.name, local)
+    pending = channel.all_gather_into(lease.tensor, piece, cargo=cargo)
+    length = layout.global_shape[layout.dim]
+    return pending.then(lambda full: full[:length].movedim(0, layout.dim)), lease
+
+
+def _versions(shards: list[nn.Parameter]) -> list[int]:
+    """Numbers of which one changes with each visible write [Note: Versions]."""
+    return [*(shard._version for shard in shards), *_optimizer_steps()]
+
+
+@cache
+def _optimizer_steps() -> list[int]:
+    """The number of steps of all torch optimizers of this process since the first call.
+
+    Fused ones change weights without torch counting it. A clock that no run owns, like torch's
+    hooks on all optimizers themselves.
+    """
+    steps = [0]
+
+    def stepped(*_: Any) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(stepped)
+    return steps
+
+
+def piece_shape(layout: ParameterLayout) -> tuple[int, ...]:
+    """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
+    length = math.ceil(layout.global_shape[layout.dim] / layout.parts)
+    rest = layout.global_shape[: layout.dim] + layout.global_shape[layout.dim + 1 :]
+    return (length, *rest)
+
+
+def _pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """x [n, ..] with zeros behind it, [num_rows, ..]; x itself if it has as many."""
+    if x.shape[0] == num_rows:
+        return x.contiguous()
+    padded = x.new_zeros(num_rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+# -- gradients -------------------------------------------------------------------------------
+
+
+class GradientSink(Protocol):
+    """Sink of reduced gradients (`isp.optim.MainGradients` is one)."""
+
+    def promise(self, parameter: nn.Parameter) -> None:
+        """Announce one `add`.  Raises RuntimeError if there is none to come any more."""
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient, as promised; the tensor may not be kept."""
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Take a promise back."""
+
+
+class ParameterGradients:
+    """The sink of those who have no other: adds into `parameter.grad`, as autograd would."""
+
+    def promise(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        gradient = gradient.to(parameter.dtype)
+        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
+            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            parameter.grad += gradient
+
+
+class _Sum(NamedTuple):
+    """This rank's shard of a gradient's sum, on its way."""
+
+    layout: ParameterLayout
+    pending: Pending
+    leases: list[Lease]
+    num_bytes: int
+    """Of the full gradient, which is kept until the transfer is over."""
+
+    def shard(self) -> Tensor:
+        """The shard, without padding; waits for it."""
+        layout = self.layout
+        piece = self.pending.wait().movedim(0, layout.dim)
+        return piece.narrow(layout.dim, 0, layout.local_shape[layout.dim])
+
+    def release(self) -> None:
+        """Give the buffers back, that of the shard too."""
+        for lease in self.leases:
+            lease.release()
+
+
+class GradientReducer:
+    """Sums full gradients over the weight group, each rank keeping its shard, in order of launch.
+
+    A gradient is sent from where it was computed if it is cut by rows and they divide.
+    At most `max_bytes_in_flight` of full gradients are kept: beyond that the oldest is waited for.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pool: MemoryPool,
+        *,
+        dtype: torch.dtype | None,
+        max_bytes_in_flight: int,
+    ) -> None:
+        self.channel = channel
+        self.pool = pool
+        self.dtype = dtype
+        self.max_bytes_in_flight = max_bytes_in_flight
+        self.bytes_in_flight = 0
+        """Of the full gradients that are kept until their sums have arrived."""
+        self.sink: GradientSink = ParameterGradients()
+        self._in_flight: deque[tuple[nn.Parameter, _Sum]] = deque()
+
+    def launch(
+        self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo
+    ) -> None:
+        """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
+        if self.channel.size == 1:
+            self.sink.add(parameter, grad)
+            return
+        while self._in_flight and self.bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
+            self._deliver_oldest()
+        self._in_flight.append((parameter, self._send(grad, layout, cargo)))
+        self.bytes_in_flight += grad.nbytes
+
+    def reduce(self, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo) -> Tensor:
+        """This rank's shard of the sum of the full `grad` over the group; waits for it."""
+        if self.channel.size == 1:
+            return grad
+        sent = self._send(grad, layout, cargo)
+        shard = sent.shard().clone()
+        sent.release()
+        return shard
+
+    def finish(self) -> None:
+        """Wait for all that is in flight and deliver it."""
+        while self._in_flight:
+            self._deliver_oldest()
+
+    def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
+        dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
+        shape = piece_shape(layout)
+        pieces = _pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
+        leases = [self.pool.lease(shape, dtype, grad.device)]
+        received = None
+        if self.channel.sums_locally:
+            leases.append(self.pool.lease(tuple(pieces.shape), pieces.dtype, pieces.device))
+            received = leases[1].tensor
+        pending = self.channel.reduce_scatter_into(
+            leases[0].tensor, pieces, received=received, cargo=cargo
+        )
+        return _Sum(layout, pending, leases, grad.nbytes)
+
+    def _deliver_oldest(self) -> None:
+        parameter, arriving = self._in_flight.popleft()
+        self.bytes_in_flight -= arriving.num_bytes
+        self.sink.add(parameter, arriving.shard())
+        arriving.release()
+
+
+# -- buffers ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to use a buffer until `release`; reading `tensor` afterwards raises."""
+
+    _tensor: Tensor
+    _pool: MemoryPool
+    _released: bool = False
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer.  Raises RuntimeError once the lease has ended."""
+        if self._released:
+            raise RuntimeError("this buffer was released: another transfer may be writing to it")
+        return self._tensor
+
+    def release(self) -> None:
+        """Give the buffer back.  Raises RuntimeError if that was done already."""
+        if self._released:
+            raise RuntimeError("this buffer was released already: it may be leased to another now")
+        self._released = True
+        self._pool._take_back(self._tensor)
+
+
+_Key = tuple[torch.dtype, torch.device, int]
+
+
+@dataclass(eq=False)
+class MemoryPool:
+    """Lends buffers by dtype, device and number of elements, and takes them back for reuse.
+
+    Blocks are alike, so the buffers of a block serve all blocks after the next. With `reuse` off
+    every lease is a new buffer, dropped at its end: the same program with the allocator instead.
+    `poison` fills what is given back with NaN, so that reading it late shows in the loss.
+
+    [Note: Reuse across streams] On CUDA a buffer that is given back may still be read by kernels
+    queued on the stream of whoever used it. An event marks that point, and a lease makes the stream
+    that is current at that moment wait for it: the gather waits for just this, not for all compute.
+    """
+
+    reuse: bool = True
+    poison: bool = False
+    reserved_bytes: int = 0
+    """Held by the pool, leased or free."""
+    leased_bytes: int = 0
+    """Leased now."""
+    peak_leased_bytes: int = 0
+    """The most that was leased at once."""
+    allocations: int = 0
+    """Leases for which a new buffer had to be made."""
+    reuses: int = 0
+    """Leases served by a buffer that was there."""
+    _free: dict[_Key, list[tuple[Tensor, streams.Event | None]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
+        """A buffer of this shape, its contents undefined."""
+        waiting = self._free[dtype, device, math.prod(shape)]
+        if waiting:
+            buffer, last_use = waiting.pop()
+            if last_use is not None:
+                last_use.wait()
+            self.reuses += 1
+        else:
+            with torch.inference_mode(False):  # such a tensor could not be written in training
+                buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
+            self.reserved_bytes += buffer.nbytes
+            self.allocations += 1
+        self.leased_bytes += buffer.nbytes
+        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+        return Lease(buffer.view(shape), self)
+
+    def reset_lazy_pools(self) -> None:
+        """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
+        for buffer, last_use in (item for items in self._free.values() for item in items):
+            if last_use is not None:
+                last_use.synchronize()
+            self.reserved_bytes -= buffer.nbytes
+        self._free.clear()
+
+    def _take_back(self, tensor: Tensor) -> None:
+        self.leased_bytes -= tensor.nbytes
+        if self.poison and tensor.is_floating_point():
+            tensor.fill_(math.nan)
+        if not self.reuse:
+            self.reserved_bytes -= tensor.nbytes
+            streams.in_use(tensor)
+            return
+        key = (tensor.dtype, tensor.device, tensor.numel())
+        self._free[key].append((tensor.view(-1), streams.mark(tensor.device)))
