@@ -6,7 +6,7 @@ nothing, and nothing has to wait.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def current(device: torch.device) -> Stream | None:
 
 def on(stream: Stream | None) -> AbstractContextManager[None]:
     """Within it things are queued on `stream`."""
-    return torch.cuda.stream(stream)
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def follow(stream: Stream | None) -> None:

@@ -72,11 +72,10 @@ class ISPOverlapState:
     gathered: dict[str, GatheredLayer] = field(default_factory=dict)
 
 
-class _Fuse:
-    """Blows at the first error within it: a collective that failed leaves ranks at other places."""
+class _ErrorLatch:
+    """Keeps the last error within it: a collective that failed leaves ranks at other places."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    error: Exception | None = None
 
     def __enter__(self) -> None:
         pass
@@ -86,7 +85,7 @@ class _Fuse:
             self.error = error
 
     def check(self) -> None:
-        """Raises RuntimeError once it has blown."""
+        """Raises RuntimeError if there was one."""
         if self.error is not None:
             raise RuntimeError(
                 f"a collective of this communicator failed ({self.error}): its ranks are no"
@@ -96,17 +95,6 @@ class _Fuse:
 
 class _Visit:
     """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
-
-    __slots__ = (
-        "_ahead",
-        "_communicator",
-        "_cursor",
-        "_held",
-        "_layer",
-        "_phase",
-        "_step",
-        "_with_bias",
-    )
 
     def __init__(
         self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, with_bias: bool
@@ -137,9 +125,9 @@ class _Visit:
         return self._wait(GatheredLayer.bias) if self._with_bias else None
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        fuse = self._communicator._fuse
-        if self._held is not None and fuse.error is None:
-            with fuse:
+        latch = self._communicator._latch
+        if self._held is not None and latch.error is None:
+            with latch:
                 self._held.let_go()
         if (step := self._planned) is not None and error is None:
             self._communicator._execute(step.after)
@@ -156,7 +144,7 @@ class _Visit:
 
     def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
         communicator = self._communicator
-        with communicator._fuse:
+        with communicator._latch:
             if self._held is None:
                 planned = self._planned is not None
                 self._held = communicator._hold(self._layer, planned, self._with_bias)
@@ -223,7 +211,7 @@ class ISPCommunicator(WPCommunicator):
         self._announced = False
         """Whether somebody calls `begin` [Note: Unannounced]."""
         self._recomputing = False
-        self._fuse = _Fuse()
+        self._latch = _ErrorLatch()
 
     @property
     def communication_mode(self) -> str:
@@ -286,16 +274,16 @@ class ISPCommunicator(WPCommunicator):
 
     def finish(self) -> None:
         """Deliver all gradients and give all buffers back; to be called after the last backward."""
-        self._fuse.check()
-        with self._fuse:
+        self._latch.check()
+        with self._latch:
             self._reducer.finish()
         self.drain()
 
     def drain(self) -> None:
         """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
-        self._fuse.check()
+        self._latch.check()
         self._cursor = None
-        with self._fuse:
+        with self._latch:
             for state in self._states:
                 while state.gathered:
                     state.gathered.popitem()[1].let_go()
@@ -325,17 +313,17 @@ class ISPCommunicator(WPCommunicator):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        self._fuse.check()
+        self._latch.check()
         local = "bias" if is_bias else "weight"
         parameter = module.bias if is_bias else module.weight
         assert parameter is not None
         layout = module.layouts[local]
         cargo = Cargo(Purpose.WEIGHT_GRADIENT, module.name, f"{local}.grad")
         if returned:
-            with self._fuse:
+            with self._latch:
                 return self._reducer.reduce(grad, layout, cargo=cargo)
         self._reducer.sink.promise(parameter)  # a sink that refuses has not harmed the group
-        with self._fuse:
+        with self._latch:
             self._reducer.launch(parameter, grad, layout, cargo=cargo)
             if not self.overlap:
                 self._reducer.finish()
@@ -365,7 +353,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""
-        self._fuse.check()
+        self._latch.check()
         if phase is Phase.FORWARD and self._recomputing:  # a layer does not know that it is
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
@@ -396,14 +384,13 @@ class ISPCommunicator(WPCommunicator):
 
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
-        with self._fuse:
+        assert self._cursor is not None
+        with self._latch:
             for kind, name in acts:
                 state, layer, block = self._homes[name]
                 if kind is ActKind.GATHER and name not in state.gathered:
-                    assert self._cursor is not None
-                    with_bias = layer.bias is not None and self._cursor.goes_forward(
-                        id(layer), name
-                    )
+                    reads_bias = self._cursor.goes_forward
+                    with_bias = layer.bias is not None and reads_bias(id(layer), name)
                     state.gathered[name] = self._gather(layer, block, with_bias)
                 elif kind is ActKind.FREE and name in state.gathered:
                     state.gathered.pop(name).let_go()
