@@ -30,7 +30,7 @@ def grid(plan: Plan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bo
         if isinstance(section, str):
             rows.append(_Row(note=section))
             continue
-        for part in _collapsed_parts(section.parts) if compact else section.parts:
+        for part in _collapsed_parts(section) if compact else section:
             rows += [_Row(note=part)] if isinstance(part, str) else table.rows(part)
     return "\n".join([*_aligned(rows), "", _totals(result)])
 
@@ -64,13 +64,8 @@ class _Part(NamedTuple):
     """Equal for spans that do the same, each seen from its own block."""
 
 
-class _Section(NamedTuple):
-    """One action."""
-
-    action: Action
-    parts: list[_Part]
-    signature: object
-    """Equal for actions that do the same on the same chunk."""
+_Section = list[_Part]
+"""All of one action."""
 
 
 class _Table:
@@ -160,14 +155,13 @@ class _Table:
 
 def _sections(table: _Table, spans: Iterable[Span]) -> list[_Section]:
     sections, begin = [], 0
-    for action, group in groupby(spans, key=lambda span: span.action):
-        parts = []
+    for _, group in groupby(spans, key=lambda span: span.action):
+        section = []
         for span in group:
             steps = range(begin, begin + len(span.sites))
-            parts.append(table.part(span, steps))
+            section.append(table.part(span, steps))
             begin = steps.stop
-        signature = action.kind, action.chunk, tuple(part.signature for part in parts)
-        sections.append(_Section(action, parts, signature))
+        sections.append(section)
     return sections
 
 
@@ -184,15 +178,18 @@ def _collapsed_parts(parts: Iterable[_Part]) -> Iterator[_Part | str]:
 
 def _collapsed_actions(sections: list[_Section]) -> Iterator[_Section | str]:
     """The sections, with a pattern of actions that repeats shown once."""
-    numbers: dict[object, int] = {}
-    keys = [numbers.setdefault(section.signature, len(numbers)) for section in sections]
+    numbers: dict[object, int] = {}  # of what actions do, on which chunk
+    keys = []
+    for section in sections:
+        (kind, _, chunk), does = section[0].span.action, tuple(part.signature for part in section)
+        keys.append(numbers.setdefault((kind, chunk, does), len(numbers)))
     at = 0
     while at < len(keys):
         period, repeats = _pattern(keys[at:])
         yield from sections[at : at + period]
         alike = sections[at + period : at + period * repeats]
         if alike:
-            names = [str(section.action) for section in alike]
+            names = [str(section[0].span.action) for section in alike]
             if len(names) > 16:
                 names[8:-4] = ["..."]
             yield f"... {' '.join(names)} alike"
