@@ -7,7 +7,6 @@ from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Link, Pending
 from isp.comm.roll_call import CollectiveTimeout, RollCall
-from isp.parallel.phase import Phase
 
 __all__ = [
     "Cargo",
@@ -20,7 +19,6 @@ __all__ = [
     "Link",
     "Mesh",
     "Pending",
-    "Phase",
     "Purpose",
     "RollCall",
     "Transfer",

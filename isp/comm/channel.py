@@ -300,7 +300,7 @@ class Channel:
             arrival = 0.0 if self.link is None else self.link.book(trip.sent_bytes)
             work = _ours(start())
             wait = partial(self._wait_on_host, work, trip, pair, self._launched[pair])
-            return self.log.timed_on_host(transfer, work, wait, arrival)
+            return transfer.timed_on_host(work, wait, arrival)
         if self.log.clock is not None:
             # It must be none of the streams that gathers and NCCL run on.
             self._ends = self._ends or streams.new(self.log.clock.device, priority=-1)

@@ -77,6 +77,29 @@ class Transfer:
             return max(self.ended, self.wait_began + self.exposed)
         return self.ended
 
+    def timed_on_host(
+        self, work: dist.Work, wait: Callable[[], None], arrival: float
+    ) -> Callable[[], None]:
+        """`wait`, which blocks until `work` is over, with its times; not before `arrival`."""
+
+        def note_end(_: object) -> None:
+            self.ended = max(time.perf_counter(), arrival)
+
+        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
+        with suppress(RuntimeError):
+            work.get_future().add_done_callback(note_end)
+
+        def timed() -> None:
+            begin = self.wait_began = time.perf_counter()
+            wait()
+            if (left := arrival - time.perf_counter()) > 0:
+                time.sleep(left)
+            self.exposed = time.perf_counter() - begin
+            self.ended = self.ended or begin + self.exposed
+            self.waited = True
+
+        return timed
+
 
 class CommTotals(NamedTuple):
     """The totals of a step's transfers."""
@@ -205,29 +228,6 @@ class CommLog:
         self.phase, self.block = phase, block
         if self.observer is not None:
             self.observer.entered(phase, block)
-
-    def timed_on_host(
-        self, transfer: Transfer, work: dist.Work, wait: Callable[[], None], arrival: float
-    ) -> Callable[[], None]:
-        """`wait`, which blocks until `work` is over, with its times; not before `arrival`."""
-
-        def note_end(_: object) -> None:
-            transfer.ended = max(time.perf_counter(), arrival)
-
-        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
-        with suppress(RuntimeError):
-            work.get_future().add_done_callback(note_end)
-
-        def timed() -> None:
-            begin = transfer.wait_began = time.perf_counter()
-            wait()
-            if (left := arrival - time.perf_counter()) > 0:
-                time.sleep(left)
-            transfer.exposed = time.perf_counter() - begin
-            transfer.ended = transfer.ended or begin + transfer.exposed
-            transfer.waited = True
-
-        return timed
 
     def timed_on_device(
         self, transfer: Transfer, start: Callable[[], dist.Work], ends: streams.Stream | None

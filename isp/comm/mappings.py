@@ -29,6 +29,7 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
+    "pad_rows",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
@@ -111,7 +112,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
             f" {channel.rank} has {x.shape[dim]}, dim {dim} of shape {tuple(x.shape)}"
         )
     longest = max(sizes)
-    padded = _padded(x.movedim(dim, 0), longest)
+    padded = pad_rows(x.movedim(dim, 0), longest)
     joined = channel.all_gather(padded, cargo=_CARGO).wait()  # [p * longest, ..]
     parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
     return torch.cat(parts).movedim(0, dim)
@@ -126,7 +127,7 @@ def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     if sizes is None:
         return channel.reduce_scatter(x, dim, cargo=_CARGO).wait()
     parts, longest = _parts(x, dim, sizes, channel), max(sizes)
-    padded = torch.cat([_padded(part.movedim(dim, 0), longest) for part in parts])
+    padded = torch.cat([pad_rows(part.movedim(dim, 0), longest) for part in parts])
     summed = channel.reduce_scatter(padded, cargo=_CARGO).wait()  # [longest, ..]
     return summed[: sizes[channel.rank]].clone().movedim(0, dim)
 
@@ -167,8 +168,10 @@ def _parts(
     return parts
 
 
-def _padded(x: Tensor, num_rows: int) -> Tensor:
-    """x [n, ..] with zeros behind it: [num_rows, ..]."""
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """x [n, ..] with zeros behind it: [num_rows, ..]; x itself if it has as many."""
+    if x.shape[0] == num_rows:
+        return x.contiguous()
     padded = x.new_zeros(num_rows, *x.shape[1:])
     padded[: x.shape[0]] = x
     return padded

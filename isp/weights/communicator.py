@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -240,7 +240,7 @@ class ISPCommunicator(WPCommunicator):
                 home = self._states[site.chunk], visit.layer, block.module
                 self._homes.setdefault(name, home)
             elif visit.at is not None:
-                visit.at.register_forward_pre_hook(self._passes(key))
+                visit.at.register_forward_pre_hook(partial(self._pass_by, key))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
@@ -343,13 +343,11 @@ class ISPCommunicator(WPCommunicator):
         layer = self._declared[site.chunk][site.block].visits[site.visit].layer
         return site[1:] if layer is None else id(layer)
 
-    def _passes(self, key: Hashable) -> Callable[..., None]:
-        def passes(*_: Any) -> None:
-            if (step := self._arrive(key, Phase.FORWARD)) is not None:
-                self._execute(step.before)
-                self._execute(step.after)
-
-        return passes
+    def _pass_by(self, key: Hashable, *_: object) -> None:
+        """A launch point without a weight, as a module's hook."""
+        if (step := self._arrive(key, Phase.FORWARD)) is not None:
+            self._execute(step.before)
+            self._execute(step.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""

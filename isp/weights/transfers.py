@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending, streams
 from isp.comm.cargo import Cargo, Purpose
+from isp.comm.mappings import pad_rows
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import WeightHolder
 
@@ -126,7 +127,7 @@ def _gather_shard(
     layout = layer.layouts[local]
     rows, *rest = piece_shape(layout)
     lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
-    piece = _pad_rows(shard.movedim(layout.dim, 0), rows)
+    piece = pad_rows(shard.movedim(layout.dim, 0), rows)
     cargo = Cargo(Purpose.WEIGHT, layer.name, local)
     pending = channel.all_gather_into(lease.tensor, piece, cargo=cargo)
     length = layout.global_shape[layout.dim]
@@ -159,15 +160,6 @@ def piece_shape(layout: ParameterLayout) -> tuple[int, ...]:
     length = math.ceil(layout.global_shape[layout.dim] / layout.parts)
     rest = layout.global_shape[: layout.dim] + layout.global_shape[layout.dim + 1 :]
     return (length, *rest)
-
-
-def _pad_rows(x: Tensor, num_rows: int) -> Tensor:
-    """x [n, ..] with zeros behind it, [num_rows, ..]; x itself if it has as many."""
-    if x.shape[0] == num_rows:
-        return x.contiguous()
-    padded = x.new_zeros(num_rows, *x.shape[1:])
-    padded[: x.shape[0]] = x
-    return padded
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ class GradientReducer:
     def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
         dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
         shape = piece_shape(layout)
-        pieces = _pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
+        pieces = pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
         leases = [self.pool.lease(shape, dtype, grad.device)]
         received = None
         if self.channel.sums_locally:
