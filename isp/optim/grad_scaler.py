@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any
 
 from isp.settings import GradScalerConfig
 
-__all__ = ["GradScaler", "GradScalerState"]
-
-
-class GradScalerState(TypedDict):
-    """Plain numbers, the same on all ranks."""
-
-    scale: float
-    steps_since_change: int
-    """Finite steps since the scale was raised, or since a step was not finite."""
-    overflows_left: int
-    """Steps that are not finite and still leave the scale as it is, plus one."""
+__all__ = ["GradScaler"]
 
 
 class GradScaler:
@@ -37,7 +28,9 @@ class GradScaler:
         self._config = config
         self._scale = float(config.initial_scale)
         self._steps_since_change = 0
+        """Finite steps since the scale was raised, or since a step was not finite."""
         self._overflows_left = config.hysteresis
+        """Steps that are not finite and still leave the scale as it is, plus one."""
 
     @property
     def scale(self) -> float:
@@ -63,15 +56,15 @@ class GradScaler:
             self._overflows_left = self._config.hysteresis
             self._set(self._scale * self._config.growth_factor)
 
-    def state_dict(self) -> GradScalerState:
-        """Everything that `update` changes."""
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `update` changes: plain numbers, the same on all ranks."""
         return {
             "scale": self._scale,
             "steps_since_change": self._steps_since_change,
             "overflows_left": self._overflows_left,
         }
 
-    def load_state_dict(self, state: GradScalerState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; limits and intervals are this scaler's own."""
         config = self._config
         self._set(state["scale"])

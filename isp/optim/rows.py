@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending, streams
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES
+from isp.optim.main_grads import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
 
 __all__ = ["Publisher", "owned_rows"]
@@ -27,21 +28,16 @@ def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
     return min(num_rows, index * chunk), min(num_rows, (index + 1) * chunk)
 
 
-@dataclass(frozen=True, eq=False)
-class _Slot:
+class _Slot(NamedTuple):
     """A parameter's place in a publishing bucket: `width` elements of every rank."""
 
     flat: Tensor  # the whole local shard, [n * row]
     start: int
     width: int
 
-    def own(self, rank: int) -> Tensor:
-        """The elements of `rank`; `width` of them, or fewer at the end of the parameter."""
-        return self.flat[rank * self.width : (rank + 1) * self.width]
-
     def pack(self, sent: Tensor, rank: int) -> None:
         """Copy the elements of `rank` into its bucket [L]; what pads the slot is never read."""
-        own = self.own(rank)
+        own = self.flat[rank * self.width : (rank + 1) * self.width]  # fewer at the end
         sent[self.start : self.start + own.numel()].copy_(own)
 
     def unpack(self, gathered: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Update rules: which states a weight has, and how a step changes both.
+"""How a step changes a weight: the update rule with its states, the rate, the weight decay.
 
 Who keeps, saves, counts or plans optimizer states asks the rule for them. A further rule is a class
 here, and its name and keys in `isp.settings`.
@@ -6,16 +6,27 @@ here, and its name and keys in `isp.settings`.
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from isp.settings import OptimizerConfig
+from isp.settings import LRSchedulerConfig, OptimizerConfig
 
-__all__ = ["AdamW", "Lion", "Rows", "UpdateRule", "update_rule"]
+__all__ = [
+    "GroupValues",
+    "Rows",
+    "UpdateRule",
+    "check_groups",
+    "group_values",
+    "learning_rate",
+    "update_rule",
+]
 
 
 class Rows(NamedTuple):
@@ -112,3 +123,68 @@ def update_rule(config: OptimizerConfig) -> UpdateRule:
     """The rule that `config.name` names."""
     rules: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion}
     return rules[config.name](config)
+
+
+def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedulerConfig) -> float:
+    """The rate of step number `step`, counted from 0, of a run of `total_steps`.
+
+    Rises in a straight line to `peak` within `warmup_steps`, stays there, and decays over the last
+    `config.num_decay_steps` to `min_lr_factor * peak`, which the last step of the run has; steps
+    after it keep that. The numbers are torchtitan's.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    num_decay = config.num_decay_steps(total_steps)
+    done = step + 1 - (total_steps - num_decay)
+    if done <= 0:
+        return peak
+    progress = min(1.0, done / num_decay) if num_decay else 1.0
+    left = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+    }[config.decay_type]
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * left)
+
+
+class GroupValues(NamedTuple):
+    """A parameter's values."""
+
+    lr_scale: float
+    """Its learning rate, as a part of that of the step."""
+    weight_decay: float
+
+
+def group_values(name: str, num_dims: int, config: OptimizerConfig) -> GroupValues:
+    """The values for the parameter called `name` in the whole model, of so many dimensions.
+
+    Those of the first of `config.param_groups` whose pattern is found in the name. Where it says
+    nothing of weight decay, or none is found, parameters of one dimension, which are norm weights
+    and biases, are not decayed.
+    """
+    decay = config.weight_decay if num_dims > 1 else 0.0
+    for group in config.param_groups:
+        if re.search(group.pattern, name):
+            own = group.weight_decay
+            return GroupValues(group.lr_scale, decay if own is None else own)
+    return GroupValues(1.0, decay)
+
+
+def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
+    """Raise ValueError for a group that no parameter of the whole model is in."""
+    names = list(names)
+    unmatched = set(names)
+    for place, group in enumerate(config.param_groups):
+        found = {name for name in names if re.search(group.pattern, name)}
+        if not found & unmatched:
+            raise ValueError(
+                f"optimizer.param_groups.{place}.pattern={group.pattern!r} is"
+                f" {'found only in names that groups before it took' if found else 'in no name'};"
+                f" the parameters are {_shortened(names)}"
+            )
+        unmatched -= found
+
+
+def _shortened(names: Iterable[str]) -> str:
+    """The names, each once whatever the number of its layer."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Pending
+from isp.comm.cargo import Cargo
 from isp.layers.module import NamedParameter
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels, master_dtype
-from isp.optim.grad_norm import global_grad_norm
 from isp.optim.grad_scaler import GradScaler
-from isp.optim.groups import GroupValues, group_values
-from isp.optim.main_grads import MainGradients
+from isp.optim.main_grads import DEFAULT_BUCKET_BYTES, Channels, MainGradients, master_dtype
 from isp.optim.rows import Publisher, owned_rows
-from isp.optim.update_rules import Rows, UpdateRule, update_rule
+from isp.optim.update_rules import GroupValues, Rows, UpdateRule, group_values, update_rule
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
-from isp.settings import GradScalerConfig, OptimizerConfig
+from isp.settings import OptimizerConfig
 
-__all__ = ["OptimizerState", "ShardState", "StepResult", "Zero1Optimizer"]
+__all__ = ["StepResult", "Zero1Optimizer"]
 
 
 class StepResult(NamedTuple):
@@ -127,7 +125,9 @@ class Zero1Optimizer:
         """Steps skipped so far."""
         self.skipped_in_a_row = 0
         """Those since the last update that no smaller loss scale could have saved."""
-        self.scaler = _scaler(gradients, config.grad_scaler)
+        dtypes = {item.parameter.dtype for item in gradients.parameters}
+        scales = torch.float16 in dtypes or config.grad_scaler.use == "always"
+        self.scaler = GradScaler(config.grad_scaler) if scales else None
         """None if the loss is not scaled."""
         self._gradients = gradients
         self._channels = channels
@@ -175,11 +175,26 @@ class Zero1Optimizer:
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """The global norm of the reduced gradients, unscaled; synchronises with the device."""
-        norm = global_grad_norm(
-            self._gradients, self._channels, counted_elsewhere=self._counted_elsewhere
-        )
-        return norm.item() / (1.0 if self.scaler is None else self.scaler.scale)
+        """The global norm of the reduced gradients, unscaled; synchronises with the device.
+
+        The same number in every layout. The ranks of a MODEL group (pipeline x weight) hold the
+        model once, except for what is replicated: a parameter that every rank of a weight group
+        holds is counted by the group's first rank, and one that two pipeline stages hold (tied
+        weights) on the one that does not have it among `counted_elsewhere`. Squares are added in
+        float64, so the order of the additions does not show.
+        """
+        first, counted_elsewhere = self._channels[Axis.WEIGHT].rank == 0, self._counted_elsewhere
+        norms = [
+            torch.linalg.vector_norm(self._gradients.grad(parameter), dtype=torch.float64)
+            for name, parameter, layout in self._gradients.parameters
+            if (layout.sharded or first) and name not in counted_elsewhere and parameter.numel()
+        ]
+        device = self._gradients.parameters[0].parameter.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        squares = torch.stack(norms).square().sum() if norms else zero
+        summed = self._channels[Axis.MODEL].all_reduce_(squares, cargo=Cargo(tensor="grad norm"))
+        norm = summed.wait().sqrt().item()
+        return norm / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:
@@ -279,11 +294,6 @@ class Zero1Optimizer:
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.update(overflow=False)
-
-
-def _scaler(gradients: MainGradients, config: GradScalerConfig) -> GradScaler | None:
-    narrow = any(item.parameter.dtype == torch.float16 for item in gradients.parameters)
-    return GradScaler(config) if narrow or config.use == "always" else None
 
 
 def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, Rows]:

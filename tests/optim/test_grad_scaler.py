@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from isp.comm import Mesh
-from isp.optim import GradScaler, MainGradients, StepResult, Zero1Optimizer
+from isp.optim import MainGradients, StepResult, Zero1Optimizer
+from isp.optim.grad_scaler import GradScaler
 from isp.parallel import Topology
 from isp.settings import GradScalerConfig, OptimizerConfig
 from tests.optim.places import Spec, loss, place

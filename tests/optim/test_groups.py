@@ -11,7 +11,8 @@ from torch import Tensor
 
 from isp.cli import main
 from isp.comm import Mesh
-from isp.optim import GroupValues, MainGradients, Zero1Optimizer, check_groups, group_values
+from isp.optim import MainGradients, Zero1Optimizer, check_groups
+from isp.optim.update_rules import GroupValues, group_values
 from isp.parallel import Axis, Topology
 from isp.settings import OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec, full_loss, loss, place
