@@ -26,14 +26,13 @@ from isp.layers.megatron import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from isp.layers.weight_gradients import AtOnce, DeferredWeightGradients, IntoMainGradients
+from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
 from isp.recompute import CheckpointWithoutOutput, checkpoint
 from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [
     "IGNORED",
-    "AtOnce",
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "DeferredWeightGradients",

@@ -1,1 +1,1 @@
-"""The layers a model is made of; the table of modes is in `isp.layers.moves`."""
+"""The layers a model is made of; the table of modes is in `isp.layers.linear`."""

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from isp.comm.cargo import Cargo, Purpose
-from isp.layers.init import MasterStream
-from isp.layers.module import ParallelModule
-from isp.layers.moves import Moves
-from isp.layers.wanted import Wanted, wanted
+from isp.layers.linear import Moves, Wanted, wanted
+from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator

@@ -11,8 +11,7 @@ import torch
 
 from isp.comm import Channel
 from isp.layers.embedding import VocabParallelEmbedding
-from isp.layers.linear import ParallelLinear
-from isp.layers.moves import Moves, Role, moves_for
+from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout

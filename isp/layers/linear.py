@@ -1,30 +1,143 @@
 """One linear for every mode: y = x W^T + b, with the six tensors that may travel.
 
 B batch, S sequence, I in features, O out features; x is [B, S, I], W is [O, I], y is [B, S, O].
+
+A linear has x, w, y going forward and dy, dx, dw going backward.
+
+    mode   column linear                                row linear
+    mtp    dx: all-reduce                               y: all-reduce
+    msp    x: all-gather on S, kept; dx: r.-scatter     y: reduce-scatter on S; dy: all-gather
+    fsp    as msp; x is gathered again in backward      as msp
+    isp    w: all-gather; dw: reduce-scatter            the same
+
+The communicator (`isp.weights`) moves w and dw; `Moves` has the collectives of the activations.
+
+Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (Chen et al. 2024).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from isp.comm import Pending
+from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
-from isp.layers.init import MasterStream
-from isp.layers.module import ParallelModule
-from isp.layers.moves import Moves
-from isp.layers.wanted import Wanted, wanted
-from isp.layers.weight_gradients import AtOnce, WeightGradientRoute
+from isp.layers.module import MasterStream, ParallelModule
+from isp.parallel import Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["ParallelLinear"]
+__all__ = [
+    "Moves",
+    "ParallelLinear",
+    "Role",
+    "Wanted",
+    "WeightGradientRoute",
+    "moves_for",
+    "wanted",
+]
+
+Collective = Callable[..., Pending]
+"""Called with a tensor and its `cargo`."""
+
+
+def _identity(x: Tensor, *, cargo: Cargo) -> Pending:
+    return Pending.ready(x)
+
+
+class Role(Enum):
+    """The split of a linear's features: `COLUMN` splits its outputs, `ROW` its inputs."""
+
+    COLUMN = auto()
+    ROW = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """The collectives of the four activations of a linear."""
+
+    x: Collective = _identity
+    """The input, before it is multiplied."""
+    y: Collective = _identity
+    """The output."""
+    dy: Collective = _identity
+    """The gradient of the output; the dual of `y`."""
+    dx: Collective = _identity
+    """The gradient of the input; the dual of `x`."""
+    regather_x: bool = False
+    """Save x as it came, and move it again in backward."""
+
+
+def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1) -> Moves:
+    """The row of the mode table for a linear of `role`, over the tensor group."""
+    if tensor.size == 1:
+        return Moves()
+    gather = partial(tensor.all_gather, dim=sequence_dim)
+    reduce_scatter = partial(tensor.reduce_scatter, dim=sequence_dim)
+    match mode, role:
+        case Mode.ISP, _:
+            return Moves()
+        case Mode.MTP, Role.COLUMN:
+            return Moves(dx=tensor.all_reduce)
+        case Mode.MTP, Role.ROW:
+            return Moves(y=tensor.all_reduce)
+        case Mode.MSP | Mode.FSP, Role.COLUMN:
+            return Moves(x=gather, dx=reduce_scatter, regather_x=mode is Mode.FSP)
+        case Mode.MSP | Mode.FSP, Role.ROW:
+            return Moves(y=reduce_scatter, dy=gather)
+    raise AssertionError((mode, role))
+
+
+class Wanted(IntEnum):
+    """A backward pass's use for an input's gradient; false if it has none."""
+
+    NOTHING = 0
+    """It is not asked for."""
+    VALUE = 1
+    """`torch.autograd.grad` returns it: it has to be there when the function's backward ends."""
+    FLOW = 2
+    """It flows on, to the function that made the input or into the sum that the leaf keeps."""
+
+
+def wanted(ctx: Any, index: int) -> Wanted:
+    """Say what the backward pass under way wants of input `index` of `ctx`'s function.
+
+    `ctx.needs_input_grad` only says what could have a gradient; `autograd.grad(y, x)` and
+    `backward(inputs=[x])` leave out the rest. The inputs before `index` have to be tensors.
+    """
+    if not ctx.needs_input_grad[index]:
+        return Wanted.NOTHING
+    target, _ = ctx.next_functions[index]
+    try:
+        runs = torch._C._will_engine_execute_node(target)
+    except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
+        return Wanted.VALUE
+    return Wanted.FLOW if runs else Wanted.NOTHING
+
+
+class WeightGradientRoute(Protocol):
+    """Decides what becomes of the two factors of a weight gradient (`isp.layers.weight_gradients`).
+
+    N tokens; dW [O, I] = dy^T [O, N] x [N, I].
+    """
+
+    def __call__(
+        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
+    ) -> Tensor | None:
+        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
+
+        `weight` is the parameter that `layer` was used with: its own, or one given at the call.
+        """
 
 
 class _Linear(torch.autograd.Function):
@@ -81,10 +194,11 @@ class _Linear(torch.autograd.Function):
                 if want_w:
                     flat_dy = dy.flatten(0, -2)
                     flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
-                    if ctx.parameter is not None and want_w is Wanted.FLOW:
-                        dw = layer.weight_gradients(layer, ctx.parameter, flat_dy, flat_x)
-                    else:
+                    route, parameter = layer.weight_gradients, ctx.parameter
+                    if route is None or parameter is None or want_w is not Wanted.FLOW:
                         dw = flat_dy.T @ flat_x
+                    else:
+                        dw = route(layer, parameter, flat_dy, flat_x)
                     if dw is not None:
                         returned = want_w is Wanted.VALUE
                         dw = communicator.grad_hook(dw, module=layer, returned=returned)
@@ -135,7 +249,8 @@ class ParallelLinear(ParallelModule):
         self.moves = moves
         self.bias_after_move = bias_after_move
         self.skip_bias_add = skip_bias_add
-        self.weight_gradients = weight_gradients or AtOnce()
+        self.weight_gradients = weight_gradients
+        """None: the product, for autograd or the communicator to deliver."""
         self.init_std = init_std
         if tied_to is None and has_weight:
             self.add_shard("weight", layout, device=device, dtype=dtype)

@@ -19,17 +19,15 @@ from isp.comm.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from isp.layers import embedding, linear
-from isp.layers.init import MasterStream
-from isp.layers.module import ParallelModule
-from isp.layers.moves import Role, moves_for
-from isp.layers.weight_gradients import WeightGradientRoute
+from isp.layers import embedding
+from isp.layers.linear import ParallelLinear, Role, WeightGradientRoute, moves_for
+from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
 from isp.weights.wp import LocalWeights
 
-__all__ = ["ColumnParallelLinear", "InitMethod", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
 InitMethod = Callable[[Tensor], object]
 """Fills a whole weight, float32 on CPU, as the functions of `torch.nn.init` do."""
@@ -72,7 +70,7 @@ class _Initialised(ParallelModule):
         return full
 
 
-class ColumnParallelLinear(_Initialised, linear.ParallelLinear):
+class ColumnParallelLinear(_Initialised, ParallelLinear):
     """y = x W^T + b with the outputs split: x [S, B, I] -> y [S, B, O/p], W [O/p, I], b [O/p].
 
     forward   x as it is, or all-gathered along S (`sequence_parallel`: x is [S/p, B, I])
@@ -145,7 +143,7 @@ class ColumnParallelLinear(_Initialised, linear.ParallelLinear):
         return torch.cat([p for i in range(len(own)) for p in pieces[i :: len(own)]], dim=-1)
 
 
-class RowParallelLinear(_Initialised, linear.ParallelLinear):
+class RowParallelLinear(_Initialised, ParallelLinear):
     """y = x W^T + b with the inputs split: x [S, B, I/p] -> y [S, B, O], W [O, I/p], b [O] whole.
 
     forward   y all-reduced, or reduce-scattered along S (`sequence_parallel`: y is [S/p, B, O])

@@ -1,17 +1,44 @@
-"""The facts every layer with parameters of its own tells the runtime."""
+"""The facts every layer with parameters of its own tells the runtime, and how they begin."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isp.layers.init import MasterStream
 from isp.parallel.layout import ParameterLayout
 
-__all__ = ["NamedParameter", "ParallelModule", "bind_names", "init_weights", "named_parameters"]
+__all__ = [
+    "MasterStream",
+    "NamedParameter",
+    "ParallelModule",
+    "bind_names",
+    "init_weights",
+    "named_parameters",
+]
+
+
+@dataclass(frozen=True)
+class MasterStream:
+    """Random numbers for one parameter: a function of the run's seed and its name alone."""
+
+    seed: int
+    name: str
+
+    @property
+    def generator_seed(self) -> int:
+        """The seed of a generator of this parameter's own."""
+        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
+    def normal(self, shape: tuple[int, ...], std: float) -> Tensor:
+        """A float32 tensor on CPU of normal values of mean 0."""
+        generator = torch.Generator().manual_seed(self.generator_seed)
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 class ParallelModule(nn.Module):

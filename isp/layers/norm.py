@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.layers.init import MasterStream
-from isp.layers.module import ParallelModule
+from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
 
 __all__ = ["RMSNorm"]

@@ -81,10 +81,11 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"rotary embeddings need an even head size of 4 or more: {head_dim}")
         self.head_dim = head_dim
         self.base = base
-        self.scaling = RopeScaling() if scaling is None else scaling
+        scaling = RopeScaling() if scaling is None else scaling
+        self._logit_scale = scaling.logit_scale
         # [Note: Frequencies on demand] Not a buffer: `module.to(bfloat16)` would round it, and a
         # model built on the meta device would lose it.
-        self._inverse = tuple(inverse_frequencies(head_dim, base, self.scaling).tolist())
+        self._inverse = tuple(inverse_frequencies(head_dim, base, scaling).tolist())
 
     @torch.no_grad()
     def forward(
@@ -99,8 +100,8 @@ class RotaryEmbedding(nn.Module):
         inverse = torch.tensor(self._inverse, dtype=angle_dtype, device=device)
         angles = position_ids.unsqueeze(-1).to(angle_dtype) * inverse  # [B, S, d/2]
         dtype = torch.promote_types(dtype, torch.float32)
-        scale = self.scaling.logit_scale
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        cos, sin = angles.cos() * self._logit_scale, angles.sin() * self._logit_scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The place and time of a linear's weight gradient: at once, into its main gradient, or later.
+"""Routes of a linear's weight gradient: into its main gradient, or later.
 
 N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
 """
@@ -7,41 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from isp.weights.declare import WeightHolder
+from isp.layers.linear import ParallelLinear
 from isp.weights.transfers import GradientSink
-from isp.weights.wp import WPCommunicator
 
-__all__ = ["AtOnce", "DeferredWeightGradients", "IntoMainGradients", "WeightGradientRoute"]
-
-
-class GradientLayer(WeightHolder, Protocol):
-    """A layer whose weight gradients are routed."""
-
-    communicator: WPCommunicator
-
-
-class WeightGradientRoute(Protocol):
-    """Decides what becomes of the two factors of a weight gradient."""
-
-    def __call__(
-        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
-    ) -> Tensor | None:
-        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
-
-        `weight` is the parameter that `layer` was used with: its own, or one given at the call.
-        """
-
-
-class AtOnce:
-    """The product, for autograd or the communicator to deliver."""
-
-    def __call__(self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Tensor:
-        return dy.T @ x
+__all__ = ["DeferredWeightGradients", "IntoMainGradients"]
 
 
 class ProductSink(GradientSink, Protocol):
@@ -61,20 +35,13 @@ class IntoMainGradients:
         self._gradients = gradients
 
     def __call__(
-        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if layer.communicator.gathers_weights:
             return dy.T @ x
         self._gradients.promise(weight)
         self._gradients.add_product(weight, dy, x)
         return None
-
-
-class _Deferred(NamedTuple):
-    layer: GradientLayer
-    weight: nn.Parameter
-    dy: Tensor
-    x: Tensor
 
 
 class DeferredWeightGradients:
@@ -91,24 +58,24 @@ class DeferredWeightGradients:
             raise ValueError(f"limit={limit} must be at least 0, or None to put off all")
         self._sink = sink
         self._limit = limit
-        self._waiting: deque[_Deferred] = deque()
+        self._waiting: deque[tuple[ParallelLinear, nn.Parameter, Tensor, Tensor]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __call__(
-        self, layer: GradientLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return dy.T @ x
         self._sink.promise(weight)
-        self._waiting.append(_Deferred(layer, weight, dy, x))
+        self._waiting.append((layer, weight, dy, x))
         return None
 
     def drain(self, count: int | None = None) -> None:
         """Compute the oldest `count` of what was put off; None: all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
-            self._compute(self._waiting.popleft())
+            self._compute(*self._waiting.popleft())
 
     def take(self) -> Callable[[], None]:
         """Take what waits, no longer counted here, as a function that computes it."""
@@ -117,13 +84,12 @@ class DeferredWeightGradients:
 
         def compute() -> None:
             while taken:
-                self._compute(taken.popleft())
+                self._compute(*taken.popleft())
 
         return compute
 
     @torch.no_grad()
-    def _compute(self, item: _Deferred) -> None:
-        layer, weight, dy, x = item
+    def _compute(self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
         if grad is None:  # on its way, and promised anew by the communicator
             self._sink.withdraw(weight)

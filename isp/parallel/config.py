@@ -32,7 +32,7 @@ class ModeFacts:
 
 
 class Mode(StrEnum):
-    """The split of a transformer's linears (see `isp.layers.moves` for what travels)."""
+    """The split of a transformer's linears (see `isp.layers.linear` for what travels)."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights split over the tensor group, activations replicated."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from isp.comm import Mesh
 from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names, named_parameters
-from isp.layers.weight_gradients import AtOnce, DeferredWeightGradients, IntoMainGradients
+from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.recompute import recomputed
@@ -87,7 +87,7 @@ class Bench:
         if self.communicator is not None:
             self.communicator.deliver_to(self.gradients)
         self.put_off = DeferredWeightGradients(self.gradients)
-        routes = (AtOnce(), IntoMainGradients(self.gradients), self.put_off)
+        routes = (None, IntoMainGradients(self.gradients), self.put_off)
         for layer in (self.net.up, self.net.down, self.net.head):
             layer.weight_gradients = routes[ROUTES.index(route)]
         all_ids = torch.randint(V, (B * mesh[Axis.DATA].size, S), generator=random)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from isp.comm import Channel, Mesh
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
-from isp.layers.linear import ParallelLinear
+from isp.layers.linear import Moves, ParallelLinear
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
-from isp.layers.moves import Moves
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from isp.comm import Channel, Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.factory import LayerFactory
+from isp.layers.linear import Role, moves_for
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import bind_names, named_parameters
-from isp.layers.moves import Role, moves_for
 from isp.layers.rotary import RotaryEmbedding
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
