@@ -9,7 +9,7 @@ that ranks do not compete for cores and a forward costs as much as each half of 
     bubble      step time over the work of a rank, minus one; work is what its products sleep, as
                 measured in a run without a pipeline, by the share of the layers that a rank has
     theory      1F1B (p-1)/m; over v chunks 1/v of it; with split backwards a third of that
-    simulated   `isp.pipeline.timeline` of the same order of work
+    simulated   `isp.pipeline.order.timeline` of the same order of work
     exposed     isp over a modelled link: gathers of a step that a rank waited for longer than a
                 twentieth of their time, of all its gathers; and those of the first block, which
                 nothing can hide on the first stage
@@ -46,7 +46,7 @@ from isp.parallel import (
     WeightConfig,
 )
 from isp.pipeline import PipelineOrder
-from isp.pipeline.timeline import timeline
+from isp.pipeline.order import timeline
 from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig

@@ -1,24 +1,38 @@
-"""A rank's stages, and the order in which it works on them; needs no process group.
+"""The order in which the ranks of a pipeline compute and send; needs no process group.
 
 A *stage* is a part of the model between two sends; a rank has one for each of its chunks. With
 P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down and up again.
+
+[Note: One order of sends] Every rank's program is its part of one order of everything that all
+ranks do, the one in which it would come about if computations took equally long and sends no time.
+A send stands in the programs of both its ranks. So whoever waits, for a send or for a receive, does
+so for ranks that are not as far yet: they never wait in a circle, even where the transfers of a
+rank pass one after the other, as on NCCL. A receive is posted before what is computed beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed.pipelining as torch_pipelining
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.parallel.config import PipelineConfig
 from isp.weights.trace import Action, ActionKind, sequential_actions
 
-__all__ = ["PipelineOrder", "one_forward_one_backward", "split_layers"]
+__all__ = [
+    "Hop",
+    "PipelineOrder",
+    "one_forward_one_backward",
+    "program",
+    "split_layers",
+    "timeline",
+]
 
 _KINDS = {
     "F": ActionKind.FORWARD,
@@ -122,6 +136,151 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
     backward = [Action(ActionKind.BACKWARD, m) for m in range(micro_batches)]
     steady = [a for pair in zip(forward[warm_up:], backward, strict=False) for a in pair]
     return (*forward[:warm_up], *steady, *backward[micro_batches - warm_up :])
+
+
+class Timed(NamedTuple):
+    """An action and when it runs, in the unit of its cost."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """A step of a pipeline."""
+
+    ranks: tuple[tuple[Timed, ...], ...]
+    """The actions of each rank, in order."""
+
+    @property
+    def end(self) -> float:
+        """The last rank's end."""
+        return max(timed[-1].end for timed in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of the busiest rank over its working time."""
+        busiest = max(sum(t.end - t.start for t in timed) for timed in self.ranks)
+        return self.end / busiest - 1
+
+
+def timeline(
+    order: PipelineOrder,
+    micro_batches: int,
+    cost: Callable[[int, ActionKind], float],
+    *,
+    send: float = 0.0,
+    training: bool = True,
+) -> Timeline:
+    """Each action as soon as its rank is free and what it needs is there.
+
+    `cost` is the time of an action on a stage; a backward that is not split is asked for both
+    halves. What another rank sends arrives `send` after it was made; sending keeps nobody busy.
+    """
+    ranks = range(order.config.size)
+    stages = [order.stages_of(rank) for rank in ranks]
+    todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
+    split = {
+        (stages[rank][a.chunk], a.micro_batch)
+        for rank in ranks
+        for a in todo[rank]
+        if a.kind is ActionKind.WEIGHT_GRADIENT
+    }
+    done: dict[tuple[ActionKind, int, int], tuple[float, int]] = {}
+    found: list[list[Timed]] = [[] for _ in ranks]
+
+    def duration(stage: int, action: Action) -> float:
+        whole = action.kind is ActionKind.BACKWARD and (stage, action.micro_batch) not in split
+        rest = cost(stage, ActionKind.WEIGHT_GRADIENT) if whole else 0.0
+        return cost(stage, action.kind) + rest
+
+    def arrival(rank: int, needed: tuple[ActionKind, int, int]) -> float | None:
+        if needed not in done:
+            return None
+        end, maker = done[needed]
+        return end + (send if maker != rank else 0.0)
+
+    while any(todo):
+        progress = False
+        for rank in ranks:
+            while todo[rank]:
+                action = todo[rank][-1]
+                stage = stages[rank][action.chunk]
+                times = [arrival(rank, n) for n in _needs(action, stage, order.num_stages)]
+                if None in times:
+                    break
+                free = found[rank][-1].end if found[rank] else 0.0
+                start = max([free, *(t for t in times if t is not None)])
+                end = start + duration(stage, action)
+                found[rank].append(Timed(action, start, end))
+                done[action.kind, stage, action.micro_batch] = end, rank
+                todo[rank].pop()
+                progress = True
+        assert progress, f"the order of {order.config} waits for itself"
+    return Timeline(tuple(tuple(timed) for timed in found))
+
+
+def _needs(action: Action, stage: int, num_stages: int) -> list[tuple[ActionKind, int, int]]:
+    m = action.micro_batch
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
+        return [(ActionKind.BACKWARD, stage, m)]
+    if action.kind is ActionKind.BACKWARD:
+        after = [(ActionKind.BACKWARD, stage + 1, m)] if stage + 1 < num_stages else []
+        return [(ActionKind.FORWARD, stage, m), *after]
+    return [(ActionKind.FORWARD, stage - 1, m)] if stage else []
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A stage's result for a micro-batch, on its way to a neighbour."""
+
+    made_in: ActionKind
+    """FORWARD: activations; BACKWARD: their gradient."""
+    micro_batch: int
+    source: int
+    """The stage that made it."""
+
+    @property
+    def target(self) -> int:
+        """The stage that needs it."""
+        return self.source + (1 if self.made_in is ActionKind.FORWARD else -1)
+
+    @property
+    def cargo(self) -> Cargo:
+        """The cargo."""
+        what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
+        text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
+        return Cargo(Purpose.STAGE_ACTIVATION, tensor=text)
+
+
+Program = tuple[Action | Hop, ...]
+"""Of one rank: what it computes, sends and receives, in order."""
+
+
+def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bool) -> Program:
+    """A step of the `rank`-th rank of a pipeline [Note: One order of sends]."""
+    return _programs(order, micro_batches, training)[rank]
+
+
+@lru_cache(maxsize=16)
+def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[Program]:
+    # When, whether it is a computation, what, and on which ranks. At one time sends come first:
+    # what they bring may be used at once.
+    moments: list[tuple[float, bool, Action | Hop, tuple[int, ...]]] = []
+    found = timeline(order, micro_batches, lambda stage, kind: 1.0, training=training)
+    for rank, timed in enumerate(found.ranks):
+        for action, start, end in timed:
+            moments.append((start, True, action, (rank,)))
+            if action.kind is ActionKind.WEIGHT_GRADIENT:
+                continue
+            hop = Hop(action.kind, action.micro_batch, order.stages_of(rank)[action.chunk])
+            if 0 <= hop.target < order.num_stages and order.rank_of(hop.target) != rank:
+                moments.append((end, False, hop, (rank, order.rank_of(hop.target))))
+    moments.sort(key=lambda moment: moment[:2])
+    return [
+        tuple(item for _, _, item, ranks in moments if rank in ranks)
+        for rank in range(order.config.size)
+    ]
 
 
 def split_layers(

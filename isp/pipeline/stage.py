@@ -23,8 +23,7 @@ from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients
 from isp.pipeline.hooks import SchedulerHook
-from isp.pipeline.order import PipelineOrder
-from isp.pipeline.program import Hop, program
+from isp.pipeline.order import Hop, PipelineOrder, program
 from isp.weights.trace import Action, ActionKind
 
 __all__ = ["Pipeline", "StageWork"]

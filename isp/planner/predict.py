@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
-from isp.pipeline.timeline import timeline
+from isp.pipeline.order import timeline
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.counts import between_stages

@@ -18,7 +18,7 @@ from isp.data.prefetch import Prefetcher
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 
-__all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "slice_sequence"]
+__all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches"]
 
 
 def check_data(config: JobConfig) -> None:
@@ -150,12 +150,3 @@ def _micro_batch(tokens: Tensor, labels: Tensor, positions: Tensor, *, packed: b
         starts = (positions[0] == 0).nonzero().squeeze(-1)
         cu_seqlens = torch.cat((starts, starts.new_tensor([positions.shape[1]]))).to(torch.int32)
     return MicroBatch(tokens, labels, positions, cu_seqlens)
-
-
-def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """This rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
-
-    def own(x: Tensor) -> Tensor:
-        return x.chunk(channel.size, dim=1)[channel.rank].contiguous()  # [B, S/p]
-
-    return MicroBatch(own(batch.tokens), own(batch.labels), own(batch.positions), batch.cu_seqlens)

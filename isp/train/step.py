@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Mesh
+from isp.comm import Channel, Mesh
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
@@ -21,10 +21,9 @@ from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
-from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, PhaseHook, SchedulerHook
-from isp.train.data import slice_sequence
+from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
 
-__all__ = ["StepOutcome", "TrainStep", "make_train_step"]
+__all__ = ["StepOutcome", "TrainStep", "make_train_step", "slice_sequence"]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -93,24 +92,21 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = mesh
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
-        hook = SchedulerHook()
-        self._order = built.order
-        self._shared = built.shared
-        self._tied = built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
         self._put_off: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
             self._put_off = DeferredWeightGradients(gradients)
-            for linear in self._linears():
-                linear.weight_gradients = self._put_off
-        self.communicator = built.communicator
-        if built.communicator is not None:
-            built.communicator.deliver_to(gradients)
-            built.communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
-            hook = ISPCommunicatorSchedulerHook(built.communicator)
-        self.hook = PhaseHook(mesh.log, hook)
+            for part in self._parts():
+                for linear in (m for m in part.modules() if isinstance(m, ParallelLinear)):
+                    linear.weight_gradients = self._put_off
+        self.communicator = communicator = built.communicator
+        self.hook = SchedulerHook(mesh.log)
+        if communicator is not None:
+            communicator.deliver_to(gradients)
+            communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
+            self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
         for part in self._parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
@@ -143,14 +139,14 @@ class TrainStep:
         self.clock.enter(Phase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
-        for parameter in self._shared:
+        for parameter in self.built.shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
             self._pipeline(work, self.gradients, self._put_off)
         else:
             self._run(work)
-        for parameter in self._shared:
+        for parameter in self.built.shared:
             self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
         self.hook.after_step()
@@ -177,7 +173,7 @@ class TrainStep:
         """
         valid, total = 0.0, 0.0
         for batches in steps:
-            actions = self._order.actions(self._stages.rank, len(batches), training=False)
+            actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
             count = self._sum(Axis.DATA, _count_valid(batches))
             work = _Work(self, batches, torch.ones_like(count))
@@ -214,23 +210,19 @@ class TrainStep:
         gradients: MainGradients | None,
         put_off: DeferredWeightGradients | None,
     ) -> None:
-        Pipeline(
-            self._stages, self._order, work, hook=self.hook, gradients=gradients, put_off=put_off
-        ).run()
+        order, hook = self.built.order, self.hook
+        Pipeline(self._stages, order, work, hook=hook, gradients=gradients, put_off=put_off).run()
 
     def _parts(self) -> Iterator[nn.Module]:
         for chunk in self.chunks:
             yield from chunk.parts().values()
 
-    def _linears(self) -> Iterator[ParallelLinear]:
-        for part in self._parts():
-            yield from (m for m in part.modules() if isinstance(m, ParallelLinear))
-
     def _add_tied(self) -> None:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
-        if self._tied is not None:
-            gradient = self.gradients.grad(self._tied.parameter)
-            cargo = Cargo(Purpose.REPLICA_GRADIENT, self._tied.name)
+        tied = self.built.tied_over_stages
+        if tied is not None:
+            gradient = self.gradients.grad(tied.parameter)
+            cargo = Cargo(Purpose.REPLICA_GRADIENT, tied.name)
             self.mesh[Axis.EMBEDDING].all_reduce_(gradient, cargo=cargo).wait()
 
     def _clear_up(self) -> None:
@@ -245,14 +237,11 @@ class TrainStep:
         for parameter in part.parameters():
             self.optimizer.published(parameter)
 
-    @property
-    def _loss_axis(self) -> Axis:
-        """The ranks whose losses are of different tokens; a sequence's ranks may have the same."""
-        return Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
-
     def _over_ranks(self, total: Tensor) -> float:
         """The loss over all ranks, of which only the last stage has any."""
-        return self._sum(Axis.PIPELINE, self._sum(self._loss_axis, total)).item()
+        # The ranks whose losses are of different tokens; a sequence's ranks may have the same.
+        axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
+        return self._sum(Axis.PIPELINE, self._sum(axis, total)).item()
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         return self.mesh[axis].all_reduce(x, cargo=Cargo(tensor="metrics")).wait()
@@ -291,13 +280,21 @@ class _Work:
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
         """Counts the loss of a micro-batch; what is to be differentiated."""
         step, last = self._step, self._step.chunks[-1]
-        whole = last.splits_logits
-        labels = (self._batches if whole else self._parts)[micro_batch].labels
+        labels = (self._batches if last.splits_logits else self._parts)[micro_batch].labels
         step.hook.before_criterion()
         loss = last.token_losses(output, labels).sum() / self._divisor
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)
+
+
+def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
+    """This rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
+
+    def own(x: Tensor) -> Tensor:
+        return x.chunk(channel.size, dim=1)[channel.rank].contiguous()  # [B, S/p]
+
+    return MicroBatch(own(batch.tokens), own(batch.labels), own(batch.positions), batch.cu_seqlens)
 
 
 def _count_valid(batches: Sequence[MicroBatch]) -> Tensor:

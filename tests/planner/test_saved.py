@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from isp.parallel import Axis, Mode, WeightConfig
 from isp.planner.declared import stage_chunks
 from isp.planner.rehearsal import rehearsal, tapes_of
-from isp.train.data import slice_sequence
+from isp.train.step import slice_sequence
 from model.config import ModelConfig
 from tests.planner.test_counts import case_of
 from tests.ranks import run_ranks

@@ -13,8 +13,7 @@ from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.parallel.config import OverlapUnit
 from isp.pipeline import PipelineOrder, split_layers
-from isp.pipeline.program import Hop, program
-from isp.pipeline.timeline import timeline
+from isp.pipeline.order import Hop, program, timeline
 from isp.weights.trace import Action, ActionKind
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes

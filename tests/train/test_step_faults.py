@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.parallel import Axis, Mode, PipelineSchedule
-from isp.train.data import slice_sequence
+from isp.train.step import slice_sequence
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run

@@ -44,7 +44,7 @@ from isp.layers.rotary import RotaryEmbedding
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
-from isp.train.data import slice_sequence
+from isp.train.step import slice_sequence
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import sequential_actions
