@@ -1,21 +1,34 @@
-"""`StepMeter`, which turns what steps did and how long they took into records."""
+"""Records of what steps did and how long they took, and where they go besides the log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Self
 
 import torch
 
-from isp.comm import CommLog
+from isp.checkpoint.agreement import attempt_first
+from isp.comm import Channel, CommLog
 from isp.comm.log import Transfer
+from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.metrics import StepRecord, peak_memory_gib, speed
+from isp.metrics import (
+    MetricsFile,
+    ProgressBar,
+    StepRecord,
+    TensorBoardFile,
+    peak_memory_gib,
+    speed,
+    watched_stream,
+)
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.models.protocol import LanguageModel
 from isp.parallel.phase import Phase
+from isp.run.folder import RunFolder
 from isp.train.step import StepOutcome
 
-__all__ = ["StepMeter", "model_flops"]
+__all__ = ["StepMeter", "StepOutputs", "model_flops"]
 
 
 def model_flops(model: LanguageModel, batches: Iterable[MicroBatch]) -> int:
@@ -146,3 +159,51 @@ class StepMeter:
         self._steps, self._tokens, self._flops = 0, 0, 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
         self._transfers: list[Transfer] = []
+
+
+class StepOutputs:
+    """On rank 0 the files of metrics, and a progress bar if somebody watches; on others nothing.
+
+    A context that goes on after `last_step`; all ranks of `host` enter it together. Raises
+    CheckpointError on all of them if a file cannot be opened, or is none of ours.
+    """
+
+    def __init__(
+        self, config: JobConfig, folder: RunFolder, host: Channel, *, last_step: int
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._host = host
+        self._last_step = last_step
+        self._stack = ExitStack()
+        self._files: list[MetricsFile | TensorBoardFile] = []
+        self._bar: ProgressBar | None = None
+
+    def record(self, record: StepRecord) -> None:
+        """Keep the record of a step."""
+        for file in self._files:
+            file.write(record)
+
+    def progress(self, *, loss: float, eta_seconds: float | None) -> None:
+        """One step more has been done."""
+        if self._bar is not None:
+            self._bar.show(loss=loss, eta_seconds=eta_seconds)
+
+    def __enter__(self) -> Self:
+        attempt_first(self._host, f"writing on in {self._folder.path}", self._open)
+        return self
+
+    def _open(self) -> None:
+        metrics, last_step, opened = self._config.metrics, self._last_step, self._stack
+        file = opened.enter_context(self._folder.open_metrics(last_step=last_step))
+        self._files.append(file)
+        if metrics.enable_tensorboard:
+            folder = self._folder.path / metrics.save_tb_folder
+            board = opened.enter_context(TensorBoardFile(folder, last_step=last_step))
+            self._files.append(board)
+        if (stream := watched_stream()) is not None:
+            bar = ProgressBar(total=self._config.training.steps, done=last_step, stream=stream)
+            self._bar = opened.enter_context(bar)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -26,7 +26,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig, to_yaml
 from isp.metrics import device_name, shared_cores
 from isp.models.schedule import schedule_text
-from isp.parallel import Topology
+from isp.parallel import Mode
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord, Recorder
@@ -36,17 +36,15 @@ from isp.profile.waits import WaitSettings, worst_waits
 from isp.train.step import TrainStep
 
 __all__ = [
-    "ProfiledMode",
-    "RankPart",
-    "finite",
-    "mode_profile",
-    "part_of",
-    "profile_of",
+    "leave_part",
+    "parts_folder",
     "recorder_for",
     "torch_profiler",
-    "torch_trace_file",
     "write_profile",
 ]
+
+
+_PARTS = "parts"
 
 
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
@@ -79,26 +77,32 @@ def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
         yield
         step.drain()
     step.weights_changed()
-    seen.export_chrome_trace(str(torch_trace_file(folder, step.mesh.rank)))
+    seen.export_chrome_trace(str(_torch_trace_file(folder, step.mesh.rank)))
 
 
-def part_of(
+def parts_folder(folder: Path, mode: Mode) -> Path:
+    """The folder that holds the ranks' parts of `mode` until the profile in `folder` is made."""
+    return folder / _PARTS / mode
+
+
+def leave_part(
+    folder: Path,
     recorder: Recorder,
     mesh: Mesh,
     *,
-    losses: Sequence[float | None],
+    losses: Sequence[float],
     lead: float,
     first_measured: int,
     traced: int | None,
-) -> RankPart:
-    """This rank's part."""
+) -> None:
+    """Leave this rank's part in `folder`; `RankPart` says what the numbers are."""
     device = recorder.device
-    return RankPart(
+    part = RankPart(
         record=recorder.record(),
         channels=mesh.members,
         clock_lead=lead,
         unix_zero=time.time() - time.perf_counter(),
-        losses=tuple(losses),
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         first_measured=first_measured,
         traced=traced,
         device=device_name(device),
@@ -106,6 +110,8 @@ def part_of(
             device, int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
         ),
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    _part_file(folder, mesh.rank).write_bytes(TypeAdapter(RankPart).dump_json(part))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,7 @@ class RankPart:
     unix_zero: float
     """Unix time, in seconds, when its `time.perf_counter` was 0."""
     losses: tuple[float | None, ...]
-    """Of each measured step."""
+    """Of each measured step; None if it is not finite, for which JSON has no word."""
     first_measured: int
     """The recorded step that is the first measured one; as many as there are losses."""
     traced: int | None
@@ -129,44 +135,62 @@ class RankPart:
     shared_cores: str
     """As in `Profile`."""
 
-    def write(self, folder: Path, rank: int) -> None:
-        """Leave the part of `rank` in `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        _file(folder, rank).write_bytes(TypeAdapter(RankPart).dump_json(self))
 
-    @classmethod
-    def read(cls, folder: Path, rank: int) -> RankPart:
-        """Read `write`'s part."""
-        return TypeAdapter(RankPart).validate_json(_file(folder, rank).read_bytes())
-
-
-def _file(folder: Path, rank: int) -> Path:
+def _part_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def torch_trace_file(folder: Path, rank: int) -> Path:
-    """The file of a rank's torch.profiler trace."""
+def _torch_trace_file(folder: Path, rank: int) -> Path:
     return folder / f"torch_{rank}.json"
 
 
-class ProfiledMode(NamedTuple):
-    """All ranks' parts put together."""
+def write_profile(
+    folder: Path,
+    config: JobConfig,
+    modes: Sequence[JobConfig],
+    *,
+    world_size: int,
+    warmup_steps: int,
+    command: str = "",
+) -> Profile:
+    """Write `profile.json` and `trace.json.gz` to `folder`, and take away the parts they are from.
 
-    profile: ModeProfile
-    device: str
-    shared_cores: str
-    trace: list[Event]
-    """Of one step."""
+    The ranks of each of `modes`, which are `config` in some mode, left theirs in `parts_folder`.
+    """
+    found, trace = [], []
+    for number, mode in enumerate(modes):
+        into = parts_folder(folder, mode.parallel.tensor.mode)
+        read = [_part_file(into, rank).read_bytes() for rank in range(world_size)]
+        parts = [TypeAdapter(RankPart).validate_json(text) for text in read]
+        one, events = _mode_profile(mode, into, parts, number=number)
+        found.append(one)
+        trace += events
+    first = parts[0]
+    profile = Profile(
+        created=datetime.now().isoformat(timespec="seconds"),
+        torch=torch.__version__,
+        device=first.device,
+        shared_cores=first.shared_cores,
+        world_size=world_size,
+        warmup_steps=warmup_steps,
+        num_steps=len(first.losses),
+        config=to_yaml(config),
+        modes=tuple(found),
+        command=command,
+    )
+    (folder / "profile.json").write_text(profile.to_json())
+    write_trace(folder / "trace.json.gz", trace)
+    shutil.rmtree(folder / _PARTS)
+    return profile
 
 
-def mode_profile(
-    config: JobConfig, folder: Path, world_size: int, *, number: int = 0
-) -> ProfiledMode:
-    """The profile of a run of `config`, from the parts that its ranks left in `folder`.
+def _mode_profile(
+    config: JobConfig, folder: Path, parts: Sequence[RankPart], *, number: int
+) -> tuple[ModeProfile, list[Event]]:
+    """The profile of a run of `config`, and the trace of one of its steps.
 
     `number` tells it from other modes whose events go to the same trace.
     """
-    parts = [RankPart.read(folder, rank) for rank in range(world_size)]
     times = align(
         [part.record for part in parts],
         [part.channels for part in parts],
@@ -178,12 +202,12 @@ def mode_profile(
     means = [mean_totals([of_rank[i] for of_rank in by_rank]) for i in range(len(steps))]
     typical = _closest_to_median([mean.step_ms for mean in means])
     zero = times[0].begins[steps[typical]]
-    topology = config.topology(world_size)
+    topology = config.topology(len(parts))
     profile = ModeProfile(
         mode=topology.mode,
         tensor=config.parallel.tensor.size,
         weight=config.parallel.weight.size if topology.mode.facts.gathers_weights else 1,
-        data=_data_size(topology, config),
+        data=topology.world_size // config.parallel.tensor.size // config.parallel.pipeline.size,
         pipeline=config.parallel.pipeline.size,
         topology=topology.describe(),
         losses=losses,
@@ -206,22 +230,12 @@ def mode_profile(
         if topology.mode.facts.gathers_weights
         else None,
     )
-    return ProfiledMode(
-        profile,
-        parts[0].device,
-        parts[0].shared_cores,
-        _trace(folder, parts, times, steps[typical], mode=topology.mode, number=number),
-    )
+    return profile, _trace(folder, parts, times, steps[typical], mode=topology.mode, number=number)
 
 
 def _closest_to_median(values: Sequence[float]) -> int:
     median = statistics.median(values)
     return min(range(len(values)), key=lambda i: abs(values[i] - median))
-
-
-def _data_size(topology: Topology, config: JobConfig) -> int:
-    parallel = config.parallel
-    return topology.world_size // parallel.tensor.size // parallel.pipeline.size
 
 
 def _trace(
@@ -242,44 +256,10 @@ def _trace(
     events = chrome_trace(lanes, title=mode, first_process=first)
     zero_here = parts[0].record.begins[step]
     for rank, part in enumerate(parts):
-        path = torch_trace_file(folder, rank)
+        path = _torch_trace_file(folder, rank)
         if traced is not None and path.exists():
             moment = part.unix_zero + zero_here + part.clock_lead - parts[0].clock_lead
             seen = json.loads(path.read_bytes())
             title = f"{mode} rank {rank}"
             events += torch_events(seen, process=first + rank, title=title, zero_seconds=moment)
     return events
-
-
-def profile_of(
-    config: JobConfig,
-    modes: Sequence[ProfiledMode],
-    *,
-    world_size: int,
-    warmup_steps: int,
-    command: str,
-) -> Profile:
-    """All modes together, with what they ran on."""
-    return Profile(
-        created=datetime.now().isoformat(timespec="seconds"),
-        torch=torch.__version__,
-        device=modes[0].device,
-        shared_cores=modes[0].shared_cores,
-        world_size=world_size,
-        warmup_steps=warmup_steps,
-        num_steps=len(modes[0].profile.losses),
-        config=to_yaml(config),
-        modes=tuple(mode.profile for mode in modes),
-        command=command,
-    )
-
-
-def finite(loss: float) -> float | None:
-    """The loss, or None where JSON has no word for it."""
-    return loss if math.isfinite(loss) else None
-
-
-def write_profile(folder: Path, profile: Profile, trace: Sequence[Event]) -> None:
-    """Write `profile.json` and `trace.json.gz` to `folder`."""
-    (folder / "profile.json").write_text(profile.to_json())
-    write_trace(folder / "trace.json.gz", trace)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +21,8 @@ from isp.profile.table import describe
 from isp.run.folder import run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.profile_parts import (
-    finite,
-    mode_profile,
-    part_of,
-    profile_of,
+    leave_part,
+    parts_folder,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -43,8 +40,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_PARTS = "parts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +124,7 @@ def profile_ranks(
                 made = str(make_profile_folder(config)) if world.rank == 0 else ""
                 into = Path(exchange(mesh.host, made)[0])
             with StepData(c, read, mesh, device) as data:
-                _profile_mode(c, options, mesh, device, data, into / _PARTS / topology.mode)
+                _profile_mode(c, options, mesh, device, data, parts_folder(into, topology.mode))
             mesh.host.all_reduce(torch.zeros(1)).wait()  # all parts are written
             gc.collect()
         if folder is not None or world.rank != 0:
@@ -141,19 +136,14 @@ def profile_ranks(
 def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_size: int) -> Profiled:
     """Make the profile in `folder` of the parts that the ranks left there."""
     configs = [config_for(config, mode, world_size) for mode in options.modes]
-    modes = [
-        mode_profile(c, folder / _PARTS / c.parallel.tensor.mode, world_size, number=i)
-        for i, c in enumerate(configs)
-    ]
-    profile = profile_of(
+    profile = write_profile(
+        folder,
         config,
-        modes,
+        configs,
         world_size=world_size,
         warmup_steps=options.warmup_steps,
         command=options.command,
     )
-    write_profile(folder, profile, [event for mode in modes for event in mode.trace])
-    shutil.rmtree(folder / _PARTS)
     return Profiled(describe(profile), folder)
 
 
@@ -196,14 +186,12 @@ def _profile_mode(
                 take(last)
                 recorder.begin_step()
         step.drain()
-    traced = last - watched + 1 if options.with_torch else None
-    measured = [finite(loss) for loss in losses[options.warmup_steps : last]]
-    part = part_of(
+    leave_part(
+        folder,
         recorder,
         mesh,
-        losses=measured,
+        losses=losses[options.warmup_steps : last],
         lead=lead,
         first_measured=options.warmup_steps - watched,
-        traced=traced,
+        traced=last - watched + 1 if options.with_torch else None,
     )
-    part.write(folder, mesh.rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,10 +15,8 @@ from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
 from isp.run.folder import RunFolder
 from isp.train.profile_parts import (
-    finite,
-    mode_profile,
-    part_of,
-    profile_of,
+    leave_part,
+    parts_folder,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -96,31 +93,27 @@ class StepProfiler:
         mesh.host.all_reduce(torch.zeros(1), cargo=_CARGO).wait()  # no step waits for rank 0
 
     def _write_part(self, recorder: Recorder, step: int, loss: float) -> None:
-        mesh = self._step.mesh
-        record = recorder.record()
-        last = len(record.begins) - 2
-        part = part_of(
+        last = len(recorder.record().begins) - 2
+        leave_part(
+            self._parts(step),
             recorder,
-            mesh,
-            losses=[finite(loss)],
+            self._step.mesh,
+            losses=[loss],
             lead=self._lead,
             first_measured=last,
             traced=last if self._config.profiler.with_torch else None,
         )
-        part.write(self._parts(step), mesh.rank)
 
     def _assemble(self, step: int) -> None:
-        world_size, folder = self._step.mesh.topology.world_size, self._folder(step)
-        mode = mode_profile(self._config, self._parts(step), world_size)
-        profile = profile_of(
-            self._config, [mode], world_size=world_size, warmup_steps=step - 1, command=""
+        config, folder = self._config, self._folder(step)
+        world_size = self._step.mesh.topology.world_size
+        profile = write_profile(
+            folder, config, [config], world_size=world_size, warmup_steps=step - 1
         )
-        write_profile(folder, profile, mode.trace)
-        shutil.rmtree(self._parts(step))
-        logger.info("profiled step %d, in %s: %s", step, folder, sentence(mode.profile))
+        logger.info("profiled step %d, in %s: %s", step, folder, sentence(profile.modes[0]))
 
     def _folder(self, step: int) -> Path:
         return self._traces / f"step_{step}"
 
     def _parts(self, step: int) -> Path:
-        return self._folder(step) / "parts"
+        return parts_folder(self._folder(step), self._config.parallel.tensor.mode)

@@ -62,9 +62,10 @@ def main(config: JobConfig) -> None:
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
-        guard = stack.enter_context(
-            memory_guard(device, rank=world.rank, snapshots=_snapshots(config, folder))
-        )
+        profiler, snapshots = config.profiler, None
+        if profiler.enable_memory_snapshot:
+            snapshots = folder.path / profiler.save_memory_snapshot_folder
+        guard = stack.enter_context(memory_guard(device, rank=world.rank, snapshots=snapshots))
         trainer = Trainer(
             config,
             mesh,
@@ -115,14 +116,6 @@ def choose_device(config: JobConfig) -> torch.device:
     if config.training.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
-
-
-def _snapshots(config: JobConfig, folder: RunFolder) -> Path | None:
-    """The folder for snapshots of memory; None if there are to be none."""
-    profiler = config.profiler
-    if not profiler.enable_memory_snapshot:
-        return None
-    return folder.path / profiler.save_memory_snapshot_folder
 
 
 def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:

@@ -15,8 +15,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
-from isp.train.changes import check_changes, saved_values
-from isp.train.resume import Start
+from isp.train.resume import Start, check_changes, saved_values
 from isp.train.step import TrainStep
 
 __all__ = ["Progress", "RunCheckpoints"]

@@ -22,9 +22,8 @@ from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.run.signals import StopRequest
 from isp.train.data import StepData
-from isp.train.meter import StepMeter, model_flops
+from isp.train.meter import StepMeter, StepOutputs, model_flops
 from isp.train.out_of_memory import MemoryOwner, memory_owners
-from isp.train.outputs import StepOutputs
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints

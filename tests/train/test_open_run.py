@@ -17,8 +17,7 @@ from isp.checkpoint.lock import folder_lock
 from isp.config import JobConfig, load_config
 from isp.run.folder import run_name
 from isp.train import resume
-from isp.train.changes import check_changes
-from isp.train.resume import Start, check_start, open_run
+from isp.train.resume import Start, check_changes, check_start, open_run
 from tests.train.jobs import run_folders, run_forked, write_job
 
 
