@@ -19,7 +19,7 @@ from isp.comm import Channel
 from isp.comm.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from isp.rng import RngStatesTracker
 
-__all__ = ["Announce", "CheckpointWithoutOutput", "Recomputer", "checkpoint", "recomputed"]
+__all__ = ["CheckpointWithoutOutput", "Recomputer", "checkpoint"]
 
 R = TypeVar("R")
 
@@ -51,12 +51,6 @@ def checkpoint(
         if channel.size > 1 and torch.is_grad_enabled():
             function, args = _with_first_in_parts(function, args, channel)
     return _checkpoint(function, args, tracker, announce)
-
-
-def recomputed(announce: Announce, fn: Callable[..., R], *args: Any) -> R:
-    """`fn(*args)`, whose activations are dropped and computed again; without random streams."""
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    return checkpoint(fn, False, *args, tracker=RngStatesTracker(device), announce=announce)
 
 
 def _checkpoint(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +20,8 @@ __all__ = [
     "MemoryOwner",
     "OutOfMemory",
     "describe_owners",
-    "memory_guard",
     "memory_owners",
 ]
-
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +91,16 @@ class OutOfMemory(ValueError):
 
 
 class MemoryGuard:
-    """Knows what to tell about the memory of this rank; more of it once the run goes on."""
+    """Within it, an error about memory becomes an `OutOfMemory`, and its cause.
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    With a folder for `snapshots`, the history of CUDA memory is recorded all the time, and written
+    there when it runs out: `rank_<r>.pickle`, for https://pytorch.org/memory_viz.
+    """
+
+    def __init__(self, device: torch.device, *, rank: int, snapshots: Path | None) -> None:
         self._device = device
         self._rank = rank
+        self._snapshots = snapshots
         self._where: Callable[[], str] = lambda: "while the model was built"
         self._owners: Callable[[], Sequence[MemoryOwner]] = list
 
@@ -106,8 +108,25 @@ class MemoryGuard:
         """From here on, `where` says what the rank does and `owners` who holds its memory."""
         self._where, self._owners = where, owners
 
-    def explain(self, error: BaseException) -> str:
-        """Explain `error`, one of memory."""
+    def __enter__(self) -> Self:
+        if self._snapshots is not None and self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+        elif self._snapshots is not None:
+            logger.info(
+                "profiler.enable_memory_snapshot records CUDA memory, and this run is on CPU"
+            )
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        cause = _memory_error(error) if isinstance(error, Exception) else None
+        if cause is None:
+            return
+        text = self._explain(cause)
+        if self._snapshots is not None and self._device.type == "cuda":
+            text += f"\n{_dump(self._snapshots / f'rank_{self._rank}.pickle')}"
+        raise OutOfMemory(text) from error
+
+    def _explain(self, error: BaseException) -> str:
         first_line = str(error).strip().split("\n")[0] or type(error).__name__
         peak = peak_memory_gib(self._device) * 2**30
         return (
@@ -116,30 +135,6 @@ class MemoryGuard:
             f"use a smaller data.micro_bsz (and a larger data.micro_num), a shorter data.seq_len,"
             f" more recomputation (model.checkpoint=1), or more ranks"
         )
-
-
-@contextmanager
-def memory_guard(
-    device: torch.device, *, rank: int, snapshots: Path | None
-) -> Iterator[MemoryGuard]:
-    """Within it, an error about memory becomes an `OutOfMemory`, and its cause.
-
-    With a folder for `snapshots`, the history of CUDA memory is recorded all the time, and written
-    there when it runs out: `rank_<r>.pickle`, for https://pytorch.org/memory_viz.
-    """
-    guard = MemoryGuard(device, rank)
-    if snapshots is not None:
-        _record_history(device)
-    try:
-        yield guard
-    except Exception as error:
-        cause = _memory_error(error)
-        if cause is None:
-            raise
-        text = guard.explain(cause)
-        if snapshots is not None and device.type == "cuda":
-            text += f"\n{_dump(snapshots / f'rank_{rank}.pickle')}"
-        raise OutOfMemory(text) from error
 
 
 def _memory_error(error: BaseException) -> BaseException | None:
@@ -156,13 +151,6 @@ def _is_about_memory(error: BaseException) -> bool:
     # CPU's allocator, and CUDA outside of torch's allocator, raise no type of their own.
     told = ("you tried to allocate", "CUDA error: out of memory")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
-
-
-def _record_history(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
-    else:
-        logger.info("profiler.enable_memory_snapshot records CUDA memory, and this run is on CPU")
 
 
 def _dump(path: Path) -> str:

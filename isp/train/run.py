@@ -20,7 +20,7 @@ from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
 from isp.run.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
-from isp.train.out_of_memory import memory_guard
+from isp.train.out_of_memory import MemoryGuard
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
@@ -65,7 +65,7 @@ def main(config: JobConfig) -> None:
         profiler, snapshots = config.profiler, None
         if profiler.enable_memory_snapshot:
             snapshots = folder.path / profiler.save_memory_snapshot_folder
-        guard = stack.enter_context(memory_guard(device, rank=world.rank, snapshots=snapshots))
+        guard = stack.enter_context(MemoryGuard(device, rank=world.rank, snapshots=snapshots))
         trainer = Trainer(
             config,
             mesh,

@@ -18,7 +18,8 @@ from isp.layers.module import bind_names, named_parameters
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
-from isp.recompute import recomputed
+from isp.recompute import Recomputer
+from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
@@ -45,7 +46,8 @@ class Net(nn.Module):
         x = self.embedding(ids)
         if self.recomputing is None:
             return self.head(self._between(x)), x
-        return self.head(recomputed(self.recomputing, self._between, x)), x
+        again = Recomputer(tracker=RngStatesTracker(x.device), announce=self.recomputing)
+        return self.head(again(self._between, x)), x
 
     def _between(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from isp.parallel import Axis, Mode
 from isp.train.out_of_memory import (
+    MemoryGuard,
     MemoryOwner,
     OutOfMemory,
     describe_owners,
-    memory_guard,
     memory_owners,
 )
 from model.config import ModelConfig
@@ -84,7 +84,7 @@ def test_other_errors_are_left_alone() -> None:
     """Catches every error dressed up as one of memory."""
     with (
         pytest.raises(RuntimeError, match=r"^shapes$"),
-        memory_guard(CPU, rank=0, snapshots=None),
+        MemoryGuard(CPU, rank=0, snapshots=None),
     ):
         raise RuntimeError("shapes")
 
@@ -100,7 +100,7 @@ def test_an_error_that_led_to_another_is_found() -> None:
 
     with (
         pytest.raises(OutOfMemory, match=r"rank 3 on .* while the model was built: .*allocate"),
-        memory_guard(CPU, rank=3, snapshots=None),
+        MemoryGuard(CPU, rank=3, snapshots=None),
     ):
         wrap()
 
@@ -143,7 +143,7 @@ def test_a_snapshot_is_written(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     with (
         pytest.raises(OutOfMemory, match=r"its history is in .*rank_0\.pickle"),
-        memory_guard(device, rank=0, snapshots=tmp_path / "memory_snapshot"),
+        MemoryGuard(device, rank=0, snapshots=tmp_path / "memory_snapshot"),
     ):
         torch.empty(2**50, dtype=torch.uint8, device=device)
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -20,7 +20,8 @@ from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights
 from isp.parallel import Mode
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.recompute import recomputed
+from isp.recompute import Recomputer
+from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.wp import WPCommunicator
@@ -191,13 +192,14 @@ class Net(nn.Module):
         self.leave_out: NetBlock | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
+        again = Recomputer(tracker=RngStatesTracker(ids.device), announce=self.recomputing)
         x = self.embedding(ids)
         for i, block in enumerate(self.blocks):
             if block is self.fail_in:
                 raise ArithmeticError("bad block")
             if block is self.leave_out:
                 continue
-            x = recomputed(self.recomputing, block, x) if i < self.num_recomputed else block(x)
+            x = again(block, x) if i < self.num_recomputed else block(x)
         y: Tensor = self.head(x)
         return y
 
