@@ -31,7 +31,6 @@ class MasterStream:
 
     @property
     def generator_seed(self) -> int:
-        """The seed of a generator of this parameter's own."""
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 

@@ -80,7 +80,6 @@ class BucketManager:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the buckets take."""
         return sum(bucket.flat.nbytes for bucket in self._buckets)
 
     def view(self, parameter: nn.Parameter) -> Tensor:
@@ -218,7 +217,6 @@ class MainGradients:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the main gradients take."""
         return self._buckets.num_bytes
 
     def zero(self) -> None:

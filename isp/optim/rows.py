@@ -122,7 +122,6 @@ class Publisher:
             bucket.wait()
 
     def wait(self) -> None:
-        """Wait until all parameters are up to date."""
         for bucket in self._buckets:
             bucket.wait()
 

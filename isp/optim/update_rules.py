@@ -148,8 +148,6 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedul
 
 
 class GroupValues(NamedTuple):
-    """A parameter's values."""
-
     lr_scale: float
     """Its learning rate, as a part of that of the step."""
     weight_decay: float

@@ -26,8 +26,6 @@ __all__ = ["StepResult", "Zero1Optimizer"]
 
 
 class StepResult(NamedTuple):
-    """The step's result."""
-
     grad_norm: float
     """The global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
@@ -85,7 +83,6 @@ class _Shard:
         return cls(item, (start, stop), weights, master, grad[start:stop], states)
 
     def state(self) -> ShardState:
-        """The state for checkpoints."""
         return {
             "rows": list(self.rows),
             "layout": _as_plain(self.item.layout),

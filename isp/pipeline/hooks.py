@@ -28,7 +28,6 @@ class SchedulerHook:
         self.log.enter(Phase.FORWARD)
 
     def after_forward(self, chunk: int) -> None:
-        """It has ended."""
         self.log.enter(Phase.OTHER)
 
     def before_criterion(self) -> None:
@@ -36,7 +35,6 @@ class SchedulerHook:
         self.log.enter(Phase.LOSS)
 
     def after_criterion(self) -> None:
-        """It has been."""
         self.log.enter(Phase.OTHER)
 
     def before_backward(self, chunk: int) -> None:
@@ -44,7 +42,6 @@ class SchedulerHook:
         self.log.enter(Phase.BACKWARD)
 
     def after_backward(self, chunk: int) -> None:
-        """It has ended."""
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:

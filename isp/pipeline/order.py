@@ -51,7 +51,6 @@ class PipelineOrder:
 
     @property
     def num_stages(self) -> int:
-        """Parts that the model is cut into."""
         return self.config.size * self.config.num_chunks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -62,7 +61,6 @@ class PipelineOrder:
         return tuple(chunk * size + rank for chunk in range(self.config.num_chunks))
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that has `stage`."""
         size = self.config.size
         if self.config.schedule.is_v and stage >= size:
             return 2 * size - 1 - stage
@@ -147,8 +145,6 @@ class Timed(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A step of a pipeline."""
-
     ranks: tuple[tuple[Timed, ...], ...]
     """The actions of each rank, in order."""
 
@@ -247,7 +243,6 @@ class Hop:
 
     @property
     def cargo(self) -> Cargo:
-        """The cargo."""
         what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
         text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
         return Cargo(Purpose.STAGE_ACTIVATION, tensor=text)

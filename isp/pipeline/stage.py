@@ -84,7 +84,6 @@ class Pipeline:
         self._coming: dict[Hop, Pending] = {}
 
     def run(self) -> None:
-        """All micro-batches."""
         actions = [item for item in self._program if not isinstance(item, Hop)]
         self._backwards_left = Counter(a.chunk for a in actions if a.kind is ActionKind.BACKWARD)
         halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}

@@ -29,7 +29,15 @@ from isp.metrics import MetricsFile
 from isp.run.environment import Environment
 from isp.settings import JobSection
 
-__all__ = ["RunFolder", "earlier_runs", "explained", "latest_run", "run_name", "try_writing"]
+__all__ = [
+    "RunFolder",
+    "earlier_runs",
+    "explained",
+    "latest_run",
+    "make_unique",
+    "run_name",
+    "try_writing",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +85,7 @@ class RunFolder:
         assert _NAME.fullmatch(name)
         with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            run = cls(_make_unique(folder.absolute(), name))
+            run = cls(make_unique(folder.absolute(), name))
             try:
                 run._prepare()
             except OSError:
@@ -167,7 +175,7 @@ class RunFolder:
         _link_latest(self.path)
 
 
-def _make_unique(folder: Path, name: str) -> Path:
+def make_unique(folder: Path, name: str) -> Path:
     """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that nobody has made."""
     for number in itertools.count(1):
         path = folder / (name if number == 1 else f"{name}_{number}")

@@ -62,7 +62,8 @@ class StepMeter:
         self._device = device
         self._num_ranks = num_ranks
         self._peak_tflops = peak_tflops
-        self._own_seconds = 0.0
+        self.own_seconds = 0.0
+        """The last step's time without waiting for other ranks."""
         self.last_transfers: list[Transfer] = []
         """Those that the last step waited for."""
         log.collect(device)
@@ -86,13 +87,8 @@ class StepMeter:
             self._times[phase] += seconds
         self._transfers += moved
         waited = sum(transfer.exposed for transfer in moved)
-        self._own_seconds = max(0.0, training_seconds(times) - waited)
+        self.own_seconds = max(0.0, training_seconds(times) - waited)
         return times
-
-    @property
-    def own_seconds(self) -> float:
-        """The last step's time without waiting for other ranks."""
-        return self._own_seconds
 
     def count(self, *, tokens: int, flops: float) -> None:
         """The step has been done on all ranks."""
@@ -180,12 +176,10 @@ class StepOutputs:
         self._bar: ProgressBar | None = None
 
     def record(self, record: StepRecord) -> None:
-        """Keep the record of a step."""
         for file in self._files:
             file.write(record)
 
     def progress(self, *, loss: float, eta_seconds: float | None) -> None:
-        """One step more has been done."""
         if self._bar is not None:
             self._bar.show(loss=loss, eta_seconds=eta_seconds)
 

@@ -18,7 +18,7 @@ from isp.optim import learning_rate
 from isp.parallel import Mode
 from isp.profile.clock import clock_lead
 from isp.profile.table import describe
-from isp.run.folder import run_name
+from isp.run.folder import explained, make_unique, run_name
 from isp.train.data import StepData, open_for_rank
 from isp.train.profile_parts import (
     leave_part,
@@ -57,8 +57,6 @@ class ProfileOptions:
 
 
 class Profiled(NamedTuple):
-    """A profile that has been written."""
-
     table: str
     folder: Path
 
@@ -82,20 +80,9 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
 def make_profile_folder(config: JobConfig) -> Path:
     """A new folder `outputs/<job>/profile/<time>`.  Raises ValueError if it cannot be made."""
     folder = Path(config.job.dump_folder) / config.job.name / "profile"
-    name = run_name()
-    for number in range(1, 1000):
-        path = (folder / (name if number == 1 else f"{name}_{number}")).absolute()
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(
-                f"job.dump_folder={config.job.dump_folder}: cannot make {path}"
-                f" ({error.strerror}): name a folder that can be written to"
-            ) from error
-        return path
-    raise AssertionError("unreachable")
+    with explained(f"job.dump_folder={config.job.dump_folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        return make_unique(folder.absolute(), run_name())
 
 
 def profile_ranks(

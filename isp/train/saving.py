@@ -27,8 +27,6 @@ RETRY_SECONDS = 10
 
 
 class Progress(NamedTuple):
-    """The progress of a run."""
-
     step: int
     """Steps done."""
     tokens: int

@@ -113,7 +113,6 @@ class Trainer:
         return f"after step {self.step}, in {phase}"
 
     def memory_owners(self) -> list[MemoryOwner]:
-        """The owners of this rank's memory."""
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator)
 
@@ -158,7 +157,11 @@ class Trainer:
         if outcome.skipped:
             self._count_skip(outcome)
         facts = self._agree(batches)
-        stopped = self._why_stop(facts)
+        stopped = None
+        if facts.asked:
+            stopped = "as asked"
+        elif facts.late:
+            stopped = f"as another would pass training.max_time={config.training.max_time}"
         self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
         # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
         if stopped is not None or self.step == config.training.steps:
@@ -182,14 +185,6 @@ class Trainer:
             flops=model_flops(self.config.model, batches) if counts else 0,
             own_seconds=self._meter.own_seconds,
         )
-
-    def _why_stop(self, facts: StepFacts) -> str | None:
-        """The reason to stop the run, the same on all ranks; None if it goes on."""
-        if facts.asked:
-            return "as asked"
-        if facts.late:
-            return f"as another would pass training.max_time={self.config.training.max_time}"
-        return None
 
     def _warn(self, outcome: StepOutcome, facts: StepFacts) -> None:
         """Tell, from rank 0, what looks wrong."""
@@ -288,7 +283,6 @@ class Trainer:
         self._leave_phase()
 
     def _end(self, stopped: str | None) -> None:
-        """Tell how far the run has come."""
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
