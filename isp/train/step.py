@@ -92,6 +92,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = mesh
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
+        self._shared, self._tied = built.shared, built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
         self._put_off: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
@@ -139,14 +140,14 @@ class TrainStep:
         self.clock.enter(Phase.FORWARD_BACKWARD)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
-        for parameter in self.built.shared:
+        for parameter in self._shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
         if self._stages.size > 1:
             self._pipeline(work, self.gradients, self._put_off)
         else:
             self._run(work)
-        for parameter in self.built.shared:
+        for parameter in self._shared:
             self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
         self.hook.after_step()
@@ -219,10 +220,9 @@ class TrainStep:
 
     def _add_tied(self) -> None:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
-        tied = self.built.tied_over_stages
-        if tied is not None:
-            gradient = self.gradients.grad(tied.parameter)
-            cargo = Cargo(Purpose.REPLICA_GRADIENT, tied.name)
+        if self._tied is not None:
+            gradient = self.gradients.grad(self._tied.parameter)
+            cargo = Cargo(Purpose.REPLICA_GRADIENT, self._tied.name)
             self.mesh[Axis.EMBEDDING].all_reduce_(gradient, cargo=cargo).wait()
 
     def _clear_up(self) -> None:
