@@ -33,7 +33,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(eq=False)
-class _Bucket:
+class _GradientBucket:
     """Gradients that travel together."""
 
     flat: Tensor
@@ -68,9 +68,9 @@ class BucketManager:
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} must be at least 0 (0: one parameter a bucket)"
             )
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_GradientBucket] = []
         self._views: dict[nn.Parameter, Tensor] = {}
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._bucket_of: dict[nn.Parameter, _GradientBucket] = {}
         self._launched = 0
         for members in _grouped(list(parameters), bucket_bytes):
             self._open(members, channels)
@@ -130,7 +130,7 @@ class BucketManager:
             device=first.parameter.device,
         )
         what = f"gradients {first.name} .. {members[-1].name}"
-        bucket = _Bucket(
+        bucket = _GradientBucket(
             flat=flat,
             channel=channels[first.layout.reduce_over],
             cargo=Cargo(Purpose.REPLICA_GRADIENT, tensor=what),

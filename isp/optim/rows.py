@@ -53,7 +53,7 @@ class _Slot(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Bucket:
+class _WeightBucket:
     """Parameters that are published together, at most once at a time.
 
     [Note: Arrival on streams] On CUDA the first stream to wait unpacks the bucket, perhaps that
@@ -103,8 +103,8 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self._channel = channel
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._buckets: list[_WeightBucket] = []
+        self._bucket_of: dict[nn.Parameter, _WeightBucket] = {}
         self.members = _grouped(parameters, bucket_bytes) if channel.size > 1 else []
         """The parameters of each bucket, in the order in which they travel."""
         for members in self.members:
@@ -135,7 +135,7 @@ class Publisher:
             slots.append(_Slot(parameter.detach().view(-1), length, width))
             length += width
         what = f"weights {members[0].name} .. {members[-1].name}"
-        bucket = _Bucket(slots, length, Cargo(Purpose.PUBLISHED_WEIGHT, tensor=what))
+        bucket = _WeightBucket(slots, length, Cargo(Purpose.PUBLISHED_WEIGHT, tensor=what))
         self._buckets.append(bucket)
         self._bucket_of.update({member.parameter: bucket for member in members})
 

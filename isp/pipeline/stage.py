@@ -4,8 +4,8 @@ B batch, S sequence, D hidden size; a micro-batch is [B, S'] tokens on the first
 [B, S', D] between stages.
 
 [Note: Split backward] A linear of ours computes both gradients in one custom function. So where the
-backward is split, the whole graph runs in the first half, with each linear's two factors put off,
-and the second half is to multiply them. Gradients of norms, biases and the embedding are there
+backward is split, the whole graph runs in the first half, with each linear's two factors kept, and
+the second half is to multiply them. Gradients of norms, biases and the embedding are there
 after the first half.
 """
 
@@ -49,8 +49,8 @@ class StageWork(Protocol):
 class Pipeline:
     """One step of `work` on this rank's stages of a pipeline over `channel`.
 
-    With `gradients` a step is forward and backward, without them it is forward alone. `put_off` has
-    the weight gradients that a schedule with a split backward computes on their own.
+    With `gradients` a step is forward and backward, without them it is forward alone. `deferred`
+    has the weight gradients that a schedule with a split backward computes on their own.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Pipeline:
         *,
         hook: SchedulerHook,
         gradients: MainGradients | None,
-        put_off: DeferredWeightGradients | None,
+        deferred: DeferredWeightGradients | None,
     ) -> None:
         self._channel = channel
         self._order = order
         self._work = work
         self._hook = hook
         self._gradients = gradients
-        self._put_off = put_off
+        self._deferred = deferred
         self._stages = order.stages_of(channel.rank)
         self._program = program(
             order, channel.rank, len(work.tokens), training=gradients is not None
         )
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """By micro-batch and chunk: its input and output, until the backward."""
-        self._put_off_of: dict[tuple[int, int], Callable[[], None]] = {}
+        self._second_halves: dict[tuple[int, int], Callable[[], None]] = {}
         """By micro-batch and chunk: the second half of its backward."""
         self._made: dict[Hop, Tensor] = {}
         """About to be sent."""
@@ -95,7 +95,7 @@ class Pipeline:
             elif item.kind is ActionKind.BACKWARD:
                 self._backward(item, is_split=item[1:] in halves)
             else:
-                self._put_off_of.pop(item[1:])()
+                self._second_halves.pop(item[1:])()
         for sent in self._sent.values():
             sent.wait()
 
@@ -147,10 +147,10 @@ class Pipeline:
         self._hook.before_backward(chunk)
         with nullcontext() if is_last else self._gradients.no_sync():
             torch.autograd.backward(y, dy)
-            if self._put_off is not None:
-                multiply = self._put_off.take()
+            if self._deferred is not None:
+                multiply = self._deferred.take()
                 if is_split:
-                    self._put_off_of[action[1:]] = multiply
+                    self._second_halves[action[1:]] = multiply
                 else:
                     multiply()
         self._hook.after_backward(chunk)

@@ -94,14 +94,14 @@ class TrainStep:
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         self._shared, self._tied = built.shared, built.tied_over_stages
         self._stages = mesh[Axis.PIPELINE]
-        self._put_off: DeferredWeightGradients | None = None
+        self._deferred: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
-            self._put_off = DeferredWeightGradients(gradients)
+            self._deferred = DeferredWeightGradients(gradients)
             for part in self._parts():
                 for linear in (m for m in part.modules() if isinstance(m, ParallelLinear)):
-                    linear.weight_gradients = self._put_off
+                    linear.weight_gradients = self._deferred
         self.communicator = communicator = built.communicator
         self.hook = SchedulerHook(mesh.log)
         if communicator is not None:
@@ -143,10 +143,7 @@ class TrainStep:
         for parameter in self._shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
         work = _Work(self, batches, valid.clamp(min=1))
-        if self._stages.size > 1:
-            self._pipeline(work, self.gradients, self._put_off)
-        else:
-            self._run(work)
+        self._run(work, training=True)
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
@@ -178,41 +175,35 @@ class TrainStep:
             self.hook.before_step(actions)
             count = self._sum(Axis.DATA, _count_valid(batches))
             work = _Work(self, batches, torch.ones_like(count))
-            if self._stages.size > 1:
-                self._pipeline(work, None, None)
-            else:
-                for index in range(len(batches)):
-                    self._forward(work, index)
+            self._run(work, training=False)
             valid += count.item()
             total += self._over_ranks(work.total)
         self.hook.before_step(self._actions)
         return total / max(valid, 1.0)
 
-    def _run(self, work: _Work) -> None:
-        """Forward and backward of one micro-batch after the other."""
-        for index in range(len(work.tokens)):
-            if index == len(work.tokens) - 1:
-                self.gradients.expect_last()
-            loss = self._forward(work, index)
-            self.hook.before_backward(_CHUNK)
-            loss.backward()
-            self.hook.after_backward(_CHUNK)
-
-    def _forward(self, work: _Work, index: int) -> Tensor:
-        """The loss to differentiate."""
-        self.hook.before_forward(_CHUNK)
-        logits = work.forward(_CHUNK, index, work.tokens[index])
-        self.hook.after_forward(_CHUNK)
-        return work.loss(index, logits)
-
-    def _pipeline(
-        self,
-        work: _Work,
-        gradients: MainGradients | None,
-        put_off: DeferredWeightGradients | None,
-    ) -> None:
-        order, hook = self.built.order, self.hook
-        Pipeline(self._stages, order, work, hook=hook, gradients=gradients, put_off=put_off).run()
+    def _run(self, work: _Work, *, training: bool) -> None:
+        """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline."""
+        if self._stages.size > 1:
+            Pipeline(
+                self._stages,
+                self.built.order,
+                work,
+                hook=self.hook,
+                gradients=self.gradients if training else None,
+                deferred=self._deferred if training else None,
+            ).run()
+            return
+        for index, tokens in enumerate(work.tokens):
+            self.hook.before_forward(_CHUNK)
+            y = work.forward(_CHUNK, index, tokens)
+            self.hook.after_forward(_CHUNK)
+            y = work.loss(index, y)  # what is kept until the backward: no logits
+            if training:
+                if index == len(work.tokens) - 1:
+                    self.gradients.expect_last()
+                self.hook.before_backward(_CHUNK)
+                y.backward()
+                self.hook.after_backward(_CHUNK)
 
     def _parts(self) -> Iterator[nn.Module]:
         for chunk in self.chunks:
@@ -228,8 +219,8 @@ class TrainStep:
     def _clear_up(self) -> None:
         """After a step that ended with an exception, or a backward pass that was none of a step."""
         self.hook.after_step()  # what was still travelling, and was promised to `gradients`
-        if self._put_off is not None:
-            self._put_off.take()
+        if self._deferred is not None:
+            self._deferred.take()
         self.gradients.abandon()
         self.hook.before_step(self._actions)
 
