@@ -115,7 +115,8 @@ class RngStatesTracker:
         Raises ValueError for what is not a state of a generator of this device, and RuntimeError
         inside a fork.
         """
-        self._refuse_in_fork("set_states")
+        if self._current is not None:
+            raise RuntimeError(f"set_states inside a fork of random stream {self._current!r}")
         probe = torch.Generator(self.device)
         for name, state in states.items():
             try:
@@ -125,11 +126,6 @@ class RngStatesTracker:
                     f"random stream {name!r}: not the state of a {self.device.type} generator"
                 ) from error
         self._streams = {name: state.clone() for name, state in states.items()}
-
-    def reset(self) -> None:
-        """Forget all streams and seeds. Raises RuntimeError inside a fork."""
-        self._refuse_in_fork("reset")
-        self._streams, self._seeds = {}, set()
 
     def snapshot(self) -> RngSnapshot:
         """The state behind upcoming random numbers, for `replaying`."""
@@ -153,10 +149,6 @@ class RngStatesTracker:
         torch.set_rng_state(snapshot.host)
         _set_state(self.device, snapshot.generator)
         self._streams, self._current = dict(snapshot.streams), snapshot.current
-
-    def _refuse_in_fork(self, what: str) -> None:
-        if self._current is not None:
-            raise RuntimeError(f"{what} inside a fork of random stream {self._current!r}")
 
 
 def model_parallel_manual_seed(
