@@ -115,9 +115,9 @@ def test_states_must_be_states(device: torch.device) -> None:
     with pytest.raises(ValueError, match="'a': not the state of a"):
         tracker.set_states({"a": torch.zeros(3, dtype=torch.uint8)})
     assert set(tracker.get_states()) == {"a", "b"}
-    with tracker.fork("a"):
-        with pytest.raises(RuntimeError, match="inside a fork of random stream 'a'"):
-            tracker.set_states({})
+    inside = pytest.raises(RuntimeError, match="inside a fork of random stream 'a'")
+    with tracker.fork("a"), inside:
+        tracker.set_states({})
     before = tracker.get_states()
     before["a"].zero_()
     assert tracker.get_states()["a"].any(), "what is handed out is a copy"

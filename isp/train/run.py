@@ -70,8 +70,7 @@ def main(config: JobConfig) -> None:
             config,
             mesh,
             device,
-            folder=folder,
-            checkpoints=start.checkpoints,
+            start=start,
             data=data,
             stop=stop,
             hostnames=[place.hostname for place in places],
@@ -83,7 +82,7 @@ def main(config: JobConfig) -> None:
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
         # Until here nothing is lost, and a signal may end a rank that waits for others.
         with stop, roll_call:
-            trainer.run(start)
+            trainer.run()
 
 
 def check_devices(config: JobConfig, ranks: int) -> None:

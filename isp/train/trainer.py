@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,6 @@ from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
-from isp.run.folder import RunFolder
 from isp.run.signals import StopRequest
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, model_flops
@@ -54,8 +52,7 @@ class Trainer:
         mesh: Mesh,
         device: torch.device,
         *,
-        folder: RunFolder,
-        checkpoints: Path,
+        start: Start,
         data: StepData,
         stop: StopRequest,
         hostnames: Sequence[str],
@@ -64,7 +61,7 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.device = device
-        self.folder = folder
+        self.start = start
         self.data = data
         self.stop = stop
         self.deadline = begin + config.training.max_seconds
@@ -72,9 +69,9 @@ class Trainer:
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(config, mesh, device, clock=self.clock)
         self.optimizer = self.train_step.optimizer
-        self._checkpoints = RunCheckpoints(checkpoints, config, self.train_step, mesh, device)
+        self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh, device)
         self.checkpointer = self._checkpoints.checkpointer
-        self._profiler = StepProfiler(config, self.train_step, device, folder)
+        self._profiler = StepProfiler(config, self.train_step, device, start.folder)
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -116,14 +113,15 @@ class Trainer:
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator)
 
-    def run(self, start: Start) -> None:
+    def run(self) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.
 
         What it begins from, see `RunCheckpoints.begin`.
         """
-        self.step, self.tokens = self._checkpoints.begin(start)
+        self.step, self.tokens = self._checkpoints.begin(self.start)
         stopped: str | None = None
-        with StepOutputs(self.config, self.folder, self.mesh.host, last_step=self.step) as outputs:
+        folder, host = self.start.folder, self.mesh.host
+        with StepOutputs(self.config, folder, host, last_step=self.step) as outputs:
             self._meter.restart()
             first = self.step + 1
             while self.step < self.config.training.steps and stopped is None:
@@ -295,4 +293,4 @@ class Trainer:
                 stopped,
             )
         else:
-            logger.info("done: %d steps, in %s", self.step, self.folder.path)
+            logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
