@@ -48,14 +48,14 @@ class DeferredWeightGradients:
     """Keeps the factors, and multiplies when asked, in the order in which they came.
 
     `drain` is for the embedding and head of a pipeline, whose weight gradients fill its cool-down,
-    `take` for schedules that split the backward. Up to `limit` products are put off, None: all;
+    `take` for schedules that split the backward. Up to `limit` products are deferred, None: all;
     what comes beyond is computed at once. Gradients end in `sink`, through the communicator where
     they travel.
     """
 
     def __init__(self, sink: GradientSink, *, limit: int | None = None) -> None:
         if limit is not None and limit < 0:
-            raise ValueError(f"limit={limit} must be at least 0, or None to put off all")
+            raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
         self._sink = sink
         self._limit = limit
         self._waiting: deque[tuple[ParallelLinear, nn.Parameter, Tensor, Tensor]] = deque()
@@ -73,7 +73,7 @@ class DeferredWeightGradients:
         return None
 
     def drain(self, count: int | None = None) -> None:
-        """Compute the oldest `count` of what was put off; None: all."""
+        """Compute the oldest `count` of what was deferred; None: all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
             self._compute(*self._waiting.popleft())
 
