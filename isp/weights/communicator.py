@@ -382,14 +382,11 @@ class ISPCommunicator(WPCommunicator):
 
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
-        assert self._cursor is not None
         with self._latch:
             for kind, name in acts:
                 state, layer, block = self._homes[name]
                 if kind is ActKind.GATHER and name not in state.gathered:
-                    reads_bias = self._cursor.goes_forward
-                    with_bias = layer.bias is not None and reads_bias(id(layer), name)
-                    state.gathered[name] = self._gather(layer, block, with_bias)
+                    state.gathered[name] = self._gather(layer, block, self._reads_bias(layer, name))
                 elif kind is ActKind.FREE and name in state.gathered:
                     state.gathered.pop(name).let_go()
 
@@ -407,10 +404,16 @@ class ISPCommunicator(WPCommunicator):
         if found is not None and (found.has_bias or not with_bias):
             return found.hold()
         streams.follow(self._stream)  # what has written the weight is queued before the reader
-        own = self._gather(layer, block, with_bias)
-        if planned and found is None:
+        stays = planned and found is None
+        own = self._gather(layer, block, with_bias or (stays and self._reads_bias(layer, name)))
+        if stays:
             state.gathered[name] = own.hold()
         return own
+
+    def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
+        """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""
+        assert self._cursor is not None
+        return layer.bias is not None and self._cursor.goes_forward(id(layer), name)
 
     def _gather(
         self, layer: WeightHolder, block: nn.Module | None, with_bias: bool

@@ -205,6 +205,17 @@ def test_seam_of_two_micro_batches() -> None:
     )
 
 
+@pytest.mark.parametrize("unit", list(OverlapUnit))
+def test_without_overlap_nothing_is_gathered_more_often(unit: OverlapUnit) -> None:
+    """Catches a weight gathered in backward without the bias that the next forward reads."""
+    counts = []
+    for overlap in (True, False):
+        net, communicator, channel = echo_net(bias=True, num_blocks=2, unit=unit, overlap=overlap)
+        step(net, communicator, micro_batches=3)
+        counts.append(Counter(event for event in channel.taken() if event.startswith("gather")))
+    assert counts[0] == counts[1]
+
+
 def test_backward_alone_gathers_no_bias() -> None:
     """Catches a bias gathered where nobody reads it."""
     net, communicator, channel = echo_net(bias=True)
