@@ -331,17 +331,17 @@ class Profile:
     def from_json(cls, text: str | bytes) -> Profile:
         """The profile that `to_json` wrote.  Raises ValueError if `text` is anything else."""
         try:
-            profile = TypeAdapter(Profile).validate_json(text)
+            version = TypeAdapter(_Head).validate_json(text).version
+            if version == VERSION:
+                return TypeAdapter(Profile).validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the text"
             raise ValueError(f"not a profile: {where}: {first['msg']}") from error
-        if profile.version != VERSION:
-            raise ValueError(
-                f"a profile of version {profile.version}, this program reads version {VERSION}:"
-                f" profile the run again"
-            )
-        return profile
+        raise ValueError(
+            f"a profile of version {version}, this program reads version {VERSION}:"
+            f" profile the run again"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -350,6 +350,13 @@ class Profile:
             return cls.from_json(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The part of a profile that can be read of any version."""
+
+    version: int = VERSION
 
 
 def _spread(losses: tuple[float | None, ...]) -> float:

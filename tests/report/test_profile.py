@@ -213,10 +213,10 @@ def test_everything_is_hidden() -> None:
 
 
 def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback where the file is of another version, or damaged."""
+    """Catches a traceback where the file is of another version, or is said to be damaged."""
     (tmp_path / "profile.json").write_text('{"version": 1}')
     assert main(["report", str(tmp_path)]) == 2
-    assert "profile.json: not a profile" in capsys.readouterr().err
+    assert "profile.json: a profile of version 1" in capsys.readouterr().err
 
 
 def test_bars_of_modes_begin_at_zero() -> None:
