@@ -96,6 +96,7 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
         f" optimizer.name={name} needs {' and '.join(needed) or 'none'}:"
         f" use the rule that saved it, or checkpoint.initial_load_path to begin another run"
         f" (job.name or checkpoint.folder) from its weights"
+        f" (checkpoint.initial_load_model_only=true)"
     )
 
 
