@@ -1,7 +1,7 @@
 """Exact attention over sequences that are split over ranks."""
 
 from isp.attention.cpu import CpuAttention
-from isp.attention.distributed import DistributedAttention, LaunchedQuery
+from isp.attention.distributed import DistributedAttention
 from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
 from isp.attention.heads import HeadPlan
 from isp.attention.local import AttentionBackend, LocalAttention, make_local_attention
@@ -13,7 +13,6 @@ __all__ = [
     "CpuAttention",
     "DistributedAttention",
     "HeadPlan",
-    "LaunchedQuery",
     "LocalAttention",
     "SeqAllToAll",
     "all_to_all_hp2sp",

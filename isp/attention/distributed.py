@@ -13,33 +13,24 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trip
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isp.attention.exchange import Cut, Exchange, launch
+from isp.attention.exchange import Arrival, Cut, Exchange, launch
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 
-__all__ = ["DistributedAttention", "LaunchedQuery"]
+__all__ = ["DistributedAttention"]
 
 _TOGETHER_BELOW_BYTES = 4 << 20
 """Up to this size on a rank q, k and v travel as one message."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
-
-
-class LaunchedQuery:
-    """Queries on their way; `DistributedAttention.finish` takes them."""
-
-    def __init__(self, plan: HeadPlan, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
-        self.plan = plan
-        self.arrive = arrive
 
 
 class DistributedAttention:
@@ -48,9 +39,8 @@ class DistributedAttention:
     `local_attention` sees what the ranks of `channel` hold together. It may itself be spread over
     the ranks of another channel, which is how a second axis would split a sequence further.
 
-    [Note: Attention forms] Each way of handing over q, k and v has its own method, all with the
-    same result: `__call__` (separate), `from_qkv` and `from_kv` (packed), `launch` and `finish`
-    (k and v are still being computed while q travels). Every rank calls the same one.
+    Each way of handing over q, k and v has its own method, all with the same result: `__call__`
+    (separate), `from_qkv` and `from_kv` (packed).
 
     `together_below_bytes`: up to this size on a rank q, k and v travel as one message, which saves
     launches; above it each on its own, and packing one overlaps the trip of the one before.
@@ -74,7 +64,7 @@ class DistributedAttention:
         """
         if self.channel.size == 1:
             return self.local_attention(q, k, v, mask=mask)
-        plan = self._plan(q, k)
+        plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         size = sum(x.numel() * x.element_size() for x in (q, k, v))
         if size <= self.together_below_bytes and k.shape == v.shape:
             q, k, v = self._send((q, k, v), (plan.query, plan.kv, plan.kv), "qkv")()
@@ -96,31 +86,6 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def launch(self, q: Tensor, *, num_kv_heads: int) -> LaunchedQuery:
-        """Send q [B, S/p, H, d] ahead; what is computed until `finish` runs while it travels.
-
-        In backward, what made k and v gets its gradient while that of q travels. Which query heads
-        go where depends on the number of KV heads.
-        """
-        plan = HeadPlan.of(q.shape[_HEADS], num_kv_heads, self.channel.size)
-        return LaunchedQuery(plan, self._send((q,), (plan.query,), "q"))
-
-    def finish(self, query: LaunchedQuery, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """k and v [B, S/p, K, d] -> [B, S/p, H, d]; the same bits as without `launch`."""
-        plan = query.plan
-        if k.shape[_HEADS] != plan.num_kv_heads:
-            raise ValueError(
-                f"k has {k.shape[_HEADS]} heads, but the queries were launched for"
-                f" num_kv_heads={plan.num_kv_heads}"
-            )
-        arrive = self._send((k, v), (plan.kv, plan.kv), "kv")
-        (q,) = query.arrive()
-        k, v = arrive()
-        return self._attend(q, k, v, plan, mask)
-
-    def _plan(self, q: Tensor, k: Tensor) -> HeadPlan:
-        return HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
-
     def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
         spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
         sequence = Cut.even(_SEQUENCE, length, self.channel.size)
@@ -129,7 +94,7 @@ class DistributedAttention:
 
     def _send(
         self, xs: tuple[Tensor, ...], heads: tuple[tuple[range, ...], ...], label: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    ) -> Arrival:
         """xs [B, S/p, H, d] on their way to [B, S, h, d] by the heads of each rank."""
         length = xs[0].shape[_SEQUENCE] * self.channel.size
         return launch(self._exchange(heads, length, label), xs)

@@ -6,7 +6,7 @@ p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T token
 Departure packs and launches, arrival waits and unpacks; between them the trip is a `Pending`. In
 backward the arrival node launches the gradient's trip and the departure node waits for it, so what
 can run while x travels has its gradient computed while dx travels. Between the two nodes autograd
-sees only an empty ticket; every gradient goes through the flight. The synchronous form is the same
+sees only an empty ticket; every gradient goes through the trip. The synchronous form is the same
 two nodes, one after the other, hence the same bits.
 """
 
@@ -24,15 +24,19 @@ from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 
 __all__ = [
+    "Arrival",
     "Cut",
     "Exchange",
-    "Flight",
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "launch",
 ]
 
 _HEADS = Cargo(Purpose.HEADS, tensor="all_to_all")
+
+Arrival = Callable[[], tuple[Tensor, ...]]
+"""Gives the tensors of an exchange, when they are there."""
 
 
 class Cut(NamedTuple):
@@ -88,7 +92,7 @@ class Exchange:
     join: Cut
     cargo: Cargo = _HEADS
 
-    def go_out(self, xs: Sequence[Tensor]) -> Flight:
+    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
         """Spread xs and join them along `join.dim`."""
         dim, rank = self.spread[0].dim, self.channel.rank
         shapes_in = [self._message_shape(xs[0], to, rank) for to in range(self.channel.size)]
@@ -101,7 +105,7 @@ class Exchange:
 
         return self._launch(send, shapes_in, shapes_out, unpack)
 
-    def go_back(self, ys: Sequence[Tensor]) -> Flight:
+    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
         """Cut ys along `join.dim` and put them together along the spread dims."""
         dim, rank = self.spread[0].dim, self.channel.rank
         shapes_in = [self._message_shape(ys[0], rank, to) for to in range(self.channel.size)]
@@ -126,7 +130,7 @@ class Exchange:
         shapes_in: list[list[int]],
         shapes_out: list[list[int]],
         unpack: Callable[[Tensor], tuple[Tensor, ...]],
-    ) -> Flight:
+    ) -> Arrival:
         rows_in, rows_out = ([prod(s) for s in shapes] for shapes in (shapes_in, shapes_out))
         even = len({*rows_in, *rows_out}) == 1
         pending = self.channel.all_to_all_into(
@@ -136,18 +140,7 @@ class Exchange:
             in_rows=None if even else rows_in,
             cargo=self.cargo,
         )
-        return Flight(pending, unpack)
-
-
-class Flight(NamedTuple):
-    """Tensors under way as one message."""
-
-    pending: Pending
-    unpack: Callable[[Tensor], tuple[Tensor, ...]]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, when they are there."""
-        return self.unpack(self.pending.wait())
+        return lambda: unpack(pending.wait())
 
 
 def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list[int]]) -> Tensor:
@@ -216,18 +209,18 @@ class _Trip:
     def __init__(self, exchange: Exchange, *, reverse: bool) -> None:
         self._there = exchange.go_back if reverse else exchange.go_out
         self._back = exchange.go_out if reverse else exchange.go_back
-        self._flight: Flight | None = None
+        self._arrival: Arrival | None = None
 
     def depart(self, xs: Sequence[Tensor]) -> None:
-        self._flight = self._there(xs)
+        self._arrival = self._there(xs)
 
     def depart_back(self, dys: Sequence[Tensor]) -> None:
-        self._flight = self._back(dys)
+        self._arrival = self._back(dys)
 
     def arrive(self) -> tuple[Tensor, ...]:
-        assert self._flight is not None, "a trip arrives once for each departure"
-        flight, self._flight = self._flight, None
-        return flight.wait()
+        assert self._arrival is not None, "a trip arrives once for each departure"
+        arrival, self._arrival = self._arrival, None
+        return arrival()
 
 
 class _Depart(torch.autograd.Function):
@@ -254,9 +247,7 @@ class _Arrive(torch.autograd.Function):
         return None, dys[0].new_empty(0)
 
 
-def launch(
-    exchange: Exchange, xs: Sequence[Tensor], *, reverse: bool = False
-) -> Callable[[], tuple[Tensor, ...]]:
+def launch(exchange: Exchange, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
     """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
 
     See the note [A trip is two autograd nodes]. The result must be called once, and every rank's

@@ -1,28 +1,33 @@
-"""Local attention by the flash-attn packages, versions 2 to 4.
+"""Local attention by flash attention: torch's own, and the packages of versions 2 to 4.
 
 B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
 
-All three align causal masks at the last query and key (flash-attn since 2.1), give zeros where a
+All align causal masks at the last query and key (flash-attn since 2.1), give zeros where a
 query sees nothing, and share KV heads between query heads, as `LocalAttention` asks. A package
 counts as there if the function itself can be imported: a build whose extension does not load fails
 with ImportError or, for a missing symbol, OSError.
 
 Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_attn` and `hopper`,
 and flash_attn/cute/interface.py.
+
+[Note: Signature of varlen_attn] torch's own takes `scale` and `window_size`, where (-1, 0) is
+causal; since 2.12 `enable_gqa` has to be set where KV heads are shared.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from isp.attention.mask import AttentionMask
 
-__all__ = ["Flash2Attention", "Flash3Attention", "Flash4Attention"]
+__all__ = ["Flash2Attention", "Flash3Attention", "Flash4Attention", "VarlenAttention"]
 
 
 class _FlashAttention:
@@ -96,3 +101,41 @@ class Flash4Attention(_FlashAttention):
 
     module = "flash_attn.cute"
     no_limit = None
+
+
+class VarlenAttention:
+    """The flash attention that comes with torch; one kernel for all documents."""
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        self.scale = scale
+        self._attend: Callable[..., Any] = varlen_attn
+        self._parameters = frozenset(inspect.signature(varlen_attn).parameters)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        if mask.cu_seqlens is None:
+            query_ends, key_ends = (
+                torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * x.shape[1]
+                for x in (q, k)
+            )
+            longest = q.shape[1], k.shape[1]
+        else:
+            query_ends = key_ends = mask.cu_seqlens_on(q.device)
+            longest = mask.max_length, mask.max_length
+        out = self._attend(
+            *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
+            query_ends,
+            key_ends,
+            *longest,
+            **self._options(mask, grouped=q.shape[2] != k.shape[2]),
+        )
+        return _only_output(out).view(q.shape)
+
+    def _options(self, mask: AttentionMask, *, grouped: bool) -> dict[str, Any]:
+        left = -1 if mask.window is None else mask.window - 1
+        right = 0 if mask.causal else left
+        options: dict[str, Any] = {"scale": self.scale, "window_size": (left, right)}
+        if grouped and "enable_gqa" in self._parameters:
+            options["enable_gqa"] = True
+        return options

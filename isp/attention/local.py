@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from isp.attention.cpu import CpuAttention
-from isp.attention.flash import Flash2Attention, Flash3Attention, Flash4Attention
+from isp.attention.flash import (
+    Flash2Attention,
+    Flash3Attention,
+    Flash4Attention,
+    VarlenAttention,
+)
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import SdpaAttention, SdpaKernel
-from isp.attention.varlen import VarlenAttention
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.attention import AttentionBackend, AttentionMask, CpuAttention, make_local_attention
-from isp.attention.flash import Flash2Attention, Flash4Attention
+from isp.attention.flash import Flash2Attention, Flash4Attention, VarlenAttention
 from isp.attention.local import LocalAttention, choose_backend, fault_on
 from isp.attention.sdpa import SdpaAttention
-from isp.attention.varlen import VarlenAttention
 from tests.attention.reference import attend, make_mask, random_inputs, with_gradients
 
 CPU = torch.device("cpu")
@@ -318,12 +317,6 @@ def test_automatic_choice(
     assert choose_backend(device, torch.float32, fault_of=fault_of) == ("sdpa", {})
 
 
-def _varlen_2_10(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
-):  # type: ignore[no-untyped-def]
-    return query, is_causal
-
-
 def _varlen_2_11(
     query,
     key,
@@ -343,7 +336,6 @@ def _varlen_2_11(
 @pytest.mark.parametrize(
     ("signature", "scale", "window", "expected"),
     [
-        (_varlen_2_10, None, None, {"is_causal": True}),
         (_varlen_2_11, 0.5, None, {"scale": 0.5, "window_size": (-1, 0)}),
         (_varlen_2_11, None, 4, {"scale": None, "window_size": (3, 0)}),
         (None, None, 4, {"scale": None, "window_size": (3, 0), "enable_gqa": True}),
@@ -364,16 +356,7 @@ def test_options_for_each_signature_of_varlen(
         expected = {k: v for k, v in expected.items() if k != "enable_gqa"}
     assert options == expected
     full = attention._options(AttentionMask(causal=False), grouped=False)
-    assert full.get("window_size", (-1, -1)) == (-1, -1)
-    assert not full.get("is_causal", False)
-
-
-def test_old_varlen_refuses_windows() -> None:
-    """Catches a window or scale that torch 2.10's kernel would never see."""
-    attention = VarlenAttention()
-    attention._parameters = frozenset(inspect.signature(_varlen_2_10).parameters)
-    with pytest.raises(ValueError, match="neither windows nor another scale"):
-        attention._options(AttentionMask(window=3), grouped=False)
+    assert full["window_size"] == (-1, -1)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------
