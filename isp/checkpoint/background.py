@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from isp.checkpoint.shards import Shard
+from isp.checkpoint.boxes import Shard
 
 __all__ = ["Flight", "Staging"]
 

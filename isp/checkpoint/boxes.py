@@ -1,22 +1,48 @@
-"""Boxes: the places of a rank's rows in the whole parameter.
+"""Boxes: where a rank's rows lie in the whole parameter, and who writes and reads which.
 
 [Note: A shard is a set of boxes] A shard of a parameter is one interval of its split dim, or, where
 q, k and v are fused, one interval of each. An optimizer's shard is some rows of dim 0 of that. What
 is left is always a union of boxes of the global tensor, which tile it when all ranks are put
 together. DTensor has no placement for that; `torch.distributed.checkpoint` itself thinks in boxes
-("chunks"), so boxes are what it is given.
+("chunks"), so boxes are what it is given: the planners below say which rank writes which, and which
+saved ones a rank reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import io
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isp.parallel.layout import Interval, ParameterLayout
 
-__all__ = ["Box", "boxes_of"]
+__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard", "boxes_of"]
 
 
 class Box(NamedTuple):
@@ -73,3 +99,210 @@ def _runs(layout: ParameterLayout) -> Iterator[tuple[int, int, int]]:
         local += stop - start
     assert run is not None
     yield run
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A box of a global tensor, with its data."""
+
+    offsets: tuple[int, ...]
+    """Its corner in the global tensor."""
+    data: Tensor
+    """A view into the tensor that the rank works with, or a copy."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The pieces of a global tensor that this rank has; none if it has no element of it."""
+
+    key: str
+    """Its name in the checkpoint."""
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of_rows(
+        cls, key: str, local: Tensor, layout: ParameterLayout, rows: Interval | None = None
+    ) -> Shard:
+        """`local` as rows (start, stop) of the shard that `layout` describes; all if None."""
+        boxes = boxes_of(layout, rows)
+        pieces = tuple(Piece(box.offsets, box.view(local)) for box in boxes)
+        return cls(key, layout.global_shape, local.dtype, pieces)
+
+    @classmethod
+    def whole(cls, key: str, data: Tensor) -> Shard:
+        """A tensor that is entirely on this rank."""
+        shape = tuple(data.shape)
+        return cls(key, shape, data.dtype, (Piece((0,) * len(shape), data.detach()),))
+
+    def with_data(self, data: Sequence[Tensor]) -> Shard:
+        """The same boxes with other data, one tensor each."""
+        pieces = tuple(Piece(p.offsets, d) for p, d in zip(self.pieces, data, strict=True))
+        return Shard(self.key, self.global_shape, self.dtype, pieces)
+
+
+class BoxSavePlanner(SavePlanner):
+    """Writes every box once, by the least loaded of the ranks that have it.
+
+    The state dict is {key: Shard}. Raises ValueError on the coordinator, which torch passes on to
+    all ranks, if the ranks' boxes do not add up to the whole tensors.
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Shard],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._shards = state_dict
+        self._pieces = _by_index(state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(
+            [_write_item(shard, piece) for shard in self._shards.values() for piece in shard.pieces]
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        owners: dict[MetadataIndex, list[int]] = defaultdict(list)
+        items: dict[MetadataIndex, WriteItem] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                owners[item.index].append(rank)
+                if items.setdefault(item.index, item).tensor_data != item.tensor_data:
+                    raise ValueError(f"ranks disagree about {item.index.fqn}: {item.tensor_data}")
+        loads = [0] * len(all_plans)
+        plans: list[list[WriteItem]] = [[] for _ in all_plans]
+        # Large boxes first, so that small ones even the loads out.
+        for item in sorted(items.values(), key=_num_bytes, reverse=True):
+            writer = min(owners[item.index], key=lambda rank: loads[rank])
+            loads[writer] += _num_bytes(item)
+            plans[writer].append(item)
+        return [SavePlan(plan) for plan in plans], _metadata(list(items.values()))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._pieces[write_item.index].data
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Reads into every box of this rank what the saved boxes hold of it, whatever their layout.
+
+    The state dict is {key: Shard}; `sources` names the saved tensor of each. Values are converted
+    to the dtype of the box. Raises ValueError for what the checkpoint does not have, and, on the
+    coordinator, if there is one of the `required` keys that no rank loads.
+    """
+
+    def __init__(self, sources: Mapping[str, str], *, required: Collection[str] = ()) -> None:
+        self._sources = sources
+        self._required = set(required)
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Shard],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        self._shards = state_dict
+        self._pieces = _by_index(state_dict)
+        self._saved = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for shard in self._shards.values() for item in self._reads(shard)])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        if unread := self._required - loaded:
+            raise ValueError(f"the checkpoint has what the run lacks: {', '.join(sorted(unread))}")
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError(f"{read_item.storage_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        block = self._pieces[read_item.dest_index].data
+        for dim, start in enumerate(read_item.dest_offsets):
+            block = block.narrow(dim, start, read_item.lengths[dim])
+        return block
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def _reads(self, shard: Shard) -> list[ReadItem]:
+        source = self._sources[shard.key]
+        saved = self._saved[source]
+        assert isinstance(saved, TensorStorageMetadata)
+        if tuple(saved.size) != shard.global_shape:
+            raise ValueError(
+                f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs"
+                f" {shard.global_shape}"
+            )
+        reads = create_read_items_for_chunk_list(source, saved, [_chunk(p) for p in shard.pieces])
+        needed = sum(p.data.numel() for p in shard.pieces)
+        found = sum(math.prod(read.lengths) for read in reads)
+        if found != needed:
+            raise ValueError(
+                f"{source} has only {found} of {needed} needed elements in the checkpoint"
+            )
+        return [
+            dataclasses.replace(read, dest_index=MetadataIndex(shard.key, read.dest_index.offset))
+            for read in reads
+        ]
+
+
+def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
+    return {
+        MetadataIndex(shard.key, piece.offsets): piece
+        for shard in shards.values()
+        for piece in shard.pieces
+    }
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+
+
+def _write_item(shard: Shard, piece: Piece) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(shard.key, piece.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(piece),
+            properties=TensorProperties(dtype=shard.dtype),
+            size=torch.Size(shard.global_shape),
+        ),
+    )
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _metadata(items: list[WriteItem]) -> Metadata:
+    """The metadata of the checkpoint, once each tensor is known to be there whole."""
+    saved: dict[str, TensorStorageMetadata] = {}
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        tensor = saved.setdefault(
+            item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+        )
+        tensor.chunks.append(data.chunk)
+    for key, tensor in saved.items():
+        there = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if there != math.prod(tensor.size):
+            whole = math.prod(tensor.size)
+            raise ValueError(f"the ranks hold {there} of the {whole} elements of {key}")
+    # The identity mapping lets torch's own tools (`dcp_to_torch_save`) read the checkpoint.
+    return Metadata(dict(saved), planner_data={key: (key,) for key in saved})

@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.background import Flight, Staging
+from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
 from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
-from isp.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
-from isp.checkpoint.shards import Shard
 from isp.checkpoint.state import (
     Resumed,
     TrainState,
@@ -42,16 +41,16 @@ __all__ = ["CheckpointInfo", "Checkpointer"]
 
 logger = logging.getLogger(__name__)
 
-TOLD_SECONDS = 0.1
+_TOLD_SECONDS = 0.1
 """A save that has to wait longer for the one before says so."""
-LAST_SECONDS = 60.0
+_LAST_SECONDS = 60.0
 """Time that a save in flight has to end after the run has failed."""
 
 
 class Checkpointer:
     """Checkpoints of a run in `folder`, which all ranks have to see.
 
-    All methods but `close` are collectives over the world: every rank calls them in the same
+    All methods but `wait` are collectives over the world: every rank calls them in the same
     order. They travel over process groups of their own on CPU, which making this one opens (a
     collective too), so that a save in the background does not meet the run's transfers.
 
@@ -82,10 +81,10 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.close()
+            self.wait()
         elif self._flight is not None:
             # Ranks that all end for one reason still finish it; one that is gone is not awaited.
-            self._flight.join(LAST_SECONDS)
+            self._flight.join(_LAST_SECONDS)
             if not self._flight.over:
                 logger.warning("the save of step %d does not end: it is left", self._flight.step)
 
@@ -112,7 +111,7 @@ class Checkpointer:
         raised by `wait`. The next `save` waits for the last one, says so if that takes time, and
         tries again, whatever became of it.
         """
-        if self._flight is not None and (before := self._flight).join() > TOLD_SECONDS:
+        if self._flight is not None and (before := self._flight).join() > _TOLD_SECONDS:
             logger.info("step %d waited until step %d was saved", step, before.step)
         self._flight = None
         background = self._config.async_mode == "async" and not wait
@@ -147,10 +146,6 @@ class Checkpointer:
             flight.join()
             if flight.error is not None:
                 raise flight.error
-
-    def close(self) -> None:
-        """Finish the save in flight; see `wait`."""
-        self.wait()
 
     def _write_in_background(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
         try:

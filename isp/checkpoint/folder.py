@@ -4,28 +4,35 @@
     step_30.tmp          one that is being written, or was when the run died
     step_20.old          one that is being replaced; its name is given back if the run dies there
     step_10.deleted      one that is being deleted
-    .lock                held by the run that saves here: see `lock.py`
+    .lock                held by the run that saves here: see `folder_lock`
 
 Only rank 0 calls what changes anything, once it holds the lock.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import re
 import shutil
-from contextlib import suppress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest, sync_folder
 
-__all__ = ["CheckpointFolder", "checkpoints_at", "describe_contents"]
+__all__ = ["CheckpointFolder", "checkpoints_at", "describe_contents", "folder_lock"]
 
 logger = logging.getLogger(__name__)
 
 _PUBLISHED = re.compile(r"step_(\d+)")
 _LEFT_OVER = re.compile(r"step_(\d+)\.(tmp|old|deleted)")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Answers of a file system without locks to a request for one."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,8 @@ def describe_contents(path: Path) -> str:
     """Describe the contents of `path`, as part of a sentence."""
     if not path.is_dir():
         return "is not a folder" if path.exists() else "does not exist"
-    names = visible_names(path)
+    # Without hidden files, and what a disk of its own has.
+    names = sorted(p.name for p in path.iterdir() if p.name[0] != "." and p.name != "lost+found")
     if not names:
         return "is empty"
     if MANIFEST in names:
@@ -163,7 +171,33 @@ def describe_contents(path: Path) -> str:
     return f"holds {', '.join(names[:3])}{more}"
 
 
-def visible_names(folder: Path) -> list[str]:
-    """The names in `folder`, without hidden files and what a disk of its own has."""
-    names = (path.name for path in folder.iterdir())
-    return sorted(name for name in names if name[0] != "." and name != "lost+found")
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Keep other runs out of `folder`, which exists, until this is left or the process ends.
+
+    Raises ValueError, with who holds it, if another run does. Where the file system has no locks,
+    nothing is kept out.
+    """
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, folder)
+        with suppress(OSError):  # a full disk need not know who we are
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
+        raise ValueError(
+            f"another run saves to {folder} ({holder}): wait until it has ended, or start a run of"
+            " its own with another job.name or checkpoint.folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 2**28
+_MAX_MANIFEST_BYTES = 2**28
 """A file of 200 bytes for each of a million ranks."""
 _FORMAT = 1
 _READ_BYTES = 2**20
@@ -119,7 +119,7 @@ class Manifest(BaseModel):
     def read(cls, folder: Path) -> Manifest:
         """The manifest in `folder`. Raises Damaged if there is none or it is not as written."""
         with open_regular(folder / MANIFEST) as file:
-            if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
+            if (num_bytes := os.fstat(file.fileno()).st_size) > _MAX_MANIFEST_BYTES:
                 raise Damaged(f"{MANIFEST} has {num_bytes} bytes, which none of ours has")
             data = file.read()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,12 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from isp.checkpoint.shards import Shard
+from isp.checkpoint.boxes import Shard
+from isp.checkpoint.choice import CheckpointInfo
+from isp.checkpoint.manifest import Damaged
+from isp.checkpoint.storage import read_metadata
 from isp.layers.module import NamedParameter
 from isp.optim import Zero1Optimizer
 from isp.parallel import Topology
 
-__all__ = ["Resumed", "Targets", "TrainState", "local_key", "saved_shards", "targets_for"]
+__all__ = [
+    "Resumed",
+    "Targets",
+    "TrainState",
+    "check_shapes",
+    "local_key",
+    "saved_shards",
+    "targets_for",
+]
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -162,3 +174,24 @@ def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
     if not 0 <= count <= most:
         raise ValueError(f"the checkpoint lacks {key}, or says that it is larger than all files")
     return count
+
+
+def check_shapes(info: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if a checkpoint is not of the model whose parameters have these `shapes`."""
+    try:
+        saved = read_metadata(info.path, info.manifest.files).state_dict_metadata
+    except (Damaged, pickle.UnpicklingError) as fault:
+        raise ValueError(f"{info.path} is damaged: {fault}") from None
+    there = {
+        key.removeprefix(MODEL): tuple(value.size)
+        for key, value in saved.items()
+        if key.startswith(MODEL) and isinstance(value, TensorStorageMetadata)
+    }
+    odd = [name for name in sorted({*there, *shapes}) if there.get(name) != shapes.get(name)]
+    if odd:
+        lines = [f"\n  {n}: {there.get(n, 'none')} there, {shapes.get(n, 'none')} now" for n in odd]
+        more = f"\n  and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise ValueError(
+            f"{info.path} is of another model, by the shapes of its parameters:"
+            f"{''.join(lines[:5])}{more}"
+        )

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, preview
-from isp.checkpoint.folder import CheckpointFolder, describe_contents
-from isp.checkpoint.lock import folder_lock
-from isp.checkpoint.shapes import check_shapes
+from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
+from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.models.build import parameter_shapes
 from isp.parallel import Axis, Topology

@@ -153,7 +153,7 @@ def check_skips(
     if not limit or skipped < limit:
         return
     with suppress(CheckpointError):  # told when it happened; older checkpoints are there
-        checkpointer.close()
+        checkpointer.wait()
     folder = checkpointer.folder
     before = [saved for saved in folder.steps() if saved <= step - skipped]
     way_out = "there is no checkpoint from before them: begin anew with"

@@ -10,9 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from isp.checkpoint.boxes import boxes_of
-from isp.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
-from isp.checkpoint.shards import Shard
+from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard, boxes_of
 from isp.optim.rows import owned_rows
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout

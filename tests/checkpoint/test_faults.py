@@ -143,7 +143,7 @@ def _resume(rank: int, folder: Path) -> list[str]:
     checkpointer.load(info, run.state)
     assert expect(run) > 0
     checkpointer.save(20, run.state, tokens=0)
-    checkpointer.close()
+    checkpointer.wait()
     return list(info.passed_over)
 
 

@@ -27,7 +27,7 @@ def _save(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> None:
     fill(run)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
     checkpointer.save(20, run.state, tokens=640, shared={"config": "a: 1"}, local={"rank": rank})
-    checkpointer.close()
+    checkpointer.wait()
 
 
 def _load_all(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> list[int]:

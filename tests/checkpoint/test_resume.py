@@ -150,7 +150,7 @@ def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
     checkpointer.save(20, run.state, tokens=0)
     clear(run)
     checkpointer.save(30, run.state, tokens=0)
-    checkpointer.close()
+    checkpointer.wait()
     info = checkpointer.choose(load_step=20)
     assert info is not None
     checkpointer.load(info, run.state)
@@ -178,7 +178,7 @@ def test_a_background_failure_is_told_once(
     assert all(e.endswith("Older checkpoints are as they were. The run goes on.") for e in errors)
     folder.unlink()
     checkpointer.save(30, run.state, tokens=0)
-    checkpointer.close()
+    checkpointer.wait()
     assert checkpointer.folder.steps() == [30]
 
 
@@ -222,7 +222,7 @@ def test_a_device_saves_and_loads(
     checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode=mode))
     checkpointer.save(20, run.state, tokens=0)
     clear(run)
-    checkpointer.close()
+    checkpointer.wait()
     other = make_run(0, ONE, torch.bfloat16, wide=4096, device=back)
     info = checkpointer.choose()
     assert info is not None

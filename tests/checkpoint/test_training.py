@@ -68,7 +68,7 @@ def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict
             run.numbers(range(steps))
             checkpointer.save(steps, _state(run), tokens=0)
             wanted[name] = run.numbers(range(steps, steps + AFTER))
-            checkpointer.close()
+            checkpointer.wait()
         dist.barrier()
     answers = []
     for name, run in runs.items():

@@ -13,7 +13,7 @@ import pytest
 
 from isp.checkpoint import CheckpointError
 from isp.checkpoint.choice import candidates_at, preview
-from isp.checkpoint.lock import folder_lock
+from isp.checkpoint.folder import folder_lock
 from isp.config import JobConfig, load_config
 from isp.run.folder import run_name
 from isp.train import resume
@@ -106,7 +106,7 @@ def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
 HOLD = """
 import sys
 from pathlib import Path
-from isp.checkpoint.lock import folder_lock
+from isp.checkpoint.folder import folder_lock
 with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
