@@ -1,41 +1,5 @@
 """The configuration of a run: YAML and overrides in, one frozen `JobConfig` out."""
 
-from isp.config.job import (
-    CheckpointConfig,
-    CommConfig,
-    ConfigError,
-    DataConfig,
-    JobConfig,
-    JobSection,
-    LRSchedulerConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ProfilerConfig,
-    TrainingConfig,
-    ValidationConfig,
-    load_config,
-    to_plain,
-    to_yaml,
-)
+from isp.config.job import ConfigError, JobConfig, load_config, to_plain, to_yaml
 
-__all__ = [
-    "CheckpointConfig",
-    "CommConfig",
-    "ConfigError",
-    "DataConfig",
-    "JobConfig",
-    "JobSection",
-    "LRSchedulerConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ProfilerConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-    "load_config",
-    "to_plain",
-    "to_yaml",
-]
+__all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]

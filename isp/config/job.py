@@ -33,25 +33,7 @@ from isp.settings.section import section
 from model.config import ModelConfig
 from model.presets import with_preset
 
-__all__ = [
-    "CheckpointConfig",
-    "CommConfig",
-    "ConfigError",
-    "DataConfig",
-    "JobConfig",
-    "JobSection",
-    "LRSchedulerConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ProfilerConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-    "load_config",
-    "to_plain",
-    "to_yaml",
-]
+__all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]
 
 
 class ConfigError(ValueError):

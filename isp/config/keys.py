@@ -19,7 +19,7 @@ from isp.config.yaml_file import KeyPath
 
 __all__ = ["KeyTable", "docs_of", "general"]
 
-ENTRY = "*"
+_ENTRY = "*"
 """Stands for the number of an entry in a list."""
 
 _TYPES = {
@@ -58,7 +58,7 @@ class KeyTable:
             for name, default in ((f.name, f.default) for f in fields(section)):
                 hint = types_by_name[name]
                 pending += [((*path, name), type_) for type_ in _sections_of(hint)]
-                pending += [((*path, name, ENTRY), type_) for type_ in _entries_of(hint)]
+                pending += [((*path, name, _ENTRY), type_) for type_ in _entries_of(hint)]
                 if not is_dataclass(hint):
                     hints[*path, name], defaults[*path, name] = hint, default
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
@@ -103,7 +103,7 @@ class KeyTable:
         near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
         if not near:
             paths = (*self.hints, *self.sections)
-            every = [".".join(p) for p in paths if p and ENTRY not in p]
+            every = [".".join(p) for p in paths if p and _ENTRY not in p]
             near = [key for key in every if key.split(".")[-1] == name]
             near = near or difflib.get_close_matches(".".join(path), every, n=1, cutoff=0.8)
             near = near or difflib.get_close_matches(name, siblings, n=1)
@@ -128,7 +128,7 @@ def docs_of(section: type) -> dict[str, str]:
 
 def general(path: KeyPath) -> KeyPath:
     """`path` with * for the number of an entry."""
-    return tuple(ENTRY if part.isdecimal() else part for part in path)
+    return tuple(_ENTRY if part.isdecimal() else part for part in path)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

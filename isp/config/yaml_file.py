@@ -15,7 +15,7 @@ __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
 
-MAX_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Far more than any configuration has."""
 
 
@@ -32,8 +32,8 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> Node | None:
         """The whole of the text; refuses aliases of aliases that multiply beyond any use."""
         node = super().get_single_node()
-        if node is not None and _num_values(node, {}) > MAX_VALUES:
-            fault = f"more than {MAX_VALUES:,} values, aliases counted as what they stand for"
+        if node is not None and _num_values(node, {}) > _MAX_VALUES:
+            fault = f"more than {_MAX_VALUES:,} values, aliases counted as what they stand for"
             raise ConstructorError(None, None, fault, node.start_mark)
         return node
 

@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from isp.config import JobConfig, OptimizerConfig
+from isp.config import JobConfig
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
+from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 
 __all__ = ["Case", "Place"]

@@ -9,7 +9,7 @@ __all__ = ["format_duration", "parse_duration"]
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 
 
-MAX_SECONDS = 10_000 * 24 * 3600
+_MAX_SECONDS = 10_000 * 24 * 3600
 
 
 def parse_duration(value: int | str) -> int:
@@ -21,7 +21,7 @@ def parse_duration(value: int | str) -> int:
     seconds = value if isinstance(value, int) else _seconds(value.strip())
     if seconds <= 0:
         raise ValueError("must be above 0")
-    if seconds > MAX_SECONDS:
+    if seconds > _MAX_SECONDS:
         raise ValueError("must be at most 10000-00:00:00")
     return seconds
 

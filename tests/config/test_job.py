@@ -10,16 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.config import (
-    ConfigError,
-    JobConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    load_config,
-    to_yaml,
-)
+from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.config.keys import KeyTable, docs_of
 from isp.parallel import Mode
+from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.run import choose_device
 
 MERGES = [f"{y}: &{y} {{<<: [*{x}, *{x}]}}" for x, y in pairwise("abcdefghijklmnopqrs")]

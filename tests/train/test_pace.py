@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from isp.config import (
-    CheckpointConfig,
-    DataConfig,
-    JobConfig,
-    ModelConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from isp.config import JobConfig
+from isp.data.config import DataConfig
 from isp.metrics.phases import PhaseTimes
 from isp.parallel.phase import Phase
+from isp.settings import CheckpointConfig, TrainingConfig, ValidationConfig
 from isp.train.watch import Pace
+from model.config import ModelConfig
 
 
 def job(*, freq: int = 0, interval: int = 0) -> JobConfig:

@@ -20,25 +20,24 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.config import (
+from isp.config import JobConfig
+from isp.data.batch import MicroBatch
+from isp.data.config import DataConfig
+from isp.metrics import StepRecord, read_metrics
+from isp.parallel import Mode, ParallelConfig, PipelineConfig, TensorConfig, WeightConfig
+from isp.settings import (
     CheckpointConfig,
     CommConfig,
-    DataConfig,
-    JobConfig,
     JobSection,
     LRSchedulerConfig,
     MetricsConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrainingConfig,
     ValidationConfig,
 )
-from isp.data.batch import MicroBatch
-from isp.metrics import StepRecord, read_metrics
-from isp.parallel import Mode, PipelineConfig, TensorConfig, WeightConfig
 from isp.train import main, saving
 from isp.train.data import StepData
+from model.config import ModelConfig
 from tests.ranks import run_ranks
 
 STEPS = 8
