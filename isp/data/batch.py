@@ -1,11 +1,12 @@
-"""Micro-batches: which samples come at which step, as tensors.
+"""Micro-batches: which samples come at which step, as tensors; read one step ahead.
 
 Shapes: B `micro_bsz`, S `seq_len`, n documents of a micro-batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
 
-__all__ = ["BatchSampler", "MicroBatch", "held_out_micro_batches"]
+__all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "held_out_micro_batches"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,3 +113,38 @@ def held_out_micro_batches(
 def _without_labels(sample: Sample) -> Sample:
     """A sample that adds nothing to the loss."""
     return sample._replace(labels=np.full_like(sample.labels, IGNORE_INDEX))
+
+
+class Prefetcher(Generic[T]):
+    """`fetch(step)`, with the next step's result being fetched by one thread meanwhile.
+
+    Any step may be asked for at any time; only step + 1 comes for free. An error in the thread is
+    raised to whoever asks for its step. `num_steps` ends the reading ahead.
+    """
+
+    def __init__(self, fetch: Callable[[int], T], *, num_steps: int | None = None) -> None:
+        self._fetch = fetch
+        self._num_steps = num_steps
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="isp-data")
+        self._ahead: tuple[int, Future[T]] | None = None
+
+    def get(self, step: int) -> T:
+        """The result for `step`; starts on the next one."""
+        if self._ahead is None or self._ahead[0] != step:
+            self._start(step)
+        assert self._ahead is not None
+        result = self._ahead[1].result()
+        self._ahead = None
+        if self._num_steps is None or step + 1 < self._num_steps:
+            self._start(step + 1)
+        return result
+
+    def close(self) -> None:
+        """Wait for the thread to end; what it was fetching is dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, step: int) -> None:
+        """Give `step` to the thread, in place of what it was to do next."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = (step, self._pool.submit(self._fetch, step))

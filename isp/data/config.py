@@ -10,7 +10,7 @@ __all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig"]
 
 BYTE_TOKENIZER = "bytes"
 PYTHON_STDLIB = "python-stdlib"
-MAX_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 """In a micro-batch: attention counts them in int32."""
 
 
@@ -71,13 +71,8 @@ class DataConfig:
                 f"data.eos_token={self.eos_token} has no meaning with data.tokenizer="
                 f"{BYTE_TOKENIZER}, whose end of document is token 256: leave it out"
             )
-        if self.tokens_per_micro_batch > MAX_TOKENS:
+        if self.micro_bsz * self.seq_len > _MAX_TOKENS:
             raise ValueError(
                 f"data.seq_len={self.seq_len} x data.micro_bsz={self.micro_bsz} is more than the"
-                f" {MAX_TOKENS:,} tokens that a micro-batch can have"
+                f" {_MAX_TOKENS:,} tokens that a micro-batch can have"
             )
-
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        """Tokens that one data rank reads in a micro-batch."""
-        return self.micro_bsz * self.seq_len

@@ -1,42 +1,63 @@
-"""Fixed-length samples cut from shuffled documents, by index alone.
+"""Fixed-length samples cut from shuffled documents, by index alone, and the datasets of a run.
 
 Shapes: S sequence (`seq_len`), N documents of the store, n documents with a piece in the sample.
 """
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.stores import TokenStore
-from isp.data.tokenizer import TokenArray
+from isp.data.config import DataConfig
+from isp.data.documents import find_files, iterate_documents
+from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
+from isp.data.stores import (
+    ConcatStore,
+    EndedStore,
+    MemoryStore,
+    SubsetStore,
+    TokenStore,
+    held_out,
+    mixed,
+)
+from isp.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 
-__all__ = ["IGNORE_INDEX", "PackedDataset", "Sample"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Datasets",
+    "PackedDataset",
+    "Sample",
+    "check_sources",
+    "open_datasets",
+]
+
+logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 """The label of a token that the loss leaves out; torch's own default."""
 
-SHUFFLE_ROUNDS = 6
-_UINT64 = (1 << 64) - 1
+_HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
+_SHUFFLE_ROUNDS = 6
 
-Int64Array = npt.NDArray[np.int64]
+_Int64Array = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
     """`seq_len` tokens of the stream."""
 
-    tokens: Int64Array  # [S]
-    labels: Int64Array  # [S], the token to predict or IGNORE_INDEX
-    positions: Int64Array  # [S], counted from the start of each document's piece
-    document_lengths: Int64Array  # [n], sums to S
+    tokens: _Int64Array  # [S]
+    labels: _Int64Array  # [S], the token to predict or IGNORE_INDEX
+    positions: _Int64Array  # [S], counted from the start of each document's piece
+    document_lengths: _Int64Array  # [n], sums to S
 
 
 class _Epoch(NamedTuple):
     """One pass over the store: `documents` in stream order, and where each ends."""
 
     number: int
-    documents: Int64Array  # [documents with tokens]
-    ends: Int64Array  # the same, in tokens of the stream
+    documents: _Int64Array  # [documents with tokens]
+    ends: _Int64Array  # the same, in tokens of the stream
     key: int  # of the shuffle of its samples
 
 
@@ -80,13 +101,13 @@ class PackedDataset:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
         number, place = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(number)
-        start = shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
+        start = _shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
         # One token beyond the sample, where there is one, to be the last label.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
         stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
         return self._cut(stream, np.cumsum([len(piece) for piece in pieces]))
 
-    def _cut(self, stream: Int64Array, ends: Int64Array) -> Sample:
+    def _cut(self, stream: _Int64Array, ends: _Int64Array) -> Sample:
         """The sample at the head of `stream`, whose documents' pieces end at `ends`."""
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         labels[: len(stream) - 1] = stream[1:]
@@ -138,22 +159,107 @@ class PackedDataset:
         )
 
 
-def shuffled(index: int, size: int, key: int) -> int:
+def _shuffled(index: int, size: int, key: int) -> int:
     """The element at `index` of a permutation of range(size) that `key` chooses, in O(1).
 
     A Feistel network over the next power of 4 mixes the bits; what lands outside is mixed again.
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; the mixing of a round
-    is the finaliser of SplitMix64 (Steele et al. 2014).
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(SHUFFLE_ROUNDS):
-            x = (key + right + (turn << half)) * 0x9E3779B97F4A7C15 & _UINT64
-            x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
-            x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _UINT64
-            left, right = right, left ^ ((x ^ (x >> 31)) & mask)
+        for turn in range(_SHUFFLE_ROUNDS):
+            mixture = mixed(key + right + (turn << half))
+            left, right = right, left ^ (mixture & mask)
         index = left << half | right
         if index < size:
             return index
+
+
+class Datasets(NamedTuple):
+    """The run's datasets: `valid` is None where nothing is held out."""
+
+    tokenizer: Tokenizer
+    train: PackedDataset
+    valid: PackedDataset | None
+
+
+def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
+    """The tokenizer and the datasets that `config` names; text is tokenised here, in memory.
+
+    Raises FileNotFoundError or ValueError naming the key, the path and the way out.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
+    train_store = _open_store(config.source, tokenizer, text_key=config.text_key)
+    valid_store: TokenStore | None = None
+    if config.valid_source is not None:
+        valid_store = _open_store(
+            config.valid_source, tokenizer, text_key=config.text_key, key="data.valid_source"
+        )
+    elif config.valid_fraction > 0.0:
+        train_store, valid_store = _split(train_store, config.valid_fraction)
+    train, valid = (
+        None
+        if store is None
+        else PackedDataset(
+            store,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=config.seq_len,
+            pack=config.pack,
+            seed=store_seed,
+        )
+        for store, store_seed in ((train_store, seed), (valid_store, _HELD_OUT_SEED))
+    )
+    assert train is not None
+    return Datasets(tokenizer, train, valid)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Raise FileNotFoundError or ValueError for a source that is not there; opens no file."""
+    sources = {"data.source": config.source, "data.valid_source": config.valid_source or []}
+    for key, source in sources.items():
+        for item in [source] if isinstance(source, str) else source:
+            prefix = indexed_prefix(item)
+            if prefix is not None:
+                check_pair(prefix)
+            else:
+                find_files(item, key=key)
+
+
+def _open_store(
+    source: str | list[str], tokenizer: Tokenizer, *, text_key: str, key: str = "data.source"
+) -> TokenStore:
+    """The documents of a source: text is tokenised into memory, a .bin/.idx pair is mapped.
+
+    Each document ends with eos. `key` is the name of `source` in messages.
+    """
+    stores: list[TokenStore] = []
+    for item in [source] if isinstance(source, str) else source:
+        opened: TokenStore
+        prefix = indexed_prefix(item)
+        if prefix is not None:
+            opened = IndexedDataset(prefix)
+        else:
+            documents = map(tokenizer.encode, iterate_documents(item, text_key=text_key, key=key))
+            dtype = token_dtype(tokenizer.vocab_size)
+            opened = MemoryStore(f"{key}={item}", documents, dtype=dtype)
+        stores.append(EndedStore(opened, tokenizer.eos_id))
+    store = stores[0] if len(stores) == 1 else ConcatStore(stores)
+    logger.info("%s: %d documents, %d tokens", store.name, len(store.lengths), store.lengths.sum())
+    return store
+
+
+def _split(store: TokenStore, fraction: float) -> tuple[SubsetStore, SubsetStore]:
+    """The documents to train on and those held out; ValueError if either would be empty."""
+    chosen = held_out(len(store.lengths), fraction)
+    if chosen.all() or not chosen.any():
+        raise ValueError(
+            f"data.valid_fraction={fraction} holds out {int(chosen.sum())} of the {len(chosen)} "
+            f"documents of {store.name}: use another fraction, or give data.valid_source"
+        )
+    kept, taken = np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    return (
+        SubsetStore(f"{store.name} without its held-out documents", store, kept),
+        SubsetStore(f"what data.valid_fraction={fraction} holds out of {store.name}", store, taken),
+    )

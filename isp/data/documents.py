@@ -14,7 +14,7 @@ __all__ = ["Document", "find_files", "iterate_documents", "read_documents"]
 
 # What a folder contributes; a file that is named, or matched by a glob, may have any suffix.
 # fmt: off
-TEXT_SUFFIXES = frozenset({
+_TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".org", ".tex", ".jsonl",
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".jl", ".js",
     ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
@@ -22,7 +22,7 @@ TEXT_SUFFIXES = frozenset({
 # fmt: on
 
 # Tests hold odd encodings and generated tables; packages are not the library's own.
-STDLIB_EXCLUDED_FOLDERS = frozenset(
+_STDLIB_EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 
@@ -86,11 +86,11 @@ def _files_of_item(item: str, key: str) -> list[Path]:
     if item == PYTHON_STDLIB:
         return _stdlib_files()
     if path.is_dir():
-        if files := _walk(path, TEXT_SUFFIXES, frozenset({"__pycache__"})):
+        if files := _walk(path, _TEXT_SUFFIXES, frozenset({"__pycache__"})):
             return files
         raise FileNotFoundError(
             f"{key}={item} is a folder without text files (suffixes taken from a folder: "
-            f"{' '.join(sorted(TEXT_SUFFIXES))}): name other files with a glob, {item}/**/*.log"
+            f"{' '.join(sorted(_TEXT_SUFFIXES))}): name other files with a glob, {item}/**/*.log"
         )
     if path.exists():
         if path.stat().st_size == 0:
@@ -113,7 +113,7 @@ def _stdlib_files() -> list[Path]:
     They differ between Python versions, so curves compare only between runs of one version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, frozenset({".py"}), STDLIB_EXCLUDED_FOLDERS)
+    files = _walk(root, frozenset({".py"}), _STDLIB_EXCLUDED_FOLDERS)
     if not files:
         raise FileNotFoundError(
             f"data.source={PYTHON_STDLIB}: this Python has no library sources in {root}: install "

@@ -5,7 +5,7 @@
     .idx   little-endian, without padding:
            9 bytes   magic "MMIDIDX\\0\\0"
            uint64    version, 1
-           uint8     code of the type of the ids (`DTYPES`)
+           uint8     code of the type of the ids (`_DTYPES`)
            uint64    number of sequences N
            uint64    number of document indices M, one more than the number of documents
            int32[N]  tokens in each sequence
@@ -29,10 +29,10 @@ from isp.data.tokenizer import TokenArray
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "check_pair", "indexed_prefix", "token_dtype"]
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -42,12 +42,12 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again from where they are"
+_WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again from where they are"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type in which ids below `vocab_size` are stored, by Megatron-LM's rule."""
-    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+    return _DTYPES[8] if vocab_size < 65500 else _DTYPES[4]
 
 
 def indexed_prefix(item: str) -> Path | None:
@@ -69,7 +69,7 @@ def check_pair(prefix: Path) -> None:
     for path, other in (pair, pair[::-1]):
         if not path.exists():
             beside = f"{other} is there, but" if other.exists() else f"{other} and"
-            raise FileNotFoundError(f"{beside} {path} is missing: {WAY_OUT}")
+            raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
 
 
 class IndexedDataset:
@@ -126,13 +126,13 @@ class IndexedDataset:
         expected = self.num_tokens * self.dtype.itemsize
         actual = self.bin_path.stat().st_size
         if expected == 0:
-            raise ValueError(f"{self.idx_path} holds no tokens, only empty documents: {WAY_OUT}")
+            raise ValueError(f"{self.idx_path} holds no tokens, only empty documents: {_WAY_OUT}")
         if actual != expected:
             state = "cut short" if actual < expected else "not the one this index was written for"
             raise ValueError(
                 f"{self.bin_path} has {actual:,} bytes where {self.idx_path.name} says "
                 f"{expected:,} ({self.num_tokens:,} tokens of {self.dtype.itemsize}): it is "
-                f"{state}; {WAY_OUT}"
+                f"{state}; {_WAY_OUT}"
             )
 
 
@@ -145,7 +145,7 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
-        assert dtype in {known for known in DTYPES.values() if known.kind in "iu"}
+        assert dtype in {known for known in _DTYPES.values() if known.kind in "iu"}
         self.dtype = dtype
         self.num_tokens = 0
         self._prefix = Path(prefix)
@@ -204,11 +204,11 @@ class IndexedDatasetWriter:
 
     def _write_index(self, index: IO[bytes]) -> None:
         """Write what [Note: Indexed format] says."""
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
         lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         counts = (len(lengths), len(self._document_indices))
-        index.write(HEADER.pack(MAGIC, VERSION, code, *counts))
+        index.write(_HEADER.pack(_MAGIC, _VERSION, code, *counts))
         index.write(lengths.astype("<i4").tobytes())
         index.write(pointers.astype("<i8").tobytes())
         index.write(np.frombuffer(self._document_indices, dtype=np.int64).astype("<i8").tobytes())
@@ -229,18 +229,18 @@ class _Index(NamedTuple):
 def _read_index(path: Path) -> _Index:
     """Read and check an .idx; ValueError says what is wrong with it."""
     with path.open("rb") as file:
-        dtype, num_sequences, num_indices = _read_header(path, file.read(HEADER.size))
+        dtype, num_sequences, num_indices = _read_header(path, file.read(_HEADER.size))
     data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
-    expected = HEADER.size + sum(sizes)
+    expected = _HEADER.size + sum(sizes)
     # Multimodal sets have one more byte a sequence.
     if len(data) not in (expected, expected + num_sequences):
         state = "cut short" if len(data) < expected else "too long"
         raise ValueError(
             f"{path} is {state}: it has {len(data):,} bytes where its header, {num_sequences:,} "
-            f"sequences and {num_indices - 1:,} documents, takes {expected:,}; {WAY_OUT}"
+            f"sequences and {num_indices - 1:,} documents, takes {expected:,}; {_WAY_OUT}"
         )
-    bounds = np.cumsum((HEADER.size, *sizes))
+    bounds = np.cumsum((_HEADER.size, *sizes))
     lengths = data[bounds[0] : bounds[1]].view("<i4")
     pointers = data[bounds[1] : bounds[2]].view("<i8")
     documents = data[bounds[2] : bounds[3]].view("<i8")
@@ -256,33 +256,33 @@ def _read_index(path: Path) -> _Index:
     }
     for fault, present in faults.items():
         if present:
-            raise ValueError(f"{path} is damaged, it has {fault}: {WAY_OUT}")
+            raise ValueError(f"{path} is damaged, it has {fault}: {_WAY_OUT}")
     return _Index(dtype, num_sequences, starts[documents])
 
 
 def _read_header(path: Path, data: bytes) -> tuple[np.dtype[Any], int, int]:
     """The type of the ids, the number of sequences, and that of document indices."""
-    if data[: len(MAGIC)] != MAGIC[: len(data)]:
+    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
         raise ValueError(
-            f"{path} is not a Megatron index, it begins with {data[: len(MAGIC)]!r} "
-            f"instead of {MAGIC!r}: {WAY_OUT}"
+            f"{path} is not a Megatron index, it begins with {data[: len(_MAGIC)]!r} "
+            f"instead of {_MAGIC!r}: {_WAY_OUT}"
         )
-    if len(data) < HEADER.size:
+    if len(data) < _HEADER.size:
         raise ValueError(
-            f"{path} is cut short: it has {len(data)} of the {HEADER.size} bytes of a header; "
-            f"{WAY_OUT}"
+            f"{path} is cut short: it has {len(data)} of the {_HEADER.size} bytes of a header; "
+            f"{_WAY_OUT}"
         )
-    _, version, code, num_sequences, num_indices = HEADER.unpack(data)
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version} where {VERSION} is known: {WAY_OUT}")
-    if code not in DTYPES:
-        known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
-        raise ValueError(f"{path} has the unknown type code {code} (known: {known}): {WAY_OUT}")
-    if DTYPES[code].kind == "f":
-        raise ValueError(f"{path} holds {DTYPES[code].name} values, which are not token ids")
+    _, version, code, num_sequences, num_indices = _HEADER.unpack(data)
+    if version != _VERSION:
+        raise ValueError(f"{path} has version {version} where {_VERSION} is known: {_WAY_OUT}")
+    if code not in _DTYPES:
+        known = ", ".join(f"{code} {dtype.name}" for code, dtype in _DTYPES.items())
+        raise ValueError(f"{path} has the unknown type code {code} (known: {known}): {_WAY_OUT}")
+    if _DTYPES[code].kind == "f":
+        raise ValueError(f"{path} holds {_DTYPES[code].name} values, which are not token ids")
     if num_indices < 2 or num_sequences == 0:
-        raise ValueError(f"{path} holds no documents: {WAY_OUT}")
-    return DTYPES[code], num_sequences, num_indices
+        raise ValueError(f"{path} holds no documents: {_WAY_OUT}")
+    return _DTYPES[code], num_sequences, num_indices
 
 
 def _with(prefix: Path, suffix: str) -> Path:

@@ -9,10 +9,19 @@ import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
 
-__all__ = ["ConcatStore", "EndedStore", "MemoryStore", "SubsetStore", "TokenStore", "held_out"]
+__all__ = [
+    "ConcatStore",
+    "EndedStore",
+    "MemoryStore",
+    "SubsetStore",
+    "TokenStore",
+    "held_out",
+    "mixed",
+]
 
 logger = logging.getLogger(__name__)
 
+_UINT64 = (1 << 64) - 1
 EOS_PROBES = 256
 """Documents looked at to learn whether a store ends its documents with eos by itself."""
 
@@ -46,13 +55,11 @@ class MemoryStore:
         self._tokens = np.concatenate([np.empty(0, dtype), *arrays])
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document."""
         offset = int(self._offsets[document])
         assert 0 <= start <= stop <= int(self.lengths[document])
         return self._tokens[offset + start : offset + stop]
 
     def where(self, document: int) -> str:
-        """The source and the place in it of a document."""
         return f"{self.name}, document {document}"
 
 
@@ -82,13 +89,11 @@ class EndedStore:
         self.lengths[probes] = store.lengths[probes] + lacking
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document."""
         stored = int(self._store.lengths[document])
         tokens = self._store.read(document, min(start, stored), min(stop, stored))
         return tokens if stop <= stored else np.append(tokens.astype(np.int64), self._eos_id)
 
     def where(self, document: int) -> str:
-        """The source and the place in it of a document."""
         return self._store.where(document)
 
     def _lacks_eos(self, document: int) -> bool:
@@ -106,12 +111,10 @@ class ConcatStore:
         self._ends = np.cumsum([len(store.lengths) for store in stores])  # in documents
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document."""
         store, own = self._find(document)
         return store.read(own, start, stop)
 
     def where(self, document: int) -> str:
-        """The source and the place in it of a document."""
         store, own = self._find(document)
         return store.where(own)
 
@@ -132,11 +135,9 @@ class SubsetStore:
         self._documents = documents
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document."""
         return self._store.read(int(self._documents[document]), start, stop)
 
     def where(self, document: int) -> str:
-        """The source and the place in it of a document."""
         return self._store.where(int(self._documents[document]))
 
 
@@ -144,11 +145,19 @@ def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
     """The held-out documents: true [num_documents], for about `fraction` of them.
 
     A hash of the document's index decides, so neither the seed nor documents added behind change
-    what is held out.  Source: the finaliser of SplitMix64 (Steele et al. 2014).
+    what is held out.
     """
-    x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
+    x: npt.NDArray[np.uint64] = mixed(np.arange(1, num_documents + 1, dtype=np.uint64))
     # The upper 53 bits are exactly the fractions a float64 can tell apart.
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+
+def mixed(x: Any) -> Any:
+    """The bits of a number, or of an array of uint64, mixed: 64 that look random.
+
+    Source: the finaliser of SplitMix64 (Steele et al. 2014).
+    """
+    x = x * 0x9E3779B97F4A7C15 & _UINT64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _UINT64
+    return x ^ (x >> 31)

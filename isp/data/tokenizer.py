@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer", "HFTokenizer", "TokenArray", "Tokenizer", "load_toke
 TokenArray = npt.NDArray[np.integer[Any]]
 
 # Tried in this order when neither `data.eos_token` nor tokenizer_config.json names the token.
-COMMON_EOS_TOKENS = (
+_COMMON_EOS_TOKENS = (
     "</s>",
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -52,7 +52,6 @@ class ByteTokenizer:
     eos_id = 256
 
     def encode(self, text: str) -> TokenArray:
-        """The bytes of `text`."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, tokens: TokenArray) -> str:
@@ -85,18 +84,16 @@ class HFTokenizer:
         self.eos_id = self._find_eos(file, eos_token)
 
     def encode(self, text: str) -> TokenArray:
-        """The ids of `text`, without any special token added."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, tokens: TokenArray) -> str:
-        """The text of `tokens`, without special tokens."""
         text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
         return text
 
     def _find_eos(self, file: Path, eos_token: str | None) -> int:
         """The id of the asked-for token, else of the configured one, else of a common one."""
         declared = eos_token or _declared_eos(file.with_name("tokenizer_config.json"))
-        for name in COMMON_EOS_TOKENS if declared is None else (declared,):
+        for name in _COMMON_EOS_TOKENS if declared is None else (declared,):
             eos_id = self._tokenizer.token_to_id(name)
             if eos_id is not None:
                 return int(eos_id)
@@ -108,7 +105,7 @@ class HFTokenizer:
             )
         raise ValueError(
             f"data.tokenizer={file} has none of the usual end-of-document tokens "
-            f"({' '.join(COMMON_EOS_TOKENS)}): name its own with data.eos_token"
+            f"({' '.join(_COMMON_EOS_TOKENS)}): name its own with data.eos_token"
             f" (isp data prepare: --eos-token)"
         )
 

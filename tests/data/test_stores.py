@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from isp.data.config import DataConfig
+from isp.data.dataset import open_datasets
 from isp.data.indexed import IndexedDataset
-from isp.data.load import open_datasets
 from isp.data.prepare import prepare
 from isp.data.stores import (
     EOS_PROBES,
