@@ -4,11 +4,10 @@ from isp.attention.cpu import CpuAttention
 from isp.attention.distributed import DistributedAttention
 from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
 from isp.attention.heads import HeadPlan
-from isp.attention.local import AttentionBackend, LocalAttention, make_local_attention
-from isp.attention.mask import AttentionMask, document_positions
+from isp.attention.local import LocalAttention, make_local_attention
+from isp.attention.mask import AttentionMask
 
 __all__ = [
-    "AttentionBackend",
     "AttentionMask",
     "CpuAttention",
     "DistributedAttention",
@@ -17,6 +16,5 @@ __all__ = [
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
-    "document_positions",
     "make_local_attention",
 ]

@@ -45,11 +45,6 @@ class HeadPlan:
         query = tuple(range(a, b) for a, b in pairwise(accumulate(sizes, initial=0)))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of the model."""
-        return max(heads.stop for heads in self.kv)
-
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
         """For each KV head that local attention needs, the rank's own KV head it is a copy of.
 

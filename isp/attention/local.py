@@ -22,10 +22,7 @@ from isp.attention.sdpa import SdpaAttention, SdpaKernel
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
-    "AttentionBackend",
     "LocalAttention",
-    "choose_backend",
-    "fault_on",
     "make_local_attention",
 ]
 
@@ -53,7 +50,7 @@ _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
 }
 
 
-def choose_backend(
+def _choose_backend(
     device: torch.device, dtype: torch.dtype, *, fault_of: Callable[[AttentionBackend], str]
 ) -> tuple[AttentionBackend, dict[AttentionBackend, str]]:
     """The backend AUTO stands for on this device, and the faults of those that would be faster.
@@ -84,9 +81,9 @@ def make_local_attention(
     """
     backend = AttentionBackend(backend)
     backend.check_fits(device.type, str(dtype).removeprefix("torch."))
-    fault_of = partial(fault_on, device=device, dtype=dtype, head_dim=head_dim)
+    fault_of = partial(_fault_on, device=device, dtype=dtype, head_dim=head_dim)
     if backend is AttentionBackend.AUTO:
-        chosen, faults = choose_backend(device, dtype, fault_of=fault_of)
+        chosen, faults = _choose_backend(device, dtype, fault_of=fault_of)
         passed_over = "".join(f"; not {other}: {fault}" for other, fault in faults.items())
         logger.info("attention: %s (auto%s)", chosen, passed_over)
         return _make(chosen, device, scale)
@@ -100,7 +97,7 @@ def make_local_attention(
     return _make(backend, device, scale)
 
 
-def fault_on(
+def _fault_on(
     backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
     """The obstacle to `backend` training on packed documents; empty: none.

@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionMask", "document_positions"]
+__all__ = ["AttentionMask"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,19 +111,6 @@ class AttentionMask:
                 f"a document cannot go on from one row of the batch to the next: cu_seqlens"
                 f" {_shorten(self.bounds)} lacks the end of row {min(missing)}"
             )
-
-    def positions(self, batch_size: int, length: int, device: torch.device) -> Tensor:
-        """Positions of the full sequence, restarting in every document: [B, S], int64."""
-        if self.cu_seqlens is None:
-            return torch.arange(length, device=device).expand(batch_size, length)
-        self.check_covers(batch_size, length, length)
-        return document_positions(self.cu_seqlens_on(device)).view(batch_size, length)
-
-
-def document_positions(cu_seqlens: Tensor) -> Tensor:
-    """Place of each token in its document: [documents + 1] -> [tokens], int64."""
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
-    return torch.arange(starts.numel(), device=starts.device) - starts
 
 
 def _shorten(values: tuple[int, ...]) -> str:

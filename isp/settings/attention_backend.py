@@ -28,22 +28,12 @@ class AttentionBackend(StrEnum):
     @property
     def package(self) -> str | None:
         """The package that has it; None: torch."""
-        packages = {
-            "flash2": "flash_attn",
-            "flash3": "flash_attn_interface",
-            "flash4": "flash_attn",
-        }
-        return packages.get(self)
+        return _PACKAGES.get(self, (None, ""))[0]
 
     @property
     def remedy(self) -> str:
-        """The remedy; empty: torch has it."""
-        remedies = {
-            "flash2": "pip install flash-attn --no-build-isolation",
-            "flash3": "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention",
-            "flash4": "pip install flash-attn-4",
-        }
-        return remedies.get(self, "")
+        """The way to get its package; empty: torch has it."""
+        return _PACKAGES.get(self, (None, ""))[1]
 
     def check_fits(self, device: str, dtype: str) -> None:
         """Raise ValueError if it cannot compute in `dtype` on a `device` of this type."""
@@ -54,3 +44,13 @@ class AttentionBackend(StrEnum):
                 f" {dtype} on {device}: use model.attention_backend=sdpa or auto, or another"
                 f" training.dtype or training.device"
             )
+
+
+_PACKAGES = {
+    AttentionBackend.FLASH2: ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    AttentionBackend.FLASH3: (
+        "flash_attn_interface",
+        "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention",
+    ),
+    AttentionBackend.FLASH4: ("flash_attn", "pip install flash-attn-4"),
+}

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isp.attention import AttentionBackend, AttentionMask, CpuAttention, make_local_attention
+from isp.attention import AttentionMask, CpuAttention, make_local_attention
 from isp.attention.flash import Flash2Attention, Flash4Attention, VarlenAttention
-from isp.attention.local import LocalAttention, choose_backend, fault_on
+from isp.attention.local import LocalAttention, _choose_backend, _fault_on
 from isp.attention.sdpa import SdpaAttention
+from isp.settings.attention_backend import AttentionBackend
 from tests.attention.reference import attend, make_mask, random_inputs, with_gradients
 
 CPU = torch.device("cpu")
@@ -267,7 +268,7 @@ def test_a_backend_is_tried_out(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Flash4Attention, "module", "isp_test_flash")
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
-    found = fault_on(AttentionBackend.FLASH4, device=CPU, dtype=torch.float32, head_dim=8)
+    found = _fault_on(AttentionBackend.FLASH4, device=CPU, dtype=torch.float32, head_dim=8)
     assert found.startswith(fault) if fault else found == ""
 
 
@@ -285,7 +286,7 @@ def test_deterministic_algorithms_reach_the_packages(
     plain = Flash2Attention()(q, k, v, mask=make_mask([4, 5]))
     torch.use_deterministic_algorithms(True)
     try:
-        fault = fault_on(AttentionBackend.FLASH2, device=CPU, dtype=torch.float32, head_dim=8)
+        fault = _fault_on(AttentionBackend.FLASH2, device=CPU, dtype=torch.float32, head_dim=8)
         assert ("unexpected keyword argument 'deterministic'" in fault) is not bool(keywords)
         if keywords:
             assert torch.equal(Flash2Attention()(q, k, v, mask=make_mask([4, 5])), 2 * plain)
@@ -311,10 +312,10 @@ def test_automatic_choice(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = torch.device("cuda")
     fault_of = lambda backend: "" if backend.value in there else "missing"  # noqa: E731
-    chosen, faults = choose_backend(device, torch.bfloat16, fault_of=fault_of)
+    chosen, faults = _choose_backend(device, torch.bfloat16, fault_of=fault_of)
     assert chosen == expected
     assert faults.keys().isdisjoint(there)
-    assert choose_backend(device, torch.float32, fault_of=fault_of) == ("sdpa", {})
+    assert _choose_backend(device, torch.float32, fault_of=fault_of) == ("sdpa", {})
 
 
 def _varlen_2_11(

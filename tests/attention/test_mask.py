@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.attention import AttentionMask, document_positions
+from isp.attention import AttentionMask
 from isp.attention.mask import AttentionMask as Mask
 from isp.attention.pieces import blocks_of, document_lengths, pieces_of
 from tests.attention.reference import visible
@@ -57,17 +57,6 @@ def test_neighbours_of_equal_length_become_one_piece() -> None:
         (17, 9, 1),
         (26, 9, 1),
     ]
-
-
-def test_positions_restart_in_every_document() -> None:
-    """Catches positions that run on, or that restart at the ends of shards."""
-    mask = AttentionMask.of_documents([3, 1, 0, 4, 2, 6])
-    cpu = torch.device("cpu")
-    expected = [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5]]
-    assert mask.positions(2, 8, cpu).tolist() == expected
-    assert mask.positions(2, 8, cpu).dtype == torch.int64
-    assert AttentionMask().positions(2, 3, cpu).tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert document_positions(torch.tensor([0, 2, 3])).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
