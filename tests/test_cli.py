@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from isp.cli import main
-from isp.cli.rank_folder import rank_folder
+from isp.cli.launch import rank_folder
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
 from tests.data.test_tokenizer import write_tokenizer
@@ -420,7 +420,7 @@ def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
 
 KEEP_FOLDER = """
 import sys, time
-from isp.cli.rank_folder import rank_folder
+from isp.cli.launch import rank_folder
 with rank_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)

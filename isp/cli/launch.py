@@ -8,28 +8,34 @@ ends, or is killed, its ranks end too.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import LAUNCHER_REPORTS
-from isp.cli.rank_folder import rank_folder
 from isp.run.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["follow_launcher", "launch", "reports_for_ranks", "world_size"]
+__all__ = ["follow_launcher", "launch", "rank_folder", "reports_for_ranks", "world_size"]
 
-SAVE_SECONDS = 1800
+_SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
-KNOCK_ON_SECONDS = 10
+_KNOCK_ON_SECONDS = 10
 """A rank found killed up to this long after another's error is taken as its cause."""
+_RANK_FOLDER = "isp-ranks-"
+"""How the names of the folders begin in which torchrun keeps the ranks' error files."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -88,7 +94,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     128 + signal, once the ranks have saved and ended, or at once after a second one.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
     os.environ[LAUNCHER_REPORTS] = str(os.getpid())
     logging.disable(logging.ERROR)  # torchrun's own account of what is told below
 
@@ -109,14 +115,14 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
 
 def _tell_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    rank, failure = find_first_failure(failures)
+    rank, failure = _find_first_failure(failures)
     print(_describe(rank, failure), file=sys.stderr, flush=True)
     if _is_killed_while_ending(failure):
         return int(_recorded(failure)["exit_code"])
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed by itself, rather than because another one had."""
     recorded = [rank for rank in failures if os.path.isfile(failures[rank].error_file)]
     # A signal other than torchrun's own SIGTERM: out of memory, a crash, a kill by hand.
@@ -124,7 +130,7 @@ def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Pro
     killed.sort(key=lambda rank: failures[rank].timestamp)
     if recorded:
         rank = min(recorded, key=lambda r: os.stat(failures[r].error_file).st_mtime_ns)
-        latest = failures[rank].timestamp + KNOCK_ON_SECONDS
+        latest = failures[rank].timestamp + _KNOCK_ON_SECONDS
         killed = [r for r in killed if failures[r].timestamp <= latest]
     else:
         rank = min(failures, key=lambda r: failures[r].timestamp)
@@ -151,3 +157,42 @@ def _recorded(failure: ProcessFailure) -> dict[str, str]:
     """The rank's record of its failure (`isp.cli.failures`); empty if it wrote nothing."""
     message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
     return {} if isinstance(message, str) else message["extraInfo"]
+
+
+@contextmanager
+def rank_folder() -> Iterator[Path]:
+    """A new folder, removed at the end, and by a later launcher if this one is killed.
+
+    A launcher holds a lock on its folder, which ends with the launcher, however it ends.
+    """
+    _remove_abandoned()
+    folder, lock = _make_rank_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_rank_folder() -> tuple[Path, int]:
+    """A new folder, and the lock on it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_RANK_FOLDER))
+        lock = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: nobody else can take it either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)  # another launcher took it for an abandoned one before it was locked
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_RANK_FOLDER}*"):
+        with suppress(OSError):  # in use, another user's, or just removed by its launcher
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.numbers import positive
+from isp.cli.options import add_nproc, positive
 
 if TYPE_CHECKING:
     from isp.planner import Candidate
 
 __all__ = ["add_calibrate_options", "add_plan_options", "run_calibrate", "run_plan"]
 
-DEFAULT_FABRIC = "h100x8_ib400"
+_DEFAULT_FABRIC = "h100x8_ib400"
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +23,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fabric",
-        default=DEFAULT_FABRIC,
+        default=_DEFAULT_FABRIC,
         metavar="FILE",
         help="the machine: a YAML file, or one of those in configs/fabrics by name"
-        f" (default: {DEFAULT_FABRIC})",
+        f" (default: {_DEFAULT_FABRIC})",
     )
     parser.add_argument(
         "--batch",
@@ -67,12 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     """Add `isp calibrate`'s options."""
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="start N ranks on this machine (without it: one process, or what torchrun started)",
-    )
+    add_nproc(parser)
     parser.add_argument(
         "--out", metavar="FILE", help="write the fabric to FILE (without it: print it)"
     )

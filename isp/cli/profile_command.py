@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.numbers import not_negative, positive
+from isp.cli.options import add_nproc, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.parallel import Mode
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     from isp.parallel.config import Mode
 
     modes = ",".join(Mode)
-    parser.add_argument("--nproc", type=positive, metavar="N", help="start N ranks here")
+    add_nproc(parser)
     parser.add_argument(
         "--modes", default=modes, metavar="LIST", help=f"modes to compare (default: {modes})"
     )

@@ -15,14 +15,14 @@ from isp import __version__
 from isp.cli import plan_command, profile_command
 from isp.cli.failures import report
 from isp.cli.launch import follow_launcher
-from isp.cli.numbers import positive
+from isp.cli.options import add_nproc, positive
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
 
 __all__ = ["main"]
 
-OVERRIDES_HELP = (
+_OVERRIDES_HELP = (
     "Every key of the file can be given as --section.key value, after CONFIG; "
     "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` says what they mean."
 )
@@ -82,7 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_train(_command(commands, "train", _train, "train as a YAML file says", overrides=True))
+    add_nproc(_command(commands, "train", _train, "train as a YAML file says", overrides=True))
     _add_config(
         _command(commands, "config", _config, "print the full configuration", overrides=True)
     )
@@ -153,7 +153,7 @@ def _command(
         aliases=[once] if once else [],
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=OVERRIDES_HELP if overrides else None,
+        epilog=_OVERRIDES_HELP if overrides else None,
         allow_abbrev=False,
     )
     parser.set_defaults(run=run, takes_overrides=overrides)
@@ -167,15 +167,6 @@ def _command(
     return parser
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="start N ranks on this machine (without it: one process, or what torchrun started)",
-    )
-
-
 def _train(args: argparse.Namespace) -> int:
     from isp.cli.launch import launch, reports_for_ranks, world_size
     from isp.config import load_config
@@ -184,7 +175,10 @@ def _train(args: argparse.Namespace) -> int:
     # Every error before any process starts.
     topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
-    _check_param_groups(config)
+    if config.optimizer.param_groups:
+        from isp.train.run import check_param_groups
+
+        check_param_groups(config)
     if "RANK" not in os.environ:
         from isp.train.resume import check_start
 
@@ -202,13 +196,6 @@ def _train(args: argparse.Namespace) -> int:
 
     train(config)
     return 0
-
-
-def _check_param_groups(config: JobConfig) -> None:
-    if config.optimizer.param_groups:
-        from isp.train.run import check_param_groups
-
-        check_param_groups(config)
 
 
 def _note_unused(config: JobConfig) -> None:

@@ -1,0 +1,38 @@
+"""Options that several commands take, and their numbers."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_nproc", "not_negative", "positive"]
+
+_LARGEST = 2**20
+"""More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
+
+
+def add_nproc(parser: argparse.ArgumentParser) -> None:
+    """Add `--nproc`."""
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="start N ranks on this machine (without it: one process, or what torchrun started)",
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return _from(1, text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _from(0, text)
+
+
+def _from(least: int, text: str) -> int:
+    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= _LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a whole number from {least} to {_LARGEST}"
+        )
+    return int(text)
