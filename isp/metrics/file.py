@@ -10,8 +10,8 @@ import json
 import logging
 import os
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from isp.metrics.record import StepRecord
 
@@ -34,12 +34,12 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     return records
 
 
-class MetricsFile:
+class MetricsFile(AbstractContextManager["MetricsFile"]):
     """Appends records to the file at `path`, each in the system's hands when `write` returns.
 
     Lines of steps after `last_step` are removed first: that is where the run goes on from, 0 for a
     new one. While the disk is full, lines wait here and are tried again with each new one.
-    One run at a time: see `isp.checkpoint.lock`. Raises ValueError if it is no file of metrics.
+    One run at a time: see `isp.checkpoint.folder`. Raises ValueError if it is no file of metrics.
     """
 
     def __init__(self, path: str | Path, *, last_step: int = 0) -> None:
@@ -93,9 +93,6 @@ class MetricsFile:
                 written += os.pwrite(self._fd, line[written:], self._size + written)
             self._size += len(line)
             self._waiting.popleft()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Self, TextIO
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -17,7 +18,7 @@ def watched_stream() -> TextIO | None:
     return next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A bar of `total` steps, of which `done` are, at the bottom of the terminal behind `stream`.
 
     Log lines appear above it: `isp.run.log_files` writes them so. A terminal that goes away takes
@@ -38,9 +39,6 @@ class ProgressBar:
         eta = "" if eta_seconds is None else f"  eta: {format_duration(eta_seconds)}"
         self._bar.set_postfix_str(f"loss: {loss:.4f}{eta}", refresh=False)
         self._bar.update()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

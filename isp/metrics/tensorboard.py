@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from isp.metrics.record import StepRecord
 
@@ -14,7 +14,7 @@ __all__ = ["TensorBoardFile"]
 logger = logging.getLogger(__name__)
 
 
-class TensorBoardFile:
+class TensorBoardFile(AbstractContextManager["TensorBoardFile"]):
     """Writes records to event files in `folder`; needs the tensorboard package.
 
     TensorBoard passes over what earlier files there say of steps after `last_step`. A disk that is
@@ -38,9 +38,6 @@ class TensorBoardFile:
                     self._writer.add_scalar(key, value, step)
         except OSError as error:
             self._give_up(error)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         try:

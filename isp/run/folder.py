@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from isp.metrics import MetricsFile
-from isp.run.environment import Environment
 from isp.settings import JobSection
 
 __all__ = [
@@ -148,13 +146,10 @@ class RunFolder:
         """The log of `rank`."""
         return self.log_folder / f"rank_{rank}.log"
 
-    def write_config(self, text: str) -> None:
-        """Write the configuration; a different one, from before resuming, is kept next to it."""
-        _replace(self.config_file, text)
-
-    def write_environment(self, environment: Environment) -> None:
-        """Write the environment; a different one, from before resuming, is kept next to it."""
-        _replace(self.environment_file, environment.to_json())
+    def describe(self, config: str, environment: str) -> None:
+        """Write both; different ones, from before resuming, are kept next to them."""
+        _replace(self.config_file, config)
+        _replace(self.environment_file, environment)
 
     def write_launch(self, text: str) -> None:
         """Write what starts the run now, in place of what did before."""
@@ -162,10 +157,6 @@ class RunFolder:
             new = self.launch_file.with_name(".launch.json")
             _write_synced(new, text.encode())
             os.replace(new, self.launch_file)
-
-    def open_metrics(self, *, last_step: int) -> MetricsFile:
-        """The metrics file to write on after `last_step`, 0 in a new run."""
-        return MetricsFile(self.metrics_file, last_step=last_step)
 
     def _prepare(self) -> None:
         """Make the subfolders and the link, and try whether files can be written."""

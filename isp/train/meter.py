@@ -189,8 +189,8 @@ class StepOutputs:
 
     def _open(self) -> None:
         metrics, last_step, opened = self._config.metrics, self._last_step, self._stack
-        file = opened.enter_context(self._folder.open_metrics(last_step=last_step))
-        self._files.append(file)
+        file = MetricsFile(self._folder.metrics_file, last_step=last_step)
+        self._files.append(opened.enter_context(file))
         if metrics.enable_tensorboard:
             folder = self._folder.path / metrics.save_tb_folder
             board = opened.enter_context(TensorBoardFile(folder, last_step=last_step))

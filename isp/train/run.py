@@ -57,8 +57,7 @@ def main(config: JobConfig) -> None:
         here = tuple(RankPlace.here(device))
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
-            folder.write_config(to_yaml(config))
-            folder.write_environment(Environment.of(places))
+            folder.describe(to_yaml(config), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()

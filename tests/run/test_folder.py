@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isp.metrics import read_metrics
+from isp.metrics import MetricsFile, read_metrics
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder, earlier_runs, run_name
 from isp.settings import JobSection
@@ -44,9 +44,8 @@ def test_name_is_the_time() -> None:
 def test_new_run(job: JobSection) -> None:
     """Catches a folder that is not where the docs say, or lacks a part."""
     run = RunFolder.create(job, NAME)
-    run.write_config("a: 1\n")
-    run.write_environment(Environment.of([RankPlace("host", "cpu")]))
-    run.open_metrics(last_step=0).close()
+    run.describe("a: 1\n", Environment.of([RankPlace("host", "cpu")]).to_json())
+    MetricsFile(run.metrics_file).close()
     assert run.path == Path(job.dump_folder, "words", NAME)
     found = {p.name for p in run.path.iterdir()}
     assert found == {"config.yaml", "env.json", "metrics.jsonl", "logs", "checkpoint"}
@@ -105,14 +104,14 @@ def test_earlier_runs(job: JobSection) -> None:
 def test_resuming_writes_on_in_the_same_folder(job: JobSection) -> None:
     """Catches metrics of lost steps kept, earlier ones lost, or the first configuration lost."""
     run = RunFolder.create(job, NAME)
-    run.write_config("steps: 3\n")
-    with run.open_metrics(last_step=0) as metrics:
+    run.describe("steps: 3\n", "{}")
+    with MetricsFile(run.metrics_file) as metrics:
         for step in (1, 2, 3):
             metrics.write(replace(RECORD, step=step))
     for config in ("steps: 3\n", "steps: 4\n", "steps: 5\n"):
         again = RunFolder.reopen(run.path)
-        again.write_config(config)
-    with again.open_metrics(last_step=2) as metrics:
+        again.describe(config, "{}")
+    with MetricsFile(again.metrics_file, last_step=2) as metrics:
         metrics.write(replace(RECORD, step=3, loss=1.0))
     assert again == run
     assert [record.step for record in read_metrics(run.metrics_file)] == [1, 2, 3]
@@ -179,8 +178,8 @@ def test_full_disk_before_the_run(job: JobSection) -> None:
 def test_config_is_replaced_in_one_piece(job: JobSection) -> None:
     """Catches half a configuration, or none, on a disk that fills up."""
     run = RunFolder.create(job, NAME)
-    run.write_config("first\n")
+    run.describe("first\n", "{}")
     with files_up_to(3), pytest.raises(OSError, match="File too large"):
-        run.write_config("second\n")
+        run.describe("second\n", "{}")
     assert run.config_file.read_text() == "first\n"
     assert not list(run.path.glob("config.*.yaml"))
