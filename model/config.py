@@ -1,4 +1,17 @@
-"""The `model` section of the configuration: sizes and options of a decoder."""
+"""The `model` section of the configuration: sizes and options of a decoder, and what follows.
+
+[Note: FLOP rule] Forward and backward of the matrix products, nothing else:
+
+    6 x matmul parameters x tokens  +  12 x layers x heads x head size x sum of len^2 / 2
+
+A parameter of a product is multiplied and added for each token once forward and twice backward. The
+embedding is a lookup and has no products; the head has, also where it uses the embedding's table.
+In attention a pair of tokens costs 4 x head size forward (scores, then values) and twice that
+backward; a document has len^2 / 2 pairs where each token attends to those before it, so a packed
+row counts what its documents really attend to. With a sliding window of W, a document longer than
+W has W x len - W^2 / 2 pairs. What is computed again in backward is not counted: the rule measures
+the work that has to be done, and does not reward doing it twice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +24,6 @@ from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import Count, Fraction, NotNegative, Size, section
-from model.flops import FLOP_RULE, flops_per_step
 
 if TYPE_CHECKING:
     from isp.attention import LocalAttention
@@ -23,7 +35,7 @@ __all__ = ["ModelConfig"]
 
 @section("model")
 class ModelConfig:
-    """`model`: a preset, sizes, or a preset with some sizes changed."""
+    """`model`: a preset, sizes, or a preset with some sizes changed.  A `LanguageModel`."""
 
     preset: str | None = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
@@ -56,8 +68,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Whether the logits use the embedding table."""
     attention_backend: AttentionBackend = AttentionBackend.AUTO
-    """Backend of attention: auto (the fastest that runs here), torch's sdpa, cudnn or varlen, or
-    flash2, flash3 or flash4 of the flash-attention packages."""
+    """Backend of attention; auto: the fastest that runs here."""
     init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
@@ -107,7 +118,6 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, those of tied embeddings once."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * self.block_parameters + tables + self.hidden_size
 
@@ -121,17 +131,36 @@ class ModelConfig:
 
     @property
     def tied_weight(self) -> str | None:
-        """The weight that the first and the last stage both have, by name, if there is one."""
         return "embedding.weight" if self.tie_embeddings else None
 
     @property
     def flop_rule(self) -> str:
-        """The `flops` rule, in words."""
-        return FLOP_RULE
+        return (
+            "6 x matmul parameters x tokens + 12 x layers x heads x head size x half the square of"
+            " each document's length, recomputation not counted"
+        )
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that are a factor of a matrix product, the head's included."""
+        q, kv = self.num_heads * self.head_size, self.kv_heads * self.head_size
+        block = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
+        return self.num_layers * block + self.vocab_size * self.hidden_size
 
     def flops(self, document_lengths: Iterable[int]) -> int:
-        """FLOPs of forward and backward over documents of these lengths: see `model.flops`."""
-        return flops_per_step(self, document_lengths)
+        """FLOPs of forward and backward over documents of these lengths, in tokens: see FLOP rule.
+
+        The documents of a packed row are `cu_seqlens.diff().tolist()`; a row that is not packed is
+        one document. Sums over micro-batches and data ranks are sums of the results.
+        """
+        tokens = pairs_doubled = 0
+        for length in document_lengths:
+            assert length >= 0
+            reach = length if self.sliding_window is None else min(length, self.sliding_window)
+            tokens += length
+            pairs_doubled += reach * (2 * length - reach)
+        heads = self.num_layers * self.num_heads * self.head_size
+        return 6 * self.matmul_parameters * tokens + 6 * heads * pairs_doubled
 
     def build(
         self,
@@ -141,16 +170,11 @@ class ModelConfig:
         *,
         attention: LocalAttention | None = None,
     ) -> tuple[Decoder, ...]:
-        """As `isp.models.protocol.LanguageModel.build`."""
-        from model.stages import build_stages  # here: a configuration is read without torch
+        from model.decoder import build_stages  # here: a configuration is read without torch
 
         return build_stages(self, layers, stages, num_stages, attention)
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
-        """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.
-
-        `seq_len` is the number of tokens in one row of a batch.
-        """
         size, mode = parallel.tensor.size, parallel.tensor.mode
         facts = mode.facts
         if facts.splits_features:

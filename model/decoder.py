@@ -1,4 +1,4 @@
-"""A Llama-family decoder in plain modules: the same code in every mode.
+"""A Llama-family decoder in plain modules, the same code in every mode, and its stages.
 
 B batch, S sequence, D hidden size, H query heads, K key/value heads, d head size, F MLP size,
 V vocabulary; S' the tokens and H', K', F', V' the features that this rank computes (see
@@ -8,7 +8,7 @@ V vocabulary; S' the tokens and H', K', F', V' the features that this rank compu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,20 +16,26 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from isp.attention import AttentionMask, DistributedAttention
+from isp.attention import (
+    AttentionMask,
+    DistributedAttention,
+    LocalAttention,
+    make_local_attention,
+)
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.parallel.config import LaunchPoint
+from isp.pipeline import split_layers
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import Passes, recomputed_blocks
 from model.config import ModelConfig
 
-__all__ = ["Attention", "Block", "Decoder", "FeedForward", "LayerSpan"]
+__all__ = ["Attention", "Block", "Decoder", "LayerSpan", "build_stages", "stage_spans"]
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin of the positions of this rank's tokens."""
@@ -191,7 +197,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, or the part of the way that one pipeline stage goes.
+    """Tokens to logits, or the part of the way that one pipeline stage goes; a `Chunk`.
 
     Names are those of the whole model: a stage's first block may be `layers.4`. Where the head is
     tied, the last stage has an `embedding`, too: `table`, if the first stage is on this rank, else
@@ -246,12 +252,7 @@ class Decoder(nn.Module):
         bind_names(self)
 
     def forward(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Logits of this rank's tokens: x and positions [B, S'] -> [B, S', V'].
-
-        x are the tokens; on a later stage, what the one before gave, [B, S', D], and on all but the
-        last one the result is [B, S', D]. cu_seqlens [documents + 1], int32: where the documents of
-        the *full* row of all ranks begin, B being 1; None if rows are not packed.
-        """
+        """x and positions [B, S'] -> logits [B, S', V']; between stages [B, S', D]."""
         mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
         if self.is_first and self.embedding is not None:
             x = self.embedding(x)
@@ -269,15 +270,12 @@ class Decoder(nn.Module):
             yield block
 
     def shards(self) -> Iterator[NamedParameter]:
-        """The parameters, each once, with their names in the whole model."""
         return named_parameters(self)
 
     def init_weights(self, seed: int) -> None:
-        """Give the parameters the initial weights that `seed` stands for."""
         init_weights(self, seed)
 
     def parts(self) -> dict[str, nn.Module]:
-        """The modules that a forward calls in turn, by name; together they have all parameters."""
         parts = {
             "embedding": self.embedding if self.is_first else None,
             **{f"layers.{i}": block for i, block in self.layers.items()},
@@ -287,7 +285,6 @@ class Decoder(nn.Module):
         return {name: part for name, part in parts.items() if part is not None}
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """The weights gathered in a forward, in order: embedding, blocks, head."""
         declared, written = [], Passes(between=2 * self.config.hidden_size)
         if self.is_first and self.embedding is not None:
             table = DeclaredVisit(
@@ -310,7 +307,41 @@ class Decoder(nn.Module):
         return tuple(declared)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""
         return vocab_parallel_cross_entropy(
             logits, labels, first=self.first_logit, channel=self.loss_channel
         )
+
+
+def build_stages(
+    config: ModelConfig,
+    layers: LayerFactory,
+    stages: Iterable[int],
+    num_stages: int,
+    attention: LocalAttention | None,
+) -> tuple[Decoder, ...]:
+    """The chunks of a rank that has these stages: see `isp.models.protocol.LanguageModel.build`."""
+    if attention is None:
+        attention = make_local_attention(
+            config.attention_backend,
+            device=layers.device,
+            dtype=layers.dtype,
+            head_dim=config.head_size,
+        )
+    core = DistributedAttention(attention, layers.attention_channel)
+    spans = stage_spans(config, num_stages)
+    chunks: list[Decoder] = []
+    for stage in stages:
+        table = chunks[0].embedding if chunks else None
+        chunks.append(Decoder(config, layers, core, spans[stage], table=table))
+    return tuple(chunks)
+
+
+def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
+    """The blocks of each stage, so that the one that multiplies most multiplies least.
+
+    The head counts as so many blocks as it has their parameters; an embedding multiplies nothing.
+    Raises ValueError if there are more stages than blocks.
+    """
+    head = config.vocab_size * config.hidden_size
+    spans = split_layers(config.num_layers, stages, after=head / config.block_parameters)
+    return [LayerSpan(*span) for span in spans]

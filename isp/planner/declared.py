@@ -23,8 +23,7 @@ from isp.planner.case import Case, Place
 from isp.weights.declare import as_chunks
 from isp.weights.trace import Action, Block, Chunks, Visit
 from model.config import ModelConfig
-from model.decoder import LayerSpan
-from model.stages import stage_spans
+from model.decoder import LayerSpan, stage_spans
 
 __all__ = [
     "BlockKind",

@@ -33,7 +33,7 @@ class Prediction:
     communication: float
     """Of all transfers, one after the other."""
     model_flops: float
-    """Of a rank, by the rule of `model.flops`: recomputation is not counted."""
+    """Of a rank, by the rule of `ModelConfig.flops`: recomputation is not counted."""
     tokens: int
     """Of the global batch."""
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import ModelConfig
-from model.flops import flops_per_step, matmul_parameters
 
 CONFIG = ModelConfig(
     vocab_size=96,
@@ -59,14 +58,14 @@ def attend(config: ModelConfig, lengths: list[int]) -> Tensor:
 
 
 def attention_flops(config: ModelConfig, lengths: list[int]) -> int:
-    return flops_per_step(config, lengths) - 6 * matmul_parameters(config) * sum(lengths)
+    return config.flops(lengths) - 6 * config.matmul_parameters * sum(lengths)
 
 
 def test_linears_are_counted_as_torch_counts_them() -> None:
     """Catches a forgotten projection, the embedding counted, or the head not counted."""
     linears = products(CONFIG)
-    assert count(lambda: run_products(linears, 7)) == 6 * matmul_parameters(CONFIG) * 7
-    assert sum(p.numel() for p in linears.parameters()) == matmul_parameters(CONFIG)
+    assert count(lambda: run_products(linears, 7)) == 6 * CONFIG.matmul_parameters * 7
+    assert sum(p.numel() for p in linears.parameters()) == CONFIG.matmul_parameters
 
 
 @pytest.mark.parametrize("lengths", [[24], [5, 11, 8], [2] * 12])
@@ -92,15 +91,15 @@ def test_window_counts_the_pairs_inside_it(window: int) -> None:
 def test_tied_head_still_multiplies() -> None:
     """Catches taking the number of stored parameters for that of multiplied ones."""
     tied = replace(CONFIG, tie_embeddings=True)
-    assert flops_per_step(tied, [10]) == flops_per_step(CONFIG, [10])
+    assert tied.flops([10]) == CONFIG.flops([10])
 
 
 def test_documents_come_from_cu_seqlens_and_add_up() -> None:
     """Catches a sum over micro-batches that is not that of the step."""
     cu_seqlens = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
-    whole = flops_per_step(CONFIG, cu_seqlens.diff().tolist())
-    assert whole == sum(flops_per_step(CONFIG, [n]) for n in (5, 11, 8))
-    assert flops_per_step(CONFIG, []) == 0
+    whole = CONFIG.flops(cu_seqlens.diff().tolist())
+    assert whole == sum(CONFIG.flops([n]) for n in (5, 11, 8))
+    assert CONFIG.flops([]) == 0
 
 
 def test_size_of_a_known_model() -> None:
@@ -113,6 +112,6 @@ def test_size_of_a_known_model() -> None:
         num_kv_heads=8,
         intermediate_size=14336,
     )
-    assert matmul_parameters(llama) == 7_504_658_432
+    assert llama.matmul_parameters == 7_504_658_432
     attention = 12 * 32 * 4096 * 8192**2 // 2
-    assert flops_per_step(llama, [8192]) == 6 * 7_504_658_432 * 8192 + attention
+    assert llama.flops([8192]) == 6 * 7_504_658_432 * 8192 + attention
