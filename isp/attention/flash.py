@@ -27,20 +27,22 @@ from torch.nn.attention.varlen import varlen_attn
 
 from isp.attention.mask import AttentionMask
 
-__all__ = ["Flash2Attention", "Flash3Attention", "Flash4Attention", "VarlenAttention"]
+__all__ = ["FlashAttention", "VarlenAttention"]
 
 
-class _FlashAttention:
-    """Base of all three: a dense and a packed function that take the same keywords."""
+class FlashAttention:
+    """Local attention by the dense and the packed function of the package `module`.
 
-    module: str
-    no_limit: int | None = -1
-    """Value for an open side of a window."""
+    `no_limit` is its value for an open side of a window.
+    """
 
-    def __init__(self, *, scale: float | None = None) -> None:
+    def __init__(
+        self, module: str, *, scale: float | None = None, no_limit: int | None = -1
+    ) -> None:
         self.scale = scale
-        self._dense: Callable[..., Any] = self._import("flash_attn_func")
-        self._packed: Callable[..., Any] = self._import("flash_attn_varlen_func")
+        self._no_limit = no_limit
+        self._dense = _imported(module, "flash_attn_func")
+        self._packed = _imported(module, "flash_attn_varlen_func")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
@@ -67,40 +69,22 @@ class _FlashAttention:
 
     def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
         if mask.window is None:
-            return self.no_limit, self.no_limit
+            return self._no_limit, self._no_limit
         return mask.window - 1, 0 if mask.causal else mask.window - 1
 
-    def _import(self, function: str) -> Callable[..., Any]:
-        try:
-            found: Callable[..., Any] = getattr(import_module(self.module), function)
-        except (ImportError, OSError, AttributeError) as error:
-            raise ValueError(f"{self.module}.{function} is not there: {error}") from error
-        return found
+
+def _imported(module: str, function: str) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ValueError(f"{module}.{function} is not there: {error}") from error
+    return found
 
 
 def _only_output(result: Any) -> Tensor:
     """Some versions give (output, logsumexp) where others give the output alone."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
-
-
-class Flash2Attention(_FlashAttention):
-    """FlashAttention-2, for Ampere and later."""
-
-    module = "flash_attn"
-
-
-class Flash3Attention(_FlashAttention):
-    """FlashAttention-3, for Hopper."""
-
-    module = "flash_attn_interface"
-
-
-class Flash4Attention(_FlashAttention):
-    """FlashAttention-4, for Hopper and Blackwell."""
-
-    module = "flash_attn.cute"
-    no_limit = None
 
 
 class VarlenAttention:

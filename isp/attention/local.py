@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from isp.attention.cpu import CpuAttention
-from isp.attention.flash import (
-    Flash2Attention,
-    Flash3Attention,
-    Flash4Attention,
-    VarlenAttention,
-)
+from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.mask import AttentionMask
-from isp.attention.sdpa import SdpaAttention, SdpaKernel
+from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
@@ -42,11 +37,11 @@ class LocalAttention(Protocol):
 
 
 _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
-    AttentionBackend.CUDNN: partial(SdpaAttention, SdpaKernel.CUDNN),
+    AttentionBackend.CUDNN: partial(SdpaAttention, CUDNN_ALONE),
     AttentionBackend.VARLEN: VarlenAttention,
-    AttentionBackend.FLASH2: Flash2Attention,
-    AttentionBackend.FLASH3: Flash3Attention,
-    AttentionBackend.FLASH4: Flash4Attention,
+    AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
+    AttentionBackend.FLASH3: partial(FlashAttention, "flash_attn_interface"),
+    AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
 }
 
 
@@ -137,4 +132,4 @@ def _make(backend: AttentionBackend, device: torch.device, scale: float | None) 
         return _KINDS[backend](scale=scale)
     if device.type == "cpu":
         return CpuAttention(scale=scale)
-    return SdpaAttention(SdpaKernel.ANY, scale=scale)
+    return SdpaAttention(scale=scale)

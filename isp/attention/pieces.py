@@ -21,7 +21,7 @@ __all__ = [
     "Block",
     "Piece",
     "Visible",
-    "blocks_of",
+    "document_blocks",
     "document_lengths",
     "pieces_of",
 ]
@@ -113,14 +113,14 @@ def pieces_of(
     """The pieces of documents of these (queries, keys), packed one after another.
 
     Neighbours of equal length become one piece if they are shorter than `batch_below` tokens. The
-    rest is as in `blocks_of`.
+    rest is as in `document_blocks`.
     """
     pieces: list[Piece] = []
     query_start = key_start = 0
     for (num_queries, num_keys), run in groupby(lengths):
         count = len(list(run))
         together = count if max(num_queries, num_keys) < batch_below else 1
-        blocks = blocks_of(
+        blocks = document_blocks(
             num_queries, num_keys, causal=causal, window=window, rows=rows, split_up_to=split_up_to
         )
         for _ in range(0, count, together):
@@ -136,7 +136,7 @@ def _shift(rows: range, by: int) -> range:
     return range(rows.start + by, rows.stop + by)
 
 
-def blocks_of(
+def document_blocks(
     num_queries: int,
     num_keys: int,
     *,

@@ -5,7 +5,7 @@ B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,32 +13,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from isp.attention.mask import AttentionMask
-from isp.attention.pieces import EVERYTHING, TRIANGLE, Visible, blocks_of, document_lengths
+from isp.attention.pieces import EVERYTHING, TRIANGLE, Visible, document_blocks, document_lengths
 
-__all__ = ["SdpaAttention", "SdpaKernel"]
+__all__ = ["CUDNN_ALONE", "SdpaAttention"]
 
 
-class SdpaKernel(Enum):
-    """The kernels to choose from; never the one that forms S x S scores."""
-
-    ANY = (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-    )
-    CUDNN = (SDPBackend.CUDNN_ATTENTION,)
+CUDNN_ALONE = (SDPBackend.CUDNN_ATTENTION,)
+_FUSED = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+"""All but the kernel that forms S x S scores."""
 
 
 class SdpaAttention:
     """Local attention by torch's fused kernels, exact for packed documents and windows."""
 
-    def __init__(self, kernel: SdpaKernel = SdpaKernel.ANY, *, scale: float | None = None) -> None:
-        self.kernel = kernel
+    def __init__(
+        self, kernels: Sequence[SDPBackend] = _FUSED, *, scale: float | None = None
+    ) -> None:
+        self._kernels = list(kernels)
         self.scale = scale
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        with sdpa_kernel(list(self.kernel.value)):
+        with sdpa_kernel(self._kernels):
             if mask.cu_seqlens is None and mask.window is None and q.shape[1] == k.shape[1]:
                 return self._attend(q, k, v, TRIANGLE if mask.causal else EVERYTHING)
             lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
@@ -56,7 +56,7 @@ class SdpaAttention:
 
     def _attend_document(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """q [Sq, H, d], k and v [Sk, K, d] -> [Sq, H, d]."""
-        blocks = blocks_of(q.shape[0], k.shape[0], causal=mask.causal, window=mask.window)
+        blocks = document_blocks(q.shape[0], k.shape[0], causal=mask.causal, window=mask.window)
         unseeing = blocks[0].query.start if blocks else q.shape[0]
         outs = [q[:unseeing] * 0]
         for query, key, visible in blocks:

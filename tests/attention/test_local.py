@@ -6,6 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.attention import AttentionMask, CpuAttention, make_local_attention
-from isp.attention.flash import Flash2Attention, Flash4Attention, VarlenAttention
-from isp.attention.local import LocalAttention, _choose_backend, _fault_on
+from isp.attention.flash import FlashAttention, VarlenAttention
+from isp.attention.local import _KINDS, LocalAttention, _choose_backend, _fault_on
 from isp.attention.sdpa import SdpaAttention
 from isp.settings.attention_backend import AttentionBackend
 from tests.attention.reference import attend, make_mask, random_inputs, with_gradients
@@ -266,7 +267,7 @@ def test_a_backend_is_tried_out(
     """Catches a package that can be imported, and then cannot go forward or backward."""
     _installed(tmp_path, "isp_test_flash", packed=packed)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(Flash4Attention, "module", "isp_test_flash")
+    monkeypatch.setitem(_KINDS, AttentionBackend.FLASH4, partial(FlashAttention, "isp_test_flash"))
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
     found = _fault_on(AttentionBackend.FLASH4, device=CPU, dtype=torch.float32, head_dim=8)
     assert found.startswith(fault) if fault else found == ""
@@ -280,16 +281,18 @@ def test_deterministic_algorithms_reach_the_packages(
     packed = f"{_PACKED} * (2 if deterministic else 1)" if keywords else _PACKED
     _installed(tmp_path, "isp_test_flash", keywords=keywords, packed=packed)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(Flash2Attention, "module", "isp_test_flash")
+    monkeypatch.setitem(_KINDS, AttentionBackend.FLASH2, partial(FlashAttention, "isp_test_flash"))
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
     (q, k, v), _ = random_inputs(1, 9, 2, 2)
-    plain = Flash2Attention()(q, k, v, mask=make_mask([4, 5]))
+    plain = FlashAttention("isp_test_flash")(q, k, v, mask=make_mask([4, 5]))
     torch.use_deterministic_algorithms(True)
     try:
         fault = _fault_on(AttentionBackend.FLASH2, device=CPU, dtype=torch.float32, head_dim=8)
         assert ("unexpected keyword argument 'deterministic'" in fault) is not bool(keywords)
         if keywords:
-            assert torch.equal(Flash2Attention()(q, k, v, mask=make_mask([4, 5])), 2 * plain)
+            assert torch.equal(
+                FlashAttention("isp_test_flash")(q, k, v, mask=make_mask([4, 5])), 2 * plain
+            )
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -7,7 +7,7 @@ import torch
 
 from isp.attention import AttentionMask
 from isp.attention.mask import AttentionMask as Mask
-from isp.attention.pieces import blocks_of, document_lengths, pieces_of
+from isp.attention.pieces import document_blocks, document_lengths, pieces_of
 from tests.attention.reference import visible
 
 
@@ -21,7 +21,7 @@ def test_blocks_cover_what_is_visible_exactly(causal: bool, window: int | None, 
             expected = visible(num_queries, num_keys, causal, window)
             for split_up_to in (0, 5):
                 seen = torch.zeros_like(expected)
-                blocks = blocks_of(
+                blocks = document_blocks(
                     num_queries,
                     num_keys,
                     causal=causal,
