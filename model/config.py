@@ -22,6 +22,7 @@ from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import Count, Fraction, NotNegative, Size, section
 
@@ -235,5 +236,4 @@ def _check_distributable(model: ModelConfig, parallel: ParallelConfig, seq_len: 
 
 
 def _usable(whole: int, below: int) -> str:
-    fits = [str(n) for n in range(1, 2 * below) if whole % n == 0]
-    return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
+    return any_of([n for n in range(1, 2 * below) if whole % n == 0])

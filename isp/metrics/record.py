@@ -35,53 +35,30 @@ def speed(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The numbers of a step; times are means over the steps since the last record."""
+    """The numbers of a step under the keys of `metrics.jsonl`, which README.md here explains."""
 
     step: int
-    """Optimizer steps done, this one included: the first is 1."""
     loss: float
-    """Mean over the valid tokens of all ranks."""
     grad_norm: float
-    """Global norm of the gradient, before it is clipped."""
     lr: float
-    """Learning rate of this step."""
     tokens: int
-    """Tokens that all ranks have trained on since the first step, this one included."""
     tgs: float
-    """Tokens a rank (GPU) a second."""
     tflops: float
-    """Model TFLOP/s a rank, by the rule that the log names once."""
     mfu: float | None
-    """`tflops` as a fraction of the device's peak; None where the peak is not known."""
     step_ms: float
-    """Wall-clock time, in milliseconds as are the others."""
     comm_ms: float
-    """Time in which at least one transfer was under way."""
     exposed_ms: float
-    """The part of `step_ms` for which compute really waited for a transfer."""
     mem_gib: float
-    """Most memory in use at once, in GiB: see `peak_memory_gib`."""
     data_ms: float | None = None
-    """The part of `step_ms` for reading the batch, on rank 0 as are the other parts."""
     forward_backward_ms: float | None = None
-    """The part for forward and backward."""
     reduce_ms: float | None = None
-    """The part for what of the reduction of gradients backward did not hide."""
     optimizer_ms: float | None = None
-    """The part for gradient norm, clipping and update."""
     checkpoint_ms: float | None = None
-    """Time for which training stood still to save, since the last record; not a part of
-    `step_ms`."""
     evaluation_ms: float | None = None
-    """Time of this step's evaluation; not a part of `step_ms`."""
     val_loss: float | None = None
-    """Loss on held-out text, on steps that evaluate."""
     loss_scale: float | None = None
-    """Factor on the loss of this step, in runs that scale it."""
     eta_seconds: float | None = None
-    """Time the rest of the run takes, from the second step on."""
     skipped: bool = False
-    """Whether the update was left out, because a gradient was not finite."""
 
     def line(self, num_steps: int) -> str:
         """The record for people, in a run of `num_steps`."""

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VocabUtility", "chunk_range", "divide", "divisors", "split_tensor_along_last_dim"]
+__all__ = [
+    "VocabUtility",
+    "any_of",
+    "chunk_range",
+    "divide",
+    "divisors",
+    "split_tensor_along_last_dim",
+]
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -20,6 +27,12 @@ def divide(numerator: int, denominator: int) -> int:
 def divisors(whole: int) -> list[int]:
     """The sizes that divide `whole`, from 1 up."""
     return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def any_of(sizes: list[int]) -> str:
+    """Such as `1, 2 or 4`."""
+    *others, last = (str(size) for size in sizes)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def chunk_range(length: int, parts: int, index: int) -> range:

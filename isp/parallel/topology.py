@@ -10,12 +10,12 @@ group, so that weight *is* tensor and weight_data *is* data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from isp.parallel.config import Mode, ParallelConfig
-from isp.parallel.partition import divisors
+from isp.parallel.partition import any_of, divisors
 
 __all__ = ["Axis", "Topology"]
 
@@ -43,11 +43,6 @@ class Axis(StrEnum):
     """Ranks that together hold one copy of the whole model: pipeline x weight."""
     WORLD = "world"
     """All ranks."""
-
-
-def _or_list(values: list[int]) -> str:
-    words = [str(v) for v in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,39 +104,33 @@ class Topology:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Every group of `axis`, each a list of ranks in the group's own order."""
-        stages = [
-            range(p * self.stage, (p + 1) * self.stage) for p in range(self.pipeline)
-        ]  # ranks of a stage are consecutive
+        stages = _consecutive(range(self.world_size), self.stage)
         match axis:
             case Axis.WORLD:
                 return [list(range(self.world_size))]
             case Axis.STAGE:
-                return [list(s) for s in stages]
+                return stages
             case Axis.PIPELINE:
-                return [list(range(i, self.world_size, self.stage)) for i in range(self.stage)]
+                return _strided(range(self.world_size), self.stage)
             case Axis.EMBEDDING:
                 pipelines = self.groups(Axis.PIPELINE)
                 ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
                 return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
-                return [list(g) for s in stages for g in _consecutive(s, self.tensor)]
+                return [g for s in stages for g in _consecutive(s, self.tensor)]
             case Axis.DATA:
-                return [list(g) for s in stages for g in _strided(s, self.tensor)]
+                return [g for s in stages for g in _strided(s, self.tensor)]
             case Axis.WEIGHT:
-                return [list(g) for s in stages for g in _consecutive(s, self.weight)]
+                return [g for s in stages for g in _consecutive(s, self.weight)]
             case Axis.WEIGHT_DATA:
-                return [list(g) for s in stages for g in _strided(s, self.weight)]
+                return [g for s in stages for g in _strided(s, self.weight)]
             case Axis.ZERO1:
-                return [
-                    list(g)
-                    for replicas in self.groups(Axis.WEIGHT_DATA)
-                    for g in _consecutive(replicas, self.zero1)
-                ]
+                replicas = self.groups(Axis.WEIGHT_DATA)
+                return [g for ranks in replicas for g in _consecutive(ranks, self.zero1)]
             case Axis.MODEL:
-                first_copies = list(_consecutive(stages[0], self.weight))
                 return [
                     [p * self.stage + r for p in range(self.pipeline) for r in copy]
-                    for copy in first_copies
+                    for copy in _consecutive(stages[0], self.weight)
                 ]
 
     def group_of(self, axis: Axis, rank: int) -> list[int]:
@@ -177,13 +166,13 @@ class Topology:
 def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         raise ValueError(
-            f"{key}={value} must divide {whole_name} {whole}: use {_or_list(divisors(whole))}"
+            f"{key}={value} must divide {whole_name} {whole}: use {any_of(divisors(whole))}"
         )
 
 
-def _consecutive(ranks: range | list[int], size: int) -> Iterator[range | list[int]]:
-    return (ranks[i : i + size] for i in range(0, len(ranks), size))
+def _consecutive(ranks: Sequence[int], size: int) -> list[list[int]]:
+    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 
-def _strided(ranks: range | list[int], stride: int) -> Iterator[range | list[int]]:
-    return (ranks[i::stride] for i in range(stride))
+def _strided(ranks: Sequence[int], stride: int) -> list[list[int]]:
+    return [list(ranks[i::stride]) for i in range(stride)]

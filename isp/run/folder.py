@@ -114,36 +114,29 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The whole configuration as YAML."""
         return self.path / "config.yaml"
 
     @property
     def environment_file(self) -> Path:
-        """Software and machines as JSON."""
         return self.path / "env.json"
 
     @property
     def launch_file(self) -> Path:
-        """The run's last start."""
         return self.path / "launch.json"
 
     @property
     def metrics_file(self) -> Path:
-        """The numbers of each step."""
         return self.path / "metrics.jsonl"
 
     @property
     def log_folder(self) -> Path:
-        """The folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder of checkpoints."""
         return self.path / "checkpoint"
 
     def log_file(self, rank: int) -> Path:
-        """The log of `rank`."""
         return self.log_folder / f"rank_{rank}.log"
 
     def describe(self, config: str, environment: str) -> None:
