@@ -140,7 +140,7 @@ class RunFolder:
         return self.log_folder / f"rank_{rank}.log"
 
     def describe(self, config: str, environment: str) -> None:
-        """Write both; different ones, from before resuming, are kept next to them."""
+        """Write configuration and environment; others, from before resuming, stay beside them."""
         _replace(self.config_file, config)
         _replace(self.environment_file, environment)
 
