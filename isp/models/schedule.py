@@ -1,4 +1,4 @@
-"""The plan of a step: each pipeline rank's chunks, order of work and prefetch plan."""
+"""What a pipeline rank has of a model, and the plan of its step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,47 @@ from typing import NamedTuple
 
 from isp.models.build import shape_only
 from isp.models.protocol import LanguageModel
-from isp.parallel import ParallelConfig
+from isp.parallel import Mode, ParallelConfig
+from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
-from isp.weights.declare import as_chunks
+from isp.weights.declare import as_chunks, weight_names
 from isp.weights.grid import grid
 from isp.weights.plan import Plan, plan
 from isp.weights.trace import Action, Chunks
 
-__all__ = ["RankPlan", "rank_plans", "schedule_text"]
+__all__ = ["RankPlan", "RankShape", "rank_plans", "rank_shape", "schedule_text"]
+
+
+class RankShape(NamedTuple):
+    """A pipeline rank's part of a model, as the model declares it; nothing is cut."""
+
+    chunks: Chunks
+    layouts: dict[str, ParameterLayout]
+    """By parameter, in order of declaration; weights by their names in `chunks`."""
+    tied: str | None
+    """The model's tied weight, if the rank has it, by its name in `chunks`."""
+
+
+def rank_shape(
+    model: LanguageModel,
+    mode: Mode,
+    order: PipelineOrder,
+    rank: int,
+    *,
+    embed_split_hidden: bool = False,
+) -> RankShape:
+    """The shape of the `rank`-th rank of a pipeline; built on the meta device."""
+    stages, split = order.stages_of(rank), embed_split_hidden
+    built = shape_only(model, mode, stages, order.num_stages, embed_split_hidden=split)
+    declared = tuple(chunk.weight_blocks() for chunk in built)
+    items = [item for chunk in built for item in chunk.shards()]
+    names = {id(item.parameter): item.name for item in items} | weight_names(declared)
+    tied = (id(item.parameter) for item in items if item.name == model.tied_weight)
+    return RankShape(
+        as_chunks(declared),
+        {names[id(item.parameter)]: item.layout for item in items},
+        next((names[parameter] for parameter in tied), None),
+    )
 
 
 class RankPlan(NamedTuple):
@@ -51,10 +84,11 @@ def rank_plans(model: LanguageModel, parallel: ParallelConfig, micro_num: int) -
         )
     found = []
     for rank in range(parallel.pipeline.size):
-        stages, actions = order.stages_of(rank), order.actions(rank, micro_num)
-        built = shape_only(model, mode, stages, order.num_stages)
-        chunks = as_chunks(tuple(chunk.weight_blocks() for chunk in built))
-        title = f"stage {' and '.join(map(str, stages))}"
+        chunks, actions = (
+            rank_shape(model, mode, order, rank).chunks,
+            order.actions(rank, micro_num),
+        )
+        title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
         steps = plan(chunks, actions, parallel.weight.prefetch)
         found.append(RankPlan(title, steps, chunks, actions))
     return found

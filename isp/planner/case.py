@@ -11,9 +11,10 @@ from isp.config import JobConfig
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.settings import OptimizerConfig
+from isp.pipeline import PipelineOrder
 from model.config import ModelConfig
 
-__all__ = ["Case", "Place"]
+__all__ = ["Case", "Coordinates"]
 
 _DType = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -21,7 +22,7 @@ _ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float
 """Bytes of a number."""
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """A rank's index along the axes that decide what it does."""
 
     tensor: int
@@ -126,21 +127,27 @@ class Case:
         return self.tokens // (1 if self.mode.facts.splits_features else self.topology.tensor)
 
     @property
-    def logits(self) -> int:
-        """Logits of a micro-batch on a rank after they have been exchanged, in numbers."""
-        parts = self.feature_parts
-        return self.rows * self.tokens_inside * -(-self.model.vocab_size // parts)
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.rows * self.tokens * self.micro_num * self.topology.data
 
-    def place(self, rank: int) -> Place:
+    @property
+    def order(self) -> PipelineOrder:
+        """The stages of a pipeline's ranks, and the order of their work."""
+        return PipelineOrder(self.parallel.pipeline)
+
+    @property
+    def few_micro_batches(self) -> int:
+        """So many micro-batches that a step of more repeats itself, [Note: Long steps]."""
+        pipeline = self.parallel.pipeline
+        rest = self.micro_num % pipeline.size
+        return min(self.micro_num, (2 + pipeline.num_chunks) * pipeline.size + rest)
+
+    def place(self, rank: int) -> Coordinates:
         """`rank`'s place."""
         topology = self.topology
         in_stage = rank % topology.stage
-        return Place(
+        return Coordinates(
             tensor=rank % topology.tensor,
             weight=rank % topology.weight,
             zero1=in_stage // topology.weight % topology.zero1,

@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from isp.attention.heads import HeadPlan
-from isp.planner.case import Case, Place
+from isp.parallel.phase import Phase
+from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec
+from isp.planner.rehearsal import rehearsal
+from isp.planner.tape import Attend
 from isp.weights.trace import Block
 
 __all__ = ["Costs"]
@@ -25,31 +27,25 @@ class Costs:
     """Costs of the rank at `place`."""
 
     case: Case
-    place: Place
+    place: Coordinates
     device: DeviceSpec
 
     def product(self, flops: int) -> float:
         """Seconds of a product of matrices."""
         return flops / (self._peak * self.device.efficiency)
 
-    @cached_property
-    def attention(self) -> tuple[float, float]:
-        """Seconds of local attention, forward and backward."""
-        rate = self._peak * self.device.attention_efficiency
-        return self.attention_flops / rate, 2.5 * self.attention_flops / rate
+    def attention(self, event: Attend) -> float:
+        """Seconds of local attention, or of its gradient."""
+        flops = self.attention_flops(event) * (2.5 if event.phase is Phase.BACKWARD else 1)
+        return flops / (self._peak * self.device.attention_efficiency)
 
-    @cached_property
-    def attention_flops(self) -> float:
+    def attention_flops(self, event: Attend) -> float:
         """FLOPs of local attention in one forward of a micro-batch."""
-        case, model = self.case, self.case.model
+        case = self.case
         length = case.tokens // case.documents
-        reach = length if model.sliding_window is None else min(length, model.sliding_window)
+        reach = length if event.window is None else min(length, event.window)
         pairs = case.rows * case.documents * reach * (2 * length - reach) / 2
-        heads = model.num_heads / case.feature_parts
-        if not case.mode.facts.splits_features:
-            plan = HeadPlan.of(model.num_heads, model.kv_heads, case.topology.tensor)
-            heads = max(len(part) for part in plan.query)  # the busiest rank decides
-        return 4 * pairs * heads * model.head_size
+        return 4 * pairs * event.features
 
     def before(self, block: Block, number: int) -> float:
         """Seconds of what precedes the product of a visit of a block in forward.
@@ -71,7 +67,8 @@ class Costs:
     @cached_property
     def loss(self) -> float:
         """Seconds of the loss, one way."""
-        return self._over_memory(self.case.logits * 4 * self.case.wide_bytes)
+        logits = rehearsal(self.case, self.place).logits
+        return self._over_memory(logits * 4 * self.case.wide_bytes)
 
     @cached_property
     def update(self) -> float:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.parallel import Axis
-from isp.parallel.config import Prefetch
-from isp.parallel.phase import Phase
-from isp.planner.case import Case, Place
-from isp.planner.declared import (
-    actions_of,
-    biases_of,
-    few_micro_batches,
-    order_of,
-    stage_chunks,
-)
+from isp.planner.case import Case, Coordinates
+from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Gradient, Launch, Tapes
 from isp.weights.plan import ActKind, plan
-from isp.weights.trace import Action, Block, Chunks
+from isp.weights.trace import Block
 
 K = TypeVar("K")
 
@@ -64,7 +56,7 @@ def traffic(case: Case, rank: int) -> Traffic:
     """The transfers `rank` sends in a step, from the data's broadcast to the published weights."""
     place = case.place(rank)
     found: Counter[Trip] = Counter()
-    blocks = [block for chunk in stage_chunks(case, place.stage) for block in chunk]
+    blocks = [block for chunk in shape_of(case, place.stage).chunks for block in chunk]
     tapes = tapes_of(case, place, blocks)
     for block in blocks:
         for trip in block_trips(tapes[block.name]):
@@ -114,7 +106,7 @@ def between_stages(case: Case) -> Trip:
 
 
 def _weight_trips(
-    case: Case, place: Place, blocks: list[Block], tapes: dict[str, Tapes]
+    case: Case, place: Coordinates, blocks: list[Block], tapes: dict[str, Tapes]
 ) -> Counter[Trip]:
     """Weights gathered, and their gradients summed."""
     found: Counter[Trip] = Counter()
@@ -134,7 +126,7 @@ def _weight_trips(
 
 def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     """For each chunk whether the stage before it, and the one behind it, is on another rank."""
-    order = order_of(case)
+    order = case.order
     own = order.stages_of(rank)
     return [
         (stage > 0 and stage - 1 not in own, stage + 1 < order.num_stages and stage + 1 not in own)
@@ -142,7 +134,7 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def _ends_of_step(case: Case, place: Place) -> Counter[Trip]:
+def _ends_of_step(case: Case, place: Coordinates) -> Counter[Trip]:
     """The trips once a step: data, gradients of replicas, the norm, the weights, the loss."""
     heard = Heard()
     rank = DryRank(case, place, heard)
@@ -157,17 +149,10 @@ def _ends_of_step(case: Case, place: Place) -> Counter[Trip]:
     return Counter(heard)
 
 
-def _tied(case: Case, place: Place) -> str | None:
-    """The weight of which two stages on different ranks have a copy each."""
-    of_ranks = [_weights(case, rank) for rank in range(case.topology.pipeline)]
-    own = of_ranks.pop(place.stage)
-    return next(iter(own & set().union(*of_ranks)), None)
-
-
-def _weights(case: Case, rank: int) -> set[str]:
-    """The weights that a rank of a pipeline reads."""
-    visits = (v for chunk in stage_chunks(case, rank) for block in chunk for v in block.visits)
-    return {visit.weight for visit in visits if visit.weight is not None}
+def _tied(case: Case, place: Coordinates) -> str | None:
+    """The weight of the first and the last stage, if the rank has one of two copies of it."""
+    ends = {0, case.order.num_stages - 1} & set(case.order.stages_of(place.stage))
+    return shape_of(case, place.stage).tied if len(ends) == 1 else None
 
 
 def gathers(case: Case, stage: int) -> Counter[str]:
@@ -176,7 +161,7 @@ def gathers(case: Case, stage: int) -> Counter[str]:
     [Note: Long steps] In the steady state of a schedule as many micro-batches more as there are
     ranks in the pipeline gather always the same, so a step of many is planned as two short ones.
     """
-    few, period = few_micro_batches(case), case.topology.pipeline
+    few, period = case.few_micro_batches, case.topology.pipeline
     short = _gathers(case, stage, few)
     if case.micro_num == few:
         return short
@@ -185,31 +170,7 @@ def gathers(case: Case, stage: int) -> Counter[str]:
 
 
 def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
-    actions = actions_of(case, stage, micro_num)
-    return _count_gathers(stage_chunks(case, stage), actions, case.parallel.weight.prefetch)
-
-
-@lru_cache(maxsize=512)
-def _count_gathers(
-    chunks: Chunks,
-    actions: tuple[Action, ...],
-    prefetch: Prefetch,
-) -> Counter[str]:
-    """A bias is gathered with its weight if a forward reads it before the weight is freed."""
-    biases = biases_of(chunks)
-    steps = plan(chunks, actions, prefetch)
-    found: Counter[str] = Counter(a.weight for a in steps.start if a.kind is ActKind.GATHER)
-    forward: dict[str, bool] = {}
-    for step in steps.steps:
-        for act in step.before:
-            if act.kind is ActKind.GATHER:
-                found[act.weight] += 1
-            elif act.kind is ActKind.WAIT:
-                forward[act.weight] = False
-        weight = chunks[step.site.chunk][step.site.block].visits[step.site.visit].weight
-        if weight in forward and step.site.phase is not Phase.BACKWARD:
-            forward[weight] = True
-        for act in step.after:
-            if act.kind is ActKind.FREE and forward.pop(act.weight) and act.weight in biases:
-                found[biases[act.weight]] += 1
-    return found
+    chunks, actions = shape_of(case, stage).chunks, case.order.actions(stage, micro_num)
+    start, steps = plan(chunks, actions, case.parallel.weight.prefetch)
+    acts = chain(start, *(step.before for step in steps))
+    return Counter(name for act in acts if act.kind is ActKind.GATHER for name in act.parameters)

@@ -77,8 +77,8 @@ class LinkSpec:
         return self.gb_per_second * 1e9 * self.efficiency
 
 
-class Span(NamedTuple):
-    """The spread of a group's ranks over nodes."""
+class Spread(NamedTuple):
+    """A group's ranks over nodes."""
 
     size: int
     per_node: int
@@ -115,20 +115,20 @@ class Fabric:
 
     def wire(self, case: Case, axis: Axis) -> str:
         """The wire the group along `axis` uses: `inside` or `between`."""
-        span = self.span(case, axis)
-        return "between" if span.size > span.per_node else "inside"
+        spread = self.spread(case, axis)
+        return "between" if spread.size > spread.per_node else "inside"
 
-    def span(self, case: Case, axis: Axis) -> Span:
+    def spread(self, case: Case, axis: Axis) -> Spread:
         """The spread of a group along `axis` over nodes."""
         size, stride = case.size(axis), _stride(case, axis)
         node = self.devices_per_node
         if axis is Axis.MODEL:  # a weight group in each stage
             inside = min(case.topology.weight, node)
             stages = max(1, node // case.topology.stage)
-            return Span(size, min(size, inside * stages))
+            return Spread(size, min(size, inside * stages))
         if (size - 1) * stride < node:
-            return Span(size, size)
-        return Span(size, max(1, node // stride))
+            return Spread(size, size)
+        return Spread(size, max(1, node // stride))
 
     def seconds(self, case: Case, trip: Trip) -> float:
         """The time of a transfer with nothing else under way.
@@ -136,35 +136,35 @@ class Fabric:
         Ring collectives between nodes are as fast as the links of all the group's ranks in a node
         together, but no faster than inside; an all-to-all sends by each rank's own link.
         """
-        span = Span(2, 2) if trip.kind == "send" else self.span(case, axis_of(trip))
+        spread = Spread(2, 2) if trip.kind == "send" else self.spread(case, axis_of(trip))
         if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
-            span = Span(2, 1)
-        latency, inside = self.latency(span, trip.kind), self.inside
-        if span.size == span.per_node:
+            spread = Spread(2, 1)
+        latency, inside = self.latency(spread, trip.kind), self.inside
+        if spread.size == spread.per_node:
             return latency + trip.sent_bytes / inside.bytes_per_second
         assert self.between is not None, "checked before"
         if trip.kind == "all_to_all":
-            away = (span.size - span.per_node) / (span.size - 1)
+            away = (spread.size - spread.per_node) / (spread.size - 1)
             there = trip.sent_bytes * away / self.between.bytes_per_second
             here = trip.sent_bytes * (1 - away) / inside.bytes_per_second
             return latency + max(there, here)
-        rate = min(inside.bytes_per_second, span.per_node * self.between.bytes_per_second)
+        rate = min(inside.bytes_per_second, spread.per_node * self.between.bytes_per_second)
         return latency + trip.sent_bytes / rate
 
-    def latency(self, span: Span, kind: str) -> float:
+    def latency(self, spread: Spread, kind: str) -> float:
         """Seconds of the hops that a transfer of no bytes takes.
 
         A gather or a reduce-scatter is a ring through all ranks; an all-reduce chains the ranks of
         a node and is a tree over nodes, there and back; of the others, all hops double those
         reached. Source: NCCL, src/graph/tuning.cc.
         """
-        nodes = span.size // span.per_node
+        nodes = spread.size // spread.per_node
         if kind in ("all_gather", "reduce_scatter"):
-            inside, between = span.size - nodes, nodes - 1
+            inside, between = spread.size - nodes, nodes - 1
         elif kind == "all_reduce":
-            inside, between = 2 * (span.per_node - 1), 2 * _doublings(nodes)
+            inside, between = 2 * (spread.per_node - 1), 2 * _doublings(nodes)
         else:
-            hops = _doublings(span.size)
+            hops = _doublings(spread.size)
             inside, between = (hops, 0) if nodes == 1 else (0, hops)
         outside = 0.0 if self.between is None else self.between.latency_us
         return (inside * self.inside.latency_us + between * outside) * 1e-6

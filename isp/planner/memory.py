@@ -28,19 +28,9 @@ from typing import NamedTuple
 from isp.optim.rows import owned_rows
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
-from isp.planner.case import Case, Place
-from isp.planner.counts import gradients_of, neighbours_of
-from isp.planner.declared import (
-    Ends,
-    actions_of,
-    bare,
-    biases_of,
-    few_micro_batches,
-    layouts_of,
-    local_parameters,
-    stage_chunks,
-    weight_layout,
-)
+from isp.planner.case import Case, Coordinates
+from isp.planner.counts import between_stages, gradients_of, neighbours_of
+from isp.planner.declared import bare, local_parameters, shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
@@ -82,7 +72,7 @@ class Memory:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
 
 
-def states(case: Case, place: Place) -> Memory:
+def states(case: Case, place: Coordinates) -> Memory:
     """Weights, gradients and optimizer of a rank."""
     parameters, parts = local_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in parameters)
@@ -98,9 +88,9 @@ def states(case: Case, place: Place) -> Memory:
 def memory(case: Case, rank: int) -> Memory:
     """The memory of `rank` at its most."""
     place = case.place(rank)
-    pools = _gather_pool(case, place) + _reduce_pool(case, place)
-    fixed = replace(states(case, place), pool=pools)
-    return max(_moments(case, place, fixed), key=lambda m: m.total)
+    flights, reduce_pool = _reductions(case, place)
+    fixed = replace(states(case, place), pool=_gather_pool(case, place) + reduce_pool)
+    return max(_moments(case, place, fixed, flights), key=lambda m: m.total)
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
@@ -111,26 +101,24 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 # -- moments of a step -----------------------------------------------------------------------
 
 
-def _moments(case: Case, place: Place, fixed: Memory) -> Iterator[Memory]:
-    chunks = stage_chunks(case, place.stage)
-    kept = [_Kept.of(case, place, chunk) for chunk in chunks]
+def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -> Iterator[Memory]:
+    kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
-    for chunk, own, older in zip(chunks, kept, waiting, strict=True):
+    for own, older in zip(kept, waiting, strict=True):
         base = replace(
             fixed,
             activations=older.activations + own.ends + between + _batch(case),
             attention=older.attention,
         )
-        yield from _backward(case, place, base, chunk, own)
+        yield from _backward(case, place, base, own, flights)
     yield replace(fixed, work=_update(case, place), moment="the update")
 
 
 def _backward(
-    case: Case, place: Place, base: Memory, chunk: tuple[Block, ...], own: _Kept
+    case: Case, place: Coordinates, base: Memory, own: _Chunk, flights: _Flights
 ) -> Iterator[Memory]:
     """The moments of the last backward through a chunk."""
-    flights = _flights(case, place)
 
     def moment(name: str, kept: Saved, work: int, logits: int = 0) -> Memory:
         return replace(
@@ -142,43 +130,55 @@ def _backward(
             moment=name,
         )
 
-    kept, ends = _sum(own.layers), Ends.of(case, chunk)
-    if ends.last:
-        head, (before, after) = chunk[-1], flights[chunk[-1].name]
+    kept = _sum(own.saved)
+    if own.head is not None:
+        before, after = flights[own.head.name]
         yield moment("the loss", kept, before, _loss_bytes(case, place))
-        after += 0 if case.gathers_weights else _full_gradient(case, place, head)
-        yield moment(f"the backward of {head.name}", kept, after, case.logits * case.item_bytes)
-    plain = tapes_of(case, place, (b._replace(recomputed=False) for b in ends.between))
-    for block, held in zip(reversed(ends.between), reversed(own.layers), strict=True):
+        after += _full_gradient(case, place, own.head)
+        logits = rehearsal(case, place).logits * case.item_bytes
+        yield moment(f"the backward of {own.head.name}", kept, after, logits)
+    plain = tapes_of(case, place, (b._replace(recomputed=False) for b in own.layers))
+    for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
-        work = _work(case) + flights[block.name].before
-        yield moment(f"the backward of {block.name}", _sum([kept, plain[block.name].saved]), work)
-    if ends.first:
-        table = chunk[0]
-        full = 0 if case.gathers_weights else _full_gradient(case, place, table)
-        work = full + flights[table.name].after
-        yield moment(f"the backward of {table.name}", Saved(), work)
+        tapes = plain[block.name]
+        work = tapes.work + flights[block.name].before
+        yield moment(f"the backward of {block.name}", _sum([kept, tapes.saved]), work)
+    if own.table is not None:
+        work = _full_gradient(case, place, own.table) + flights[own.table.name].after
+        yield moment(f"the backward of {own.table.name}", Saved(), work)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Chunk(NamedTuple):
     """Memory one micro-batch keeps in a chunk."""
 
-    layers: list[Saved]
+    table: Block | None
+    """What the chunk has of the model before the layers."""
+    layers: tuple[Block, ...]
+    head: Block | None
+    """What it has behind them."""
+    saved: list[Saved]
+    """By layer."""
     ends: int
-
-    @classmethod
-    def of(cls, case: Case, place: Place, chunk: tuple[Block, ...]) -> _Kept:
-        between = Ends.of(case, chunk).between
-        saved = [tapes.saved for tapes in tapes_of(case, place, chunk).values()]
-        layers = [held for block, held in zip(chunk, saved, strict=True) if block in between]
-        ends = sum(held.total for held in saved) - sum(held.total for held in layers)
-        return cls(layers, ends + rehearsal(case, place).shared)
 
     @property
     def total(self) -> Saved:
         """Of all layers and ends."""
-        return _sum([*self.layers, Saved(self.ends)])
+        return _sum([*self.saved, Saved(self.ends)])
+
+
+def _kept(case: Case, place: Coordinates) -> list[_Chunk]:
+    """What the chunks of a rank keep."""
+    found, last = [], case.order.num_stages - 1
+    stages, chunks = case.order.stages_of(place.stage), shape_of(case, place.stage).chunks
+    for stage, chunk in zip(stages, chunks, strict=True):
+        tapes = tapes_of(case, place, chunk)
+        table, head = chunk[0] if stage == 0 else None, chunk[-1] if stage == last else None
+        layers = tuple(block for block in chunk if block not in (table, head))
+        ends = sum(tapes[block.name].saved.total for block in (table, head) if block is not None)
+        saved = [tapes[block.name].saved for block in layers]
+        shared = rehearsal(case, place).shared
+        found.append(_Chunk(table, layers, head, saved, ends + shared))
+    return found
 
 
 def _sum(parts: Iterable[Saved]) -> Saved:
@@ -189,13 +189,13 @@ def _sum(parts: Iterable[Saved]) -> Saved:
     return Saved(activations, attention)
 
 
-def _most_waiting(case: Case, place: Place, kept: list[_Kept]) -> list[Saved]:
+def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:
     """For each chunk the most that other micro-batches keep when one of it goes back.
 
     Where a backward is split, the inputs of the linears and the gradients of their outputs wait
     for its second half; that is taken to be as much as the forward had kept.
     """
-    actions = actions_of(case, place.stage, few_micro_batches(case))
+    actions = case.order.actions(place.stage, case.few_micro_batches)
     halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
     totals = [own.total for own in kept]
     live = [0] * len(kept)
@@ -217,9 +217,9 @@ def _most_waiting(case: Case, place: Place, kept: list[_Kept]) -> list[Saved]:
     return most
 
 
-def _blocks(case: Case, place: Place) -> list[Block]:
+def _blocks(case: Case, place: Coordinates) -> list[Block]:
     """The blocks of all chunks of a rank."""
-    return [block for chunk in stage_chunks(case, place.stage) for block in chunk]
+    return [block for chunk in shape_of(case, place.stage).chunks for block in chunk]
 
 
 def _batch(case: Case) -> int:
@@ -227,46 +227,36 @@ def _batch(case: Case) -> int:
     return 3 * case.rows * case.tokens * 8
 
 
-def _between_stages(case: Case, place: Place) -> int:
+def _between_stages(case: Case, place: Coordinates) -> int:
     """The bytes received from the neighbours, and sent to the next.
 
     From each neighbour one has arrived that is not used yet; a stage's output stays until its
     gradient has come.
     """
-    one = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
+    one = between_stages(case).sent_bytes
     ends = sum(before + behind for before, behind in neighbours_of(case, place.stage))
     waiting = most = 0
     if ends and place.stage < case.topology.pipeline - 1:
-        for action in actions_of(case, place.stage, few_micro_batches(case)):
+        for action in case.order.actions(place.stage, case.few_micro_batches):
             waiting += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
             most = max(most, waiting)
     return one * (ends + most)
 
 
-def _loss_bytes(case: Case, place: Place) -> int:
+def _loss_bytes(case: Case, place: Coordinates) -> int:
     """The softmax and, in the loss's backward, the gradient that is made of it."""
+    found = rehearsal(case, place)
     narrow = case.item_bytes if case.item_bytes < case.wide_bytes else 0
-    return rehearsal(case, place).loss + case.logits * (case.wide_bytes + narrow)
+    return found.loss + found.logits * (case.wide_bytes + narrow)
 
 
-def _work(case: Case) -> int:
-    """Gradients of activations in the backward of a block, where they take most."""
-    model = case.model
-    inside, between = case.rows * case.tokens_inside, case.rows * case.tokens_between
-    hidden = between * model.hidden_size * case.item_bytes
-    if inside > between:
-        hidden += inside * model.hidden_size * case.item_bytes  # dy, gathered
-    inner = inside * model.intermediate_size // case.feature_parts * case.item_bytes
-    return hidden + 2 * inner
-
-
-def _update(case: Case, place: Place) -> int:
+def _update(case: Case, place: Coordinates) -> int:
     """Buckets of updated weights, packed and gathered."""
     return _published(_alike(case), place._replace(tensor=0))
 
 
 @lru_cache(maxsize=1024)
-def _published(case: Case, place: Place) -> int:
+def _published(case: Case, place: Coordinates) -> int:
     size, heard = case.topology.zero1, Heard()
     DryRank(case, place, heard).publisher.launch()
     return sum(trip.sent_bytes for trip in heard) // max(1, size - 1) * (size + 1)
@@ -288,7 +278,7 @@ def _alike(case: Case, micro_num: int = 1) -> Case:
 # -- weights and gradients that travel -------------------------------------------------------
 
 
-class _Flight(NamedTuple):
+class _InFlight(NamedTuple):
     """Bytes of full gradients on their way."""
 
     before: int
@@ -296,33 +286,28 @@ class _Flight(NamedTuple):
     after: int
 
 
-def _flights(case: Case, place: Place) -> defaultdict[str, _Flight]:
-    """The gradients on their way in the last backward, by block."""
-    flights, _ = _reductions(case, place)
-    return defaultdict(lambda: _Flight(0, 0), flights)
+_Flights = defaultdict[str, _InFlight]
+"""By block, in the last backward."""
 
 
-def _reduce_pool(case: Case, place: Place) -> int:
-    """Bytes of the buffers that gradients are reduced into, which stay from step to step."""
-    _, pool_bytes = _reductions(case, place)
-    return pool_bytes
-
-
-def _reductions(case: Case, place: Place) -> tuple[dict[str, _Flight], int]:
-    if not case.gathers_weights:
-        return {}, 0
-    blocks = _blocks(case, place)[::-1]
-    tapes = tapes_of(case, place, blocks)
-    order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
-    alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
-    alike = replace(alike, topology=replace(alike.topology, zero1=1))
-    return _reduced(alike, place._replace(tensor=0, zero1=0), order)
+def _reductions(case: Case, place: Coordinates) -> tuple[_Flights, int]:
+    """The gradients on their way, and bytes of the buffers they are reduced into, which stay."""
+    found: dict[str, _InFlight] = {}
+    pool_bytes = 0
+    if case.gathers_weights:
+        blocks = _blocks(case, place)[::-1]
+        tapes = tapes_of(case, place, blocks)
+        order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
+        alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
+        alike = replace(alike, topology=replace(alike.topology, zero1=1))
+        found, pool_bytes = _reduced(alike, place._replace(tensor=0, zero1=0), order)
+    return defaultdict(lambda: _InFlight(0, 0), found), pool_bytes
 
 
 @lru_cache(maxsize=1024)
 def _reduced(
-    case: Case, place: Place, order: tuple[tuple[str, tuple[str, ...]], ...]
-) -> tuple[dict[str, _Flight], int]:
+    case: Case, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[dict[str, _InFlight], int]:
     """The bytes `GradientReducer` keeps in the last backward pass, and its pool then."""
     rank, found = DryRank(case, place, Heard()), {}
     for _ in range(case.micro_num):
@@ -330,32 +315,29 @@ def _reduced(
             before = rank.reducer.bytes_in_flight
             for name in names:
                 rank.reduce(name)
-            found[block] = _Flight(before, rank.reducer.bytes_in_flight)
+            found[block] = _InFlight(before, rank.reducer.bytes_in_flight)
     return found, rank.pool.reserved_bytes
 
 
-def _full_gradient(case: Case, place: Place, block: Block) -> int:
-    """Bytes of the largest weight gradient of a block on a rank."""
-    sizes = [0]
-    for visit in block.visits:
-        if visit.weight is not None:
-            layout = weight_layout(case, visit.weight, place)
-            shape = layout.global_shape if case.gathers_weights else layout.local_shape
-            sizes.append(prod(shape) * case.item_bytes)
-    return max(sizes)
+def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
+    """Bytes of the largest weight gradient of a block where it stays on the rank."""
+    if case.gathers_weights:
+        return 0
+    numbers = {item.name: item.parameter.numel() for item in local_parameters(case, place)}
+    weights = (visit.weight for visit in block.visits if visit.weight is not None)
+    return max((numbers[weight] for weight in weights), default=0) * case.item_bytes
 
 
-def _gather_pool(case: Case, place: Place) -> int:
+def _gather_pool(case: Case, place: Coordinates) -> int:
     """Bytes of the buffers that weights are gathered into: at most two units at once."""
     if not case.gathers_weights:
         return 0
-    layouts, chunks = layouts_of(case, place), stage_chunks(case, place.stage)
-    biases = biases_of(chunks)
+    chunks = shape_of(case, place.stage).chunks
+    layouts = {item.name: item.layout for item in local_parameters(case, place)}
     visits = (visit for block in _blocks(case, place) for visit in block.visits)
-    weights = dict.fromkeys(visit.weight for visit in visits if visit.weight is not None)
-    names = [*weights, *(biases[weight] for weight in weights if weight in biases)]
-    kinds = tuple((name, prod(layouts[name].global_shape)) for name in names)
-    actions = actions_of(case, place.stage, few_micro_batches(case))
+    names = {name for v in visits for name in (v.weight, v.bias) if name is not None}
+    kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
+    actions = case.order.actions(place.stage, case.few_micro_batches)
     reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
     a_name = {kind: name for name, kind in kinds}
     pieces = {kind: layouts[a_name[kind]] for kind in reserved}
@@ -372,13 +354,12 @@ def _reserved(
     kinds: tuple[tuple[str, int], ...],
 ) -> Counter[int]:
     """The buffers of each kind a pool has made by the end of a step."""
-    steps, kind_of, biases = plan(chunks, actions, prefetch), dict(kinds), biases_of(chunks)
+    steps, kind_of = plan(chunks, actions, prefetch), dict(kinds)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
     acts = [*steps.start, *(act for step in steps.steps for act in (*step.before, *step.after))]
     for act in acts:
-        names = [act.weight, *([biases[act.weight]] if act.weight in biases else [])]
-        for kind in (kind_of[name] for name in names):
+        for kind in (kind_of[name] for name in act.parameters):
             if act.kind is ActKind.GATHER:
                 leased[kind] += 1
                 reserved[kind] = max(reserved[kind], leased[kind])

@@ -10,7 +10,7 @@ from isp.pipeline.order import timeline
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.counts import between_stages
-from isp.planner.declared import few_micro_batches, kind_of_block, order_of, stage_chunks
+from isp.planner.declared import kinds_of, shape_of
 from isp.planner.fabric import Fabric
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Product
@@ -81,8 +81,8 @@ def _one_stage(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
 
 
 def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
-    few, period = few_micro_batches(case), case.topology.pipeline
-    order, walks = order_of(case), _walks(case, fabric, few)
+    few, period = case.few_micro_batches, case.topology.pipeline
+    order, walks = case.order, _walks(case, fabric, few)
     costs = {
         (order.stages_of(rank)[chunk], kind): _typical(walked, chunk, kind)
         for rank, walked in enumerate(walks)
@@ -112,9 +112,9 @@ def _walks(case: Case, fabric: Fabric, micro_num: int) -> list[Walked]:
     known: dict[object, Walked] = {}
     found = []
     for rank in range(case.topology.pipeline):
-        chunks = stage_chunks(case, rank)
+        chunks = shape_of(case, rank).chunks
         warm_up = rank if case.gathers_weights else 0  # decides what is gathered once
-        key = warm_up, tuple(tuple(kind_of_block(case, b) for b in chunk) for chunk in chunks)
+        key = warm_up, tuple(tuple(kinds_of(case, rank, chunk).values()) for chunk in chunks)
         if key not in known:
             known[key] = walk(case, fabric, rank * case.topology.stage, micro_num)
         found.append(known[key])
@@ -135,15 +135,17 @@ def _waiting(walked: Walked, share: float) -> float:
 
 def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     """Seconds of the weight gradients of each stage, which a split backward puts off."""
-    order = order_of(case)
     costs, place = Costs(case, case.place(0), fabric.device), case.place(0)
 
-    def seconds(blocks: tuple[Block, ...]) -> float:
-        events = chain(*(tapes.forward for tapes in tapes_of(case, place, blocks).values()))
+    def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
+        found = tapes_of(case, place._replace(stage=rank), blocks).values()
+        events = chain(*(tapes.forward for tapes in found))
         return sum(costs.product(event.flops) for event in events if isinstance(event, Product))
 
     return {
-        stage: seconds(blocks)
+        stage: seconds(rank, blocks)
         for rank in range(case.topology.pipeline)
-        for stage, blocks in zip(order.stages_of(rank), stage_chunks(case, rank), strict=True)
+        for stage, blocks in zip(
+            case.order.stages_of(rank), shape_of(case, rank).chunks, strict=True
+        )
     }

@@ -19,8 +19,8 @@ from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
-from isp.planner.case import Case, Place
-from isp.planner.declared import layouts_of, local_parameters
+from isp.planner.case import Case, Coordinates
+from isp.planner.declared import local_parameters
 from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.transfers import GradientReducer, MemoryPool, gather
 
@@ -51,11 +51,11 @@ class _Layer:
 class DryRank:
     """The rank at `place`; `listener` hears of all that it would send."""
 
-    def __init__(self, case: Case, place: Place, listener: Listener) -> None:
+    def __init__(self, case: Case, place: Coordinates, listener: Listener) -> None:
         self.case = case
         self.items = local_parameters(case, place)
         self.parameters = {item.name: item.parameter for item in self.items}
-        self.layouts = layouts_of(case, place)
+        self.layouts = {item.name: item.layout for item in self.items}
         self._listener = listener
         self._index = {
             Axis.TENSOR: place.tensor,

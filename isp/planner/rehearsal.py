@@ -33,15 +33,15 @@ from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
 from isp.parallel.phase import Phase
-from isp.planner.case import Case, Place
-from isp.planner.declared import BlockKind, kind_of, kind_of_block
-from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, Recorder, Tapes
+from isp.planner.case import Case, Coordinates
+from isp.planner.declared import BlockKind, kind_of, kinds_of
+from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, TapeRecorder, Tapes
 from isp.weights.declare import WeightHolder, as_chunks
 from isp.weights.trace import Block
 from isp.weights.wp import FullWeights, WPCommunicator
 from model.config import ModelConfig
 
-__all__ = ["Rehearsal", "rehearsal", "tapes_of"]
+__all__ = ["Rehearsal", "rehearsal", "tapes_of", "tapes_of_kind"]
 
 
 class Rehearsal(NamedTuple):
@@ -52,22 +52,28 @@ class Rehearsal(NamedTuple):
     """Bytes that all blocks keep together."""
     loss: int
     """Bytes that the loss keeps."""
+    logits: int
+    """Numbers that the loss is made of."""
 
 
-def tapes_of(case: Case, place: Place, blocks: Iterable[Block]) -> dict[str, Tapes]:
+def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[str, Tapes]:
     """The tapes of `blocks` at `place`, by name."""
-    named = {block.name: (block.recomputed, kind_of_block(case, block)) for block in blocks}
-    found: dict[BlockKind, Tapes] = {}
-    for recomputed in {recomputed for recomputed, _ in named.values()}:
-        found |= rehearsal(case, place, recomputed=recomputed).tapes
-    for name, (_, kind) in named.items():
-        assert kind in found, f"{name} is like no block that was rehearsed"
-    return {name: found[kind] for name, (_, kind) in named.items()}
+    kinds = kinds_of(case, place.stage, blocks)
+    found = {kind: tapes_of_kind(case, place, kind) for kind in set(kinds.values())}
+    return {name: found[kind] for name, kind in kinds.items()}
 
 
-def rehearsal(case: Case, place: Place, *, recomputed: bool = False) -> Rehearsal:
+def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
+    """The tapes of blocks of `kind` at `place`."""
+    recomputed, visits = kind
+    found = rehearsal(case, place, recomputed=recomputed).tapes
+    assert kind in found, f"no block with {[visit.name for visit, _ in visits]} was rehearsed"
+    return found[kind]
+
+
+def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
     """A micro-batch on the rank at `place`, all layers recomputed or none."""
-    part = _Part(
+    part = _Key(
         case.mode,
         case.topology.tensor,
         place.tensor,
@@ -90,7 +96,7 @@ def _two_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     )
 
 
-class _Part(NamedTuple):
+class _Key(NamedTuple):
     """The key to a rank's part of a micro-batch."""
 
     mode: Mode
@@ -105,10 +111,10 @@ META = torch.device("meta")
 
 @lru_cache(maxsize=256)
 def _rehearsed(
-    model: ModelConfig, part: _Part, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
+    model: ModelConfig, part: _Key, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
 ) -> Rehearsal:
     """Two layers stand for all: what the first keeps beyond the second is shared."""
-    recorder, facts = Recorder(), part.mode.facts
+    recorder, facts = TapeRecorder(part.tensor), part.mode.facts
     tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
     layers = (LayerFactory if on_cpu else _CudaLayers)(
         mode=part.mode,
@@ -140,14 +146,14 @@ def _rehearsed(
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
     shared = saved[kinds.index(kinds[2])].total - saved[2].total
-    tapes = (Tapes(*recorder.tapes(b), saved[b]) for b in range(len(kinds)))
-    return Rehearsal(dict(zip(kinds, tapes, strict=True)), shared, saved[-1].total)
+    tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
+    return Rehearsal(dict(zip(kinds, tapes, strict=True)), shared, saved[-1].total, logits.numel())
 
 
 class _DryWeights(WPCommunicator):
     """Notes who reads weights and has gradients; weights are whole where they are gathered."""
 
-    def __init__(self, recorder: Recorder, *, gathers: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, *, gathers: bool) -> None:
         self.gathers_weights = gathers
         self._recorder = recorder
 
@@ -180,7 +186,7 @@ class _DryVisit:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: TapeRecorder,
         module: WeightHolder,
         phase: Phase,
         weight: Tensor,
@@ -200,7 +206,7 @@ class _DryVisit:
 class _DryAttention:
     """Local attention that attends to nothing."""
 
-    def __init__(self, recorder: Recorder, on_cpu: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, on_cpu: bool) -> None:
         self._recorder = recorder
         self._on_cpu = on_cpu
 
@@ -209,9 +215,10 @@ class _DryAttention:
         wide = torch.promote_types(q.dtype, torch.float32)
         own = wide if self._on_cpu else q.dtype  # [Note: One node]
         self._recorder.attends = True
-        out: Tensor = _Attention.apply(
-            *(x.to(own) for x in (q, k, v)), wide if self._on_cpu else torch.float32, self._recorder
-        )
+        statistics = wide if self._on_cpu else torch.float32
+        event = Attend(self._recorder.phase, q.shape[2] * q.shape[3], mask.window)
+        tensors = (x.to(own) for x in (q, k, v))
+        out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
         self._recorder.attends = False
         return out.to(q.dtype)
 
@@ -219,10 +226,16 @@ class _DryAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, statistics: torch.dtype, recorder: Recorder
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: torch.dtype,
+        event: Attend,
+        recorder: TapeRecorder,
     ) -> Tensor:
-        ctx.recorder = recorder
-        recorder.note(Attend(recorder.phase))
+        ctx.event, ctx.recorder = event, recorder
+        recorder.note(event)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         sums = out.new_empty(out.shape[:-1], dtype=statistics)
         ctx.save_for_backward(q, k, v, out, sums)
@@ -230,9 +243,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recorder.note(Attend(Phase.BACKWARD))
+        ctx.recorder.note(ctx.event._replace(phase=Phase.BACKWARD))
         q, k, v, _, _ = ctx.saved_tensors
-        return (*(torch.empty_like(x) for x in (q, k, v)), None, None)
+        return (*(torch.empty_like(x) for x in (q, k, v)), None, None, None)
 
 
 class _CudaLayers(LayerFactory):
@@ -264,7 +277,7 @@ class _Norm(torch.autograd.Function):
 class _Products(TorchDispatchMode):
     """Notes the products of matrices."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
+from math import prod
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.config import JobConfig
@@ -15,11 +16,11 @@ from isp.parallel.partition import divisors
 from isp.parallel.phase import Phase
 from isp.planner.case import Case
 from isp.planner.costs import Costs
-from isp.planner.declared import blocks_of
+from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
-from isp.planner.rehearsal import tapes_of
+from isp.planner.rehearsal import tapes_of_kind
 from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Tapes
 from isp.weights.trace import Block
 
@@ -245,18 +246,24 @@ def _estimate(case: Case, fabric: Fabric) -> float:
     """Seconds of a step if weights and gradients hide as well as they can."""
     place, stages = case.place(0), case.topology.pipeline
     costs = Costs(case, place, fabric.device)
-    tapes = tapes_of(case, place, blocks_of(case))
+    kinds: dict[str, BlockKind] = {}
+    for rank in range(stages):
+        kinds |= kinds_of(case, rank, chain(*shape_of(case, rank).chunks))
 
-    def seconds(blocks: Iterable[Block]) -> float:
-        alike = [(tapes[block.name], block) for block in blocks]
-        counts = Counter(id(tape) for tape, _ in alike)  # alike blocks share their tapes
-        samples = {id(tape): (block, tape) for tape, block in alike}
-        return sum(n * _block_seconds(case, costs, fabric, *samples[i]) for i, n in counts.items())
+    def seconds(blocks: Sequence[Block]) -> float:
+        samples = {kinds[block.name]: block for block in blocks}
+        counts = Counter(kinds[block.name] for block in blocks)
+        return sum(
+            n * _block_seconds(case, costs, fabric, samples[kind], tapes_of_kind(case, place, kind))
+            for kind, n in counts.items()
+        )
 
-    first, *layers, last = blocks_of(case)
+    first, *layers, last = all_blocks(case)
     block = seconds(layers)
     if case.gathers_weights:
-        block = max(block, len(layers) * _weight_seconds(case, fabric))
+        counts = Counter(kinds[block.name] for block in layers)
+        weights = (n * _weight_seconds(case, fabric, kind) for kind, n in counts.items())
+        block = max(block, sum(weights))
     micro = block / stages + seconds((first, last)) / (1 if stages == 1 else 2)
     return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
 
@@ -270,8 +277,8 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
                 seconds += fabric.seconds(case, trip)
             case Product(flops):
                 seconds += costs.product(flops)
-            case Attend(phase):
-                seconds += costs.attention[phase is Phase.BACKWARD]
+            case Attend():
+                seconds += costs.attention(event)
             case Loss():
                 seconds += costs.loss
             case Reach(visit, phase) if block.visits[visit].weight is not None:
@@ -280,10 +287,10 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
     return seconds
 
 
-def _weight_seconds(case: Case, fabric: Fabric) -> float:
+def _weight_seconds(case: Case, fabric: Fabric, kind: BlockKind) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
-    share = case.model.block_parameters * case.item_bytes / case.topology.weight
-    sent = int(share * (case.topology.weight - 1))
+    numbers = sum(prod(shape) for _, shape in kind[1] if shape)
+    sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
     return 3 * fabric.seconds(case, Trip("all_gather", "weight", Cargo(Purpose.WEIGHT), sent))
 
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.cargo import Trip
+from isp.comm.cargo import Purpose, Trip
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
 __all__ = [
+    "Arrive",
     "Attend",
     "Event",
     "Gradient",
@@ -23,10 +24,9 @@ __all__ = [
     "Product",
     "Reach",
     "Read",
-    "Recorder",
     "Saved",
+    "TapeRecorder",
     "Tapes",
-    "Wait",
 ]
 
 
@@ -37,8 +37,8 @@ class Launch(NamedTuple):
     trip: Trip
 
 
-class Wait(NamedTuple):
-    """A transfer is waited for."""
+class Arrive(NamedTuple):
+    """A transfer is waited for, and there."""
 
     number: int
 
@@ -67,6 +67,10 @@ class Attend(NamedTuple):
     """Local attention, or its gradient."""
 
     phase: Phase
+    features: int
+    """Of all query heads that the rank attends with."""
+    window: int | None
+    """Tokens that a token attends to; None: all before it."""
 
 
 class Gradient(NamedTuple):
@@ -80,7 +84,7 @@ class Loss(NamedTuple):
     """The loss of the logits, or its gradient."""
 
 
-Event = Launch | Wait | Reach | Read | Product | Attend | Gradient | Loss
+Event = Launch | Arrive | Reach | Read | Product | Attend | Gradient | Loss
 
 
 class Saved(NamedTuple):
@@ -103,6 +107,8 @@ class Tapes(NamedTuple):
     """With what is recomputed for it."""
     saved: Saved
     """Memory kept from the one to the other."""
+    work: int
+    """Bytes of gradients of activations in its backward, where they take most."""
 
 
 @dataclass(slots=True)
@@ -114,11 +120,13 @@ class _Kept:
     by_attention: bool = False
 
 
-class Recorder:
+class TapeRecorder:
     """Notes what happens, under the block in which it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int) -> None:
         self.phase = Phase.FORWARD
+        self._parts = parts
+        """Ranks of the tensor group."""
         self.attends = False
         """Whether local attention runs."""
         self._block = 0
@@ -134,6 +142,8 @@ class Recorder:
         """Those of the last visits of blocks."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
+        self._outputs: defaultdict[int, list[int]] = defaultdict(list)
+        """Bytes of what its visits give, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
         """Note when a visit of `blocks` is reached."""
@@ -156,15 +166,28 @@ class Recorder:
         self._launched += 1
         number = self._launched
         self.note(Launch(number, trip))
-        return lambda: self.note(Wait(number))
+        return lambda: self.note(Arrive(number))
 
     def visit_of(self, layer: WeightHolder) -> int:
         """The visit of a layer in its block."""
         return self._places[id(layer)][1]
 
-    def tapes(self, block: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """A block's tape, forward and back."""
-        return tuple(self._events[block, True]), tuple(self._events[block, False])
+    def tapes(self, block: int, saved: Saved) -> Tapes:
+        """A block's work, of which `saved` is kept.
+
+        Most is in hand as its last linear goes back, when all that was saved is still there: the
+        gradients of what it gives, as they came and as they were gathered, and of what it takes.
+        """
+        forward, backward = self._events[block, True], self._events[block, False]
+        trips = [event.trip for event in backward if isinstance(event, Launch)]
+        gathered = [
+            trip.sent_bytes * self._parts // (self._parts - 1)
+            for trip in trips
+            if trip.kind == "all_gather" and trip.cargo.purpose is Purpose.OUTPUT_GRADIENT
+        ]
+        outputs = self._outputs[block]
+        work = sum(outputs[-2:]) + max(gathered, default=0)
+        return Tapes(tuple(forward), tuple(backward), saved, work)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""
@@ -197,6 +220,7 @@ class Recorder:
             return
         block, _ = self._places[id(module)]
         self._ahead = block + (id(module) in self._lasts)
+        self._outputs[block].append(y.nbytes)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:

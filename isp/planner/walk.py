@@ -17,17 +17,16 @@ from isp.comm.cargo import Trip
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import Case
-from isp.planner.clock import Clock
 from isp.planner.costs import Costs
-from isp.planner.declared import actions_of, biases_of, stage_chunks
+from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Attend, Event, Gradient, Launch, Loss, Product, Reach, Read, Wait
+from isp.planner.tape import Arrive, Attend, Event, Gradient, Launch, Loss, Product, Reach, Read
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
-__all__ = ["Walk", "Walked", "walk"]
+__all__ = ["Clock", "Walk", "Walked", "walk"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,41 @@ def walk(case: Case, fabric: Fabric, rank: int, micro_num: int) -> Walked:
     return Walk(case, fabric, rank).run(micro_num)
 
 
+class Clock:
+    """One rank's time: a compute stream, and wires on which transfers queue in order of launch.
+
+    It advances with what the rank computes and waits for; seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.exposed = 0.0
+        """For which the rank waited for transfers."""
+        self.busy = 0.0
+        """Of all transfers, one after the other."""
+        self._wires: dict[str, float] = {}
+        self._arrivals: dict[Hashable, float] = {}
+
+    def compute(self, seconds: float) -> None:
+        """Do something else than waiting."""
+        self.now += seconds
+
+    def launch(
+        self, key: Hashable, wire: str, seconds: float, *, behind: Hashable | None = None
+    ) -> None:
+        """Set a transfer on its way, behind what is on its wire, and behind transfer `behind`."""
+        start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(behind, 0.0))
+        self._wires[wire] = self._arrivals[key] = start + seconds
+        self.busy += seconds
+
+    def wait(self, key: Hashable) -> None:
+        """Wait for a transfer; free if it is over, or was never launched."""
+        late = self._arrivals.pop(key, 0.0) - self.now
+        if late > 0:
+            self.exposed += late
+            self.now += late
+
+
 Acts = dict[tuple[Phase, int], tuple[Act, ...]]
 """The plan's acts before the visits of a block, by phase and visit."""
 
@@ -66,13 +100,12 @@ class Walk:
         case, self.place = self.case, self.case.place(self.rank)
         self.dry = DryRank(case, self.place, self)
         self.costs = Costs(case, self.place, self.fabric.device)
-        self.chunks = stage_chunks(case, self.place.stage)
+        self.chunks = shape_of(case, self.place.stage).chunks
         self.tapes = tapes_of(case, self.place, chain(*self.chunks))
-        self.biases = biases_of(self.chunks)
         self.overlap = case.parallel.weight.overlap
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
         self._seconds: dict[tuple[str, str, int], float] = {}
-        self._gathers: dict[str, list[Trip]] = {}
+        self._gathers: dict[Act, list[Trip]] = {}
         self._number = 0
         self._published: dict[str | None, Hashable] = {}
         """The transfer with which a block's weights are there, by weight."""
@@ -88,7 +121,7 @@ class Walk:
     def run(self, micro_num: int) -> Walked:
         """Walk through a step."""
         clock = self.clock
-        actions = actions_of(self.case, self.place.stage, micro_num)
+        actions = self.case.order.actions(self.place.stage, micro_num)
         lasts = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
         self._publish()
         times: dict[Action, tuple[float, float]] = {}
@@ -140,7 +173,7 @@ class Walk:
         match event:
             case Launch(number, trip):
                 self._launch(("tape", number), trip)
-            case Wait(number):
+            case Arrive(number):
                 clock.wait(("tape", number))
             case Reach(visit, phase):
                 self._reach(block, visit, phase, acts.get((phase, visit), ()))
@@ -148,8 +181,8 @@ class Walk:
                 self._read(phase, acts.get((phase, visit), ()))
             case Product(flops):
                 clock.compute(self.costs.product(flops))
-            case Attend(phase):
-                clock.compute(self.costs.attention[phase is Phase.BACKWARD])
+            case Attend():
+                clock.compute(self.costs.attention(event))
             case Loss():
                 clock.compute(self.costs.loss)
             case Gradient(visit, is_bias):
@@ -199,12 +232,11 @@ class Walk:
         self.clock.launch(key, self._wires[axis_of(trip)], seconds, behind=behind)
 
     def _gather(self, acts: Iterable[Act]) -> None:
-        for weight in (act.weight for act in acts if act.kind is ActKind.GATHER):
-            if weight not in self._gathers:
-                names = [weight, self.biases[weight]] if weight in self.biases else [weight]
-                self._gathers[weight] = self._trips_of(names)
-            for trip in self._gathers[weight]:
-                self._launch(weight, trip, behind=self._published.get(weight))
+        for act in (act for act in acts if act.kind is ActKind.GATHER):
+            if act not in self._gathers:
+                self._gathers[act] = self._trips_of(act.parameters)
+            for trip in self._gathers[act]:
+                self._launch(act.weight, trip, behind=self._published.get(act.weight))
 
     def _trips_of(self, names: Iterable[str]) -> list[Trip]:
         heard = Heard()

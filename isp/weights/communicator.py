@@ -383,10 +383,10 @@ class ISPCommunicator(WPCommunicator):
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
         with self._latch:
-            for kind, name in acts:
+            for kind, name, bias in acts:
                 state, layer, block = self._homes[name]
                 if kind is ActKind.GATHER and name not in state.gathered:
-                    state.gathered[name] = self._gather(layer, block, self._reads_bias(layer, name))
+                    state.gathered[name] = self._gather(layer, block, bias is not None)
                 elif kind is ActKind.FREE and name in state.gathered:
                     state.gathered.pop(name).let_go()
 
@@ -409,11 +409,6 @@ class ISPCommunicator(WPCommunicator):
         if stays:
             state.gathered[name] = own.hold()
         return own
-
-    def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
-        """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""
-        assert self._cursor is not None
-        return layer.bias is not None and self._cursor.goes_forward(id(layer), name)
 
     def _gather(
         self, layer: WeightHolder, block: nn.Module | None, with_bias: bool

@@ -60,6 +60,13 @@ class Act(NamedTuple):
 
     kind: ActKind
     weight: str
+    bias: str | None = None
+    """That of the layer that reads the weight first, if a forward reads it before the free."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The weight, and its bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class Step(NamedTuple):
@@ -87,7 +94,7 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
     overlap a weight lives as long as with it, so the number of gathers is the same.
     """
     spans = trace(chunks, actions)
-    reads, units = _reads(spans)
+    reads, units = _reads(spans, chunks)
     lifetimes = _lifetimes(reads, units, prefetch.unit)
     if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:
         _launch_per_layer(reads, units, lifetimes, chunks, prefetch.launch)
@@ -126,17 +133,6 @@ class PlanCursor:
                 return step, steps[start:index]
         return None
 
-    def goes_forward(self, key: Hashable, weight: str) -> bool:
-        """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
-        inside = False
-        for step in islice(self.plan.steps, max(0, self.position - 1), None):
-            inside = inside or Act(ActKind.WAIT, weight) in step.before
-            if inside and step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == key:
-                return True
-            if inside and Act(ActKind.FREE, weight) in step.after:
-                return False
-        return False
-
 
 def _action(step: Step) -> tuple[int, int, bool]:
     return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
@@ -148,6 +144,8 @@ _START = -1  # the place before the first step
 class _Read(NamedTuple):
     step: int
     weight: str
+    bias: str | None
+    """Read there, too: by a layer that goes forward, and is the first to read the weight."""
 
 
 class _Unit(NamedTuple):
@@ -169,10 +167,15 @@ class _Lifetime:
     first: int
     last: int
     launched: int | None = None
+    bias: str | None = None
 
 
-def _reads(spans: Iterable[Span]) -> tuple[list[_Read], list[_Unit]]:
+def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
     """All reads of the trace, and the spans that have any."""
+    biases: dict[str, str | None] = {}
+    for visit in (visit for chunk in chunks for block in chunk for visit in block.visits):
+        if visit.weight is not None:
+            biases.setdefault(visit.weight, visit.bias)
     reads: list[_Read] = []
     units: list[_Unit] = []
     step = 0
@@ -182,7 +185,10 @@ def _reads(spans: Iterable[Span]) -> tuple[list[_Read], list[_Unit]]:
         for offset, weight in enumerate(span.reads):
             if weight is not None:
                 extent[weight] = (extent.get(weight, (len(reads),))[0], len(reads))
-                reads.append(_Read(step + offset, weight))
+                site, bias = span.sites[offset], biases[weight]
+                own = chunks[site.chunk][site.block].visits[site.visit].bias
+                forward = site.phase is not Phase.BACKWARD and own == bias
+                reads.append(_Read(step + offset, weight, bias if forward else None))
         if extent:
             units.append(_Unit(span, step, begin, len(reads), extent))
         step += len(span.sites)
@@ -203,6 +209,8 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dic
             if lifetime is None or not _one_run(runs, since, here):
                 lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
             lifetime.last = reads[last].step
+            own = (read.bias for read in reads[first : last + 1] if read.weight == weight)
+            lifetime.bias = next(filter(None, own), lifetime.bias)
             latest[weight] = lifetime, behind
     return lifetimes
 
@@ -282,14 +290,14 @@ def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> Plan:
     """Put the acts of every lifetime to their sites; waits come before launches."""
     before: defaultdict[int, list[Act]] = defaultdict(list)
     after: defaultdict[int, list[Act]] = defaultdict(list)
-    for lifetime in lifetimes:
-        if lifetime.launched is None:
-            before[lifetime.first].append(Act(ActKind.GATHER, lifetime.weight))
-        before[lifetime.first].append(Act(ActKind.WAIT, lifetime.weight))
-        after[lifetime.last].append(Act(ActKind.FREE, lifetime.weight))
-    for lifetime in lifetimes:
-        if lifetime.launched is not None:
-            before[lifetime.launched].append(Act(ActKind.GATHER, lifetime.weight))
+    for life in lifetimes:
+        if life.launched is None:
+            before[life.first].append(Act(ActKind.GATHER, life.weight, life.bias))
+        before[life.first].append(Act(ActKind.WAIT, life.weight, life.bias))
+        after[life.last].append(Act(ActKind.FREE, life.weight, life.bias))
+    for life in lifetimes:
+        if life.launched is not None:
+            before[life.launched].append(Act(ActKind.GATHER, life.weight, life.bias))
     sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
     steps = (
         Step(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))

@@ -13,7 +13,7 @@ from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
 from isp.planner.counts import _gathers, block_trips, gathers, gradients_of, traffic
-from isp.planner.declared import few_micro_batches, stage_chunks
+from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Launch
@@ -154,7 +154,7 @@ def test_long_steps_are_planned_as_short_ones() -> None:
             whole = _gathers(case, stage, 14)
             assert gathers(case, stage) == whole, (schedule, stage)
             assert max(whole.values()) >= 14
-            assert few_micro_batches(case) < 14, "else nothing was left out"
+            assert case.few_micro_batches < 14, "else nothing was left out"
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,4 @@ def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Block]:
     """A middle block with as many KV heads as query heads."""
     layout = Layout(mode=mode, tensor=tensor, weight=weight)
     case = case_of(layout, Task(model=replace(BASE, num_kv_heads=8)), "float32")
-    return case, stage_chunks(case, 0)[0][2]
+    return case, shape_of(case, 0).chunks[0][2]

@@ -12,7 +12,7 @@ import torch
 from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
-from isp.planner.declared import stage_chunks
+from isp.planner.declared import shape_of
 from isp.planner.memory import Memory, memory, states
 from isp.planner.rehearsal import tapes_of
 from isp.settings import OptimizerConfig
@@ -201,7 +201,7 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     keys = 32 * 2
     expected = 2 * (2 * hidden + 4) + 4 * inner  # norms and MLP
     attention = heads + keys + (heads + 2 * keys) + heads + 4 * 4
-    layer = stage_chunks(on_gpu, 0)[0][1:2]
+    layer = shape_of(on_gpu, 0).chunks[0][1:2]
     (kept,) = (tapes.saved for tapes in tapes_of(on_gpu, place, layer).values())
     (on_host,) = (tapes.saved for tapes in tapes_of(on_cpu, place, layer).values())
     assert kept.activations == TOKENS * expected

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from isp.parallel import Axis, Mode, WeightConfig
-from isp.planner.declared import stage_chunks
+from isp.planner.declared import shape_of
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.train.step import slice_sequence
 from model.config import ModelConfig
@@ -108,7 +108,7 @@ def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         case = case_of(layout, _task(config, number), dtype)
         for rank in range(world):
             place = case.place(rank)
-            (blocks,) = stage_chunks(case, 0)
+            (blocks,) = shape_of(case, 0).chunks
             kept = sum(t.saved.total for t in tapes_of(case, place, blocks).values())
             common = rehearsal(case, place)
             found = of_ranks[rank][number]
