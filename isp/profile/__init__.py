@@ -1,6 +1,7 @@
 """The cost of communication in a run: its time, what was waited for, where, and why."""
 
 from isp.profile.schema import (
+    Cause,
     Collective,
     ComputeSpan,
     Cost,
@@ -11,12 +12,13 @@ from isp.profile.schema import (
     Profile,
     RankProfile,
     Reason,
-    Timeline,
+    StepTimeline,
     Totals,
     Wait,
 )
 
 __all__ = [
+    "Cause",
     "Collective",
     "ComputeSpan",
     "Cost",
@@ -27,7 +29,7 @@ __all__ = [
     "Profile",
     "RankProfile",
     "Reason",
-    "Timeline",
+    "StepTimeline",
     "Totals",
     "Wait",
 ]

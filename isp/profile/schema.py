@@ -7,6 +7,7 @@ Bytes are those that a rank has to send to others, by the collective's definitio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,7 @@ from isp.comm.cargo import BETWEEN_TWO, Purpose
 from isp.parallel.phase import Phase
 
 __all__ = [
+    "Cause",
     "Collective",
     "ComputeSpan",
     "Cost",
@@ -28,7 +30,7 @@ __all__ = [
     "Profile",
     "RankProfile",
     "Reason",
-    "Timeline",
+    "StepTimeline",
     "Totals",
     "Wait",
 ]
@@ -71,6 +73,16 @@ class Edge(StrEnum):
 
     FIRST = "first gather"
     LAST = "last reduce-scatter"
+
+
+class Cause(StrEnum):
+    """Cause of exposed time, in words that follow `in`."""
+
+    FIRST = f"the {Edge.FIRST}"
+    LAST = f"the {Edge.LAST}"
+    AT_ONCE = "transfers that are needed at once"
+    COULD_HIDE = "transfers that could be hidden"
+    OTHER_RANKS = "ranks waiting for each other"
 
 
 class Reason(StrEnum):
@@ -131,6 +143,13 @@ class Collective:
         return Cost.of(self.purpose)
 
     @property
+    def cause(self) -> Cause:
+        """The cause of its wait once every rank has come."""
+        if self.edge is not None:
+            return Cause.FIRST if self.edge is Edge.FIRST else Cause.LAST
+        return Cause.COULD_HIDE if self.cost is Cost.AHEAD else Cause.AT_ONCE
+
+    @property
     def is_between_two(self) -> bool:
         """Whether it is a send or recv."""
         return self.kind in BETWEEN_TWO
@@ -159,7 +178,7 @@ class MemorySample:
 
 @dataclass(frozen=True, kw_only=True)
 class KindTotals:
-    """The sums of the collectives of one kind in a step of one rank."""
+    """The sums of collectives in a step of one rank, such as those of one kind."""
 
     num_transfers: float
     sent_bytes: float
@@ -169,8 +188,8 @@ class KindTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
-    """A step of one rank, or a mean over some.
+class Totals(KindTotals):
+    """A step of one rank, or a mean over some; the sums are those of all its collectives.
 
     bound = first_edge + last_edge + chain + excess is what no order of the transfers could hide.
     """
@@ -178,11 +197,6 @@ class Totals:
     step_ms: float
     compute_ms: float
     """The step without what was waited for."""
-    num_transfers: float
-    sent_bytes: float
-    comm_ms: float
-    """In which at least one transfer was under way."""
-    exposed_ms: float
     first_edge_ms: float
     """Least time the first gather of the step had to be waited for."""
     last_edge_ms: float
@@ -210,7 +224,7 @@ class Totals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class StepTimeline:
     """One measured step of one rank, the same step on all ranks: the one of median length."""
 
     step: int
@@ -232,7 +246,7 @@ class RankProfile:
     rank: int
     totals: tuple[Totals, ...]
     """Of each measured step."""
-    timeline: Timeline
+    timeline: StepTimeline
     peak_memory_gib: float
 
 
@@ -290,6 +304,16 @@ class ModeProfile:
     def peak_memory_gib(self) -> float:
         """Of the rank that has most."""
         return max(rank.peak_memory_gib for rank in self.ranks)
+
+    @property
+    def exposed_by_cause(self) -> dict[Cause, float]:
+        """Milliseconds exposed in the timelines of all ranks together, the largest cause first."""
+        causes: defaultdict[Cause, float] = defaultdict(float)
+        for c in (c for rank in self.ranks for c in rank.timeline.collectives):
+            causes[c.cause] += c.exposed_ms - c.others_ms
+            causes[Cause.OTHER_RANKS] += c.others_ms
+        exposed = ((cause, milliseconds) for cause, milliseconds in causes.items() if milliseconds)
+        return dict(sorted(exposed, key=lambda item: item[1], reverse=True))
 
 
 @dataclass(frozen=True, kw_only=True)

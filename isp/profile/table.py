@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from isp.profile.causes import exposed_by_cause
 from isp.profile.schema import ModeProfile, Profile, Totals, Wait
 
 __all__ = ["aligned", "describe", "sentence"]
@@ -46,7 +45,7 @@ def sentence(mode: ModeProfile) -> str:
         f"{mode.mode}: {s.exposed_share:.0%} of the step is exposed ({s.exposed_ms:.1f} of"
         f" {s.step_ms:.1f} ms; transfers were under way for {s.comm_ms:.1f} ms)"
     )
-    causes = exposed_by_cause(mode)
+    causes = mode.exposed_by_cause
     if not causes:
         return f"{head}."
     cause, exposed = next(iter(causes.items()))

@@ -30,7 +30,7 @@ from isp.profile.schema import (
     Edge,
     KindTotals,
     MemorySample,
-    Timeline,
+    StepTimeline,
     Totals,
 )
 
@@ -69,27 +69,23 @@ def totals(times: RankTimes, step: int) -> Totals:
     """The totals of recorded step number `step` of this rank."""
     own = step_collectives(times, step)
     length = times.begins[step + 1] - times.begins[step]
-    exposed = sum(c.exposed_ms for c in own)
-    spans = _spans(times, step)
+    spans, sums = _spans(times, step), _sums(own)
     return Totals(
+        **vars(sums),
         step_ms=length,
-        compute_ms=length - exposed,
-        num_transfers=len(own),
-        sent_bytes=sum(c.sent_bytes for c in own),
-        comm_ms=covered((c.start_ms, c.end_ms) for c in own),
-        exposed_ms=exposed,
+        compute_ms=length - sums.exposed_ms,
         first_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.FIRST),
         last_edge_ms=sum(_unavoidable(c) for c in own if c.edge is Edge.LAST),
         chain_ms=sum(_unavoidable(c) for c in own if c.cost is Cost.CHAIN),
         excess_ms=_excess(own, spans, _FORWARD, times) + _excess(own, spans, _BACKWARD, times),
         by_kind={
-            kind: _kind_totals([c for c in own if c.kind == kind])
+            kind: _sums([c for c in own if c.kind == kind])
             for kind in sorted({c.kind for c in own})
         },
     )
 
 
-def _kind_totals(own: Sequence[Collective]) -> KindTotals:
+def _sums(own: Sequence[Collective]) -> KindTotals:
     return KindTotals(
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
@@ -121,11 +117,11 @@ def _excess(
     return max(0.0, moving - max(0.0, length - waited))
 
 
-def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> Timeline:
+def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTimeline:
     """Recorded step number `step`, called `number`, with `zero` as the beginning of time."""
     begin, end = times.begins[step], times.begins[step + 1]
     marks = [mark for mark in times.marks if begin <= mark.at < end and mark.memory_gib]
-    return Timeline(
+    return StepTimeline(
         step=number,
         begin_ms=begin - zero,
         end_ms=end - zero,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isp.profile.schema import Collective, Timeline
+from isp.profile.schema import Collective, StepTimeline
 
 __all__ = ["chrome_trace", "torch_events", "write_trace"]
 
@@ -29,7 +29,7 @@ _TORCH_PROCESS = 1_000_000
 
 
 def chrome_trace(
-    timelines: Sequence[Timeline], *, title: str = "", first_process: int = 0
+    timelines: Sequence[StepTimeline], *, title: str = "", first_process: int = 0
 ) -> list[Event]:
     """The events of the ranks' timelines of one step, in rank order; times in microseconds.
 
@@ -41,7 +41,7 @@ def chrome_trace(
     return events
 
 
-def _of_rank(rank: int, title: str, timeline: Timeline) -> Iterable[Event]:
+def _of_rank(rank: int, title: str, timeline: StepTimeline) -> Iterable[Event]:
     yield _name("process_name", rank, 0, title)
     yield _sort("process_sort_index", rank, 0, rank)
     yield from _lane(rank, _STEP, "phase")

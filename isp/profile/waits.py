@@ -16,27 +16,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from isp.comm.cargo import Purpose
-from isp.parallel.config import LaunchPoint, Mode, OverlapUnit, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig
 from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import Collective, Cost, Edge, Reason, Wait
 from isp.profile.totals import step_collectives
 
-__all__ = ["WaitSettings", "worst_waits"]
+__all__ = ["worst_waits"]
 
 _SHORTEST = 0.005
 """Milliseconds a step; what blocks for less is no wait."""
 _ENOUGH = 0.95
 """Share of a wait, over all its occurrences, that a change must hide to be recommended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitSettings:
-    """The settings of the run, as far as they can be changed to wait less."""
-
-    mode: Mode
-    weight: WeightConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +57,7 @@ class _Occurrence(NamedTuple):
 
 
 def worst_waits(
-    times: Sequence[RankTimes], steps: Sequence[int], settings: WaitSettings, *, at_most: int = 12
+    times: Sequence[RankTimes], steps: Sequence[int], parallel: ParallelConfig, *, at_most: int = 12
 ) -> tuple[Wait, ...]:
     """The tensors that were waited for longest in recorded `steps`, over all ranks."""
     found: defaultdict[tuple[str, ...], list[_Occurrence]] = defaultdict(list)
@@ -78,7 +70,7 @@ def worst_waits(
     divisor = len(steps) * len(times)
     worst = sorted(found.values(), key=_exposed, reverse=True)[:at_most]
     return tuple(
-        _wait(several, settings, divisor)
+        _wait(several, parallel, divisor)
         for several in worst
         if _exposed(several) / divisor > _SHORTEST
     )
@@ -88,10 +80,10 @@ def _exposed(several: Iterable[_Occurrence]) -> float:
     return sum(one.collective.exposed_ms for one in several)
 
 
-def _wait(several: list[_Occurrence], settings: WaitSettings, divisor: int) -> Wait:
+def _wait(several: list[_Occurrence], parallel: ParallelConfig, divisor: int) -> Wait:
     own = [one.collective for one in several]
     first = own[0]
-    verdict = _Judge(several, settings).verdict()
+    verdict = _Judge(several, parallel).verdict()
     return Wait(
         kind=first.kind,
         channel=first.channel,
@@ -119,9 +111,9 @@ class _Verdict(NamedTuple):
 class _Judge:
     """Finds what explains the waits for one tensor, and what would help."""
 
-    def __init__(self, several: list[_Occurrence], settings: WaitSettings) -> None:
+    def __init__(self, several: list[_Occurrence], parallel: ParallelConfig) -> None:
         self.several = several
-        self.settings = settings
+        self.parallel = parallel
         self.own = [one.collective for one in several]
         self.exposed = _exposed(several)
 
@@ -166,9 +158,9 @@ class _Judge:
     def _of_chain(self, collective: Collective) -> str:
         if collective.cost is Cost.OUTSIDE:
             return "outside forward and backward: nothing is computed beside it"
-        if not self.settings.mode.facts.gathers_weights:
+        if not self.parallel.tensor.mode.facts.gathers_weights:
             return (
-                f"{self.settings.mode} needs it at once, nothing of the step could hide it:"
+                f"{self.parallel.tensor.mode} needs it at once, nothing of the step could hide it:"
                 f" isp sends weights instead"
             )
         if collective.purpose is Purpose.HEADS:
@@ -189,7 +181,7 @@ class _Judge:
         if not ahead:
             return "it waited its turn on its channel"
         text = f"it waited its turn behind {max(ahead, key=lambda name: ahead[name])}"
-        if same_channel_reduces and not self.settings.weight.own_reduce_group:
+        if same_channel_reduces and not self.parallel.weight.own_reduce_group:
             return f"{text}: parallel.weight.own_reduce_group=true would let it pass"
         return text
 
@@ -236,7 +228,7 @@ class _Judge:
 
     def _change(self) -> str | None:
         """The setting that would have hidden the wait, if one would."""
-        weight, point = self.settings.weight, self.settings.weight.launch_allgather_before
+        weight, point = self.parallel.weight, self.parallel.weight.launch_allgather_before
         if self.own[0].purpose is not Purpose.WEIGHT:
             return None
         if not weight.overlap:

@@ -1,4 +1,4 @@
-"""The modes side by side: what is equal, and what each one costs."""
+"""The modes side by side: what is equal, and what each one costs in time, bytes and memory."""
 
 from __future__ import annotations
 
@@ -7,53 +7,61 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from isp.profile import ModeProfile, Profile
-from isp.report.page import Column, Section, Table
+from isp.report.page import Column, Section, Table, kind_name, mib, ms, numbers
 from isp.report.style import (
     BLACK,
     BLUE,
+    EDGE,
     GREEN,
     ORANGE,
     PHONE,
     PURPLE,
     SKY,
     VERMILLION,
+    Look,
     Picture,
     Size,
+    key,
+    legend_above,
     new_axes,
     new_figure,
+    new_lanes,
 )
-from isp.report.words import kind_name, mib, ms
 
-__all__ = ["exposed_section", "kinds_section", "mode_color", "modes_section", "others_ms"]
+__all__ = ["exposed_section", "kinds_section", "memory_section", "modes_section"]
 
-_BAR: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.6, "height": 0.5}
-_COLORS = {"mtp": ORANGE, "msp": GREEN, "fsp": PURPLE, "isp": BLUE}
+_BAR: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.6, "height": 0.5}
+_MOVING, _OTHERS, _HIDDEN = Look(VERMILLION, "///"), Look(ORANGE, "xxx"), Look(SKY)
 
 
-def mode_color(mode: str) -> str:
-    """The colour of a mode in every picture, beside its name."""
-    return _COLORS.get(mode, BLACK)
+class _Line(NamedTuple):
+    """A mode in every picture, beside its name."""
+
+    color: str
+    marker: str
+    linestyle: str
+
+
+_LINES = {
+    "mtp": _Line(ORANGE, "o", "-"),
+    "msp": _Line(GREEN, "s", "--"),
+    "fsp": _Line(PURPLE, "^", "-."),
+    "isp": _Line(BLUE, "D", "-"),
+}
+_OTHER_LINE = _Line(BLACK, "o", "-")
 
 
 def modes_section(profile: Profile) -> Section:
     """Loss, time, bytes, exposed time and memory of each mode; all but loss as a picture, too."""
     columns = (
         Column("mode"),
-        Column("loss", numeric=True),
-        Column("step (ms)", numeric=True),
-        Column("sent (MiB)", numeric=True),
-        Column("transfers (ms)", numeric=True),
-        Column("exposed (ms)", numeric=True),
-        Column("of the step", numeric=True),
-        Column("at least (ms)", numeric=True),
-        Column("memory (GiB)", numeric=True),
-        Column("tensor (ranks)", numeric=True),
-        Column("weight (ranks)", numeric=True),
+        *numbers("loss", "step (ms)", "sent (MiB)", "transfers (ms)", "exposed (ms)"),
+        *numbers("of the step", "at least (ms)", "memory (GiB)", "tensor (ranks)"),
+        *numbers("weight (ranks)"),
     )
     texts = [
         f"The step of median length, of {profile.num_steps} after {profile.warmup_steps} to warm"
@@ -111,41 +119,32 @@ def _loss(mode: ModeProfile) -> str:
     return "not finite" if last is None else f"{last:.4f}"
 
 
-class _Quantity(NamedTuple):
-    title: str
-    of: Callable[[ModeProfile], float]
-    text: Callable[[ModeProfile], str]
-
-
-_QUANTITIES = (
-    _Quantity("step (ms)", lambda m: m.summary.step_ms, lambda m: ms(m.summary.step_ms)),
-    _Quantity(
-        "sent (MiB)", lambda m: m.summary.sent_bytes / 2**20, lambda m: mib(m.summary.sent_bytes)
-    ),
-    _Quantity("exposed (ms)", lambda m: m.summary.exposed_ms, lambda m: ms(m.summary.exposed_ms)),
-    _Quantity("memory (GiB)", lambda m: m.peak_memory_gib, lambda m: f"{m.peak_memory_gib:.2f}"),
+_QUANTITIES: tuple[tuple[str, Callable[[ModeProfile], float], Callable[[float], str]], ...] = (
+    ("step (ms)", lambda mode: mode.summary.step_ms, ms),
+    ("sent (MiB)", lambda mode: mode.summary.sent_bytes, mib),
+    ("exposed (ms)", lambda mode: mode.summary.exposed_ms, ms),
+    ("memory (GiB)", lambda mode: mode.peak_memory_gib, "{:.2f}".format),
 )
+"""What the modes are compared by: its name, the number, and the number as text."""
 
 
 def _draw_modes(modes: Sequence[ModeProfile], size: Size) -> Figure:
+    """Bars from zero, so that their lengths compare, each with its number above it."""
     figure = new_figure(size)
     rows, columns = (1, len(_QUANTITIES)) if size.width > size.height else (2, 2)
-    for place, quantity in enumerate(_QUANTITIES, start=1):
+    names = [mode.mode for mode in modes]
+    colors = [_LINES.get(name, _OTHER_LINE).color for name in names]
+    for place, (title, number, text) in enumerate(_QUANTITIES, start=1):
         axes = figure.add_subplot(rows, columns, place)
-        _draw_quantity(axes, modes, quantity)
+        values = [number(mode) for mode in modes]
+        bars = axes.bar(names, values, color=colors, width=0.75)
+        axes.bar_label(bars, [text(value) for value in values], padding=2, fontsize="x-small")
+        axes.set_title(title)
+        axes.set_ylim(0, max(max(values) * 1.12, 1e-9))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
     return figure
-
-
-def _draw_quantity(axes: Axes, modes: Sequence[ModeProfile], quantity: _Quantity) -> None:
-    """Bars from zero, so that their lengths compare, each with its number above it."""
-    names, values = [mode.mode for mode in modes], [quantity.of(mode) for mode in modes]
-    bars = axes.bar(names, values, color=[mode_color(name) for name in names], width=0.75)
-    axes.bar_label(bars, [quantity.text(mode) for mode in modes], padding=2, fontsize="x-small")
-    axes.set_title(quantity.title)
-    axes.set_ylim(0, max(max(values) * 1.12, 1e-9))
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.grid(visible=False)
 
 
 def exposed_section(profile: Profile) -> Section:
@@ -160,16 +159,11 @@ def exposed_section(profile: Profile) -> Section:
         wide=Size(1080, 110 + 58 * len(profile.modes), 13),
         phone=Size(360, 130 + 58 * len(profile.modes), 12),
     )
-    numbers = (
-        "exposed (ms)",
-        "other ranks (ms)",
-        "at least (ms)",
-        "first gather (ms)",
-        "last reduction (ms)",
-        "chain (ms)",
-        "excess (ms)",
+    columns = (
+        Column("mode"),
+        *numbers("exposed (ms)", "other ranks (ms)", "at least (ms)"),
+        *numbers("first gather (ms)", "last reduction (ms)", "chain (ms)", "excess (ms)"),
     )
-    columns = (Column("mode"), *(Column(title, numeric=True) for title in numbers))
     rows = tuple(_bound_row(mode) for mode in profile.modes)
     text = (
         "“Other ranks” is the part of what is exposed in which another rank had not come to the"
@@ -189,7 +183,7 @@ def _bound_row(mode: ModeProfile) -> tuple[str, ...]:
     s = mode.summary
     parts = (
         s.exposed_ms,
-        others_ms(mode),
+        _others_ms(mode),
         s.bound_ms,
         s.first_edge_ms,
         s.last_edge_ms,
@@ -199,7 +193,7 @@ def _bound_row(mode: ModeProfile) -> tuple[str, ...]:
     return mode.mode, *(ms(part) for part in parts)
 
 
-def others_ms(mode: ModeProfile) -> float:
+def _others_ms(mode: ModeProfile) -> float:
     """The exposed time another rank was waited for, in the step and mean of the summary."""
     per_rank = [
         sum(collective.others_ms for collective in rank.timeline.collectives) for rank in mode.ranks
@@ -208,35 +202,29 @@ def others_ms(mode: ModeProfile) -> float:
 
 
 def _draw_exposed(modes: Sequence[ModeProfile], size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="time in a step (ms)", ylabel="")
+    names = [mode.mode for mode in modes]
+    figure, axes = new_lanes(size, names, xlabel="time in a step (ms)", top=0.7)
     longest = max(max(m.summary.comm_ms, m.summary.exposed_ms) for m in modes) or 1.0
     for row, mode in enumerate(modes):
         s = mode.summary
-        others = others_ms(mode)
+        others = _others_ms(mode)
         hidden = max(0.0, s.comm_ms - s.exposed_ms)
-        axes.barh(row, s.exposed_ms - others, color=VERMILLION, hatch="///", **_BAR)
-        axes.barh(row, others, left=s.exposed_ms - others, color=ORANGE, hatch="xxx", **_BAR)
-        axes.barh(row, hidden, left=s.exposed_ms, color=SKY, **_BAR)
+        begin = 0.0
+        lengths = s.exposed_ms - others, others, hidden
+        for length, look in zip(lengths, (_MOVING, _OTHERS, _HIDDEN), strict=True):
+            axes.barh(row, length, left=begin, color=look.color, hatch=look.hatch, **_BAR)
+            begin += length
         axes.plot([s.bound_ms] * 2, [row - 0.25, row + 0.36], color=BLACK, linewidth=3)
         text = f"{ms(s.exposed_ms)} ms exposed, {s.exposed_share:.0%} of the step"
         axes.text(0, row - 0.4, text, ha="left", va="center", fontsize="small")
-    axes.set_yticks(range(len(modes)), [mode.mode for mode in modes])
     axes.set_xlim(0, longest * 1.03)
-    axes.set_ylim(len(modes) - 0.5, -0.7)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
     handles = [
-        Patch(facecolor=VERMILLION, edgecolor="#333333", hatch="///", label="exposed, moving"),
-        Patch(facecolor=ORANGE, edgecolor="#333333", hatch="xxx", label="exposed, other ranks"),
-        Patch(facecolor=SKY, edgecolor="#333333", label="hidden"),
+        key("exposed, moving", _MOVING),
+        key("exposed, other ranks", _OTHERS),
+        key("hidden", _HIDDEN),
         Patch(facecolor=BLACK, label="at least"),
     ]
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=4 if size.width > 2 * PHONE.width else 2,
-    )
+    legend_above(axes, columns=4 if size.width > 2 * PHONE.width else 2, handles=handles)
     return figure
 
 
@@ -245,10 +233,7 @@ def kinds_section(profile: Profile) -> Section:
     columns = (
         Column("mode"),
         Column("kind"),
-        Column("number", numeric=True),
-        Column("sent (MiB)", numeric=True),
-        Column("under way (ms)", numeric=True),
-        Column("exposed (ms)", numeric=True),
+        *numbers("number", "sent (MiB)", "under way (ms)", "exposed (ms)"),
     )
     rows = tuple(
         (
@@ -263,3 +248,36 @@ def kinds_section(profile: Profile) -> Section:
         for kind, t in mode.summary.by_kind.items()
     )
     return Section(title="By kind of transfer", table=Table(columns, rows))
+
+
+def memory_section(profile: Profile) -> Section:
+    """Memory over the time of a step, of the rank that has most in each mode."""
+    picture = Picture(
+        name="memory",
+        caption="Memory over the step, on the rank that had most: of tensors on CUDA, of the whole"
+        " process on CPU. A mark is a place where the phase changes.",
+        alt="Memory in GiB over the time of a step, a line for each mode",
+        draw=partial(_draw_memory, profile.modes),
+    )
+    return Section(title="Memory over one step", pictures=(picture,))
+
+
+def _draw_memory(modes: Sequence[ModeProfile], size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="time since the step began (ms)", ylabel="memory (GiB)")
+    for mode in modes:
+        rank = max(mode.ranks, key=lambda rank: rank.peak_memory_gib)
+        samples = rank.timeline.memory
+        line = _LINES.get(mode.mode, _OTHER_LINE)
+        axes.plot(
+            [sample.at_ms - rank.timeline.begin_ms for sample in samples],
+            [sample.gib for sample in samples],
+            **line._asdict(),
+            markersize=5,
+            linewidth=1.8,
+            label=f"{mode.mode} (rank {rank.rank})",
+        )
+    axes.update_datalim([(0, 0)])
+    axes.margins(x=0.01, y=0.08)  # for the whole of the marks at the edges
+    axes.set_ylim(bottom=0)
+    legend_above(axes, columns=4 if size.width > size.height * 2 else 2)
+    return figure

@@ -11,7 +11,19 @@ from markupsafe import Markup
 
 from isp.report.style import Picture, to_svg
 
-__all__ = ["Choice", "Column", "Page", "Section", "Table"]
+__all__ = [
+    "Choice",
+    "Column",
+    "Page",
+    "Section",
+    "Table",
+    "kind_name",
+    "mib",
+    "moment",
+    "ms",
+    "numbers",
+    "share",
+]
 
 
 class Column(NamedTuple):
@@ -25,6 +37,11 @@ class Column(NamedTuple):
     def css(self) -> str | None:
         """The class of its cells."""
         return "number" if self.numeric else "prose" if self.prose else None
+
+
+def numbers(*titles: str) -> tuple[Column, ...]:
+    """Columns of numbers."""
+    return tuple(Column(title, numeric=True) for title in titles)
 
 
 @dataclass(frozen=True)
@@ -97,3 +114,31 @@ class Page:
         )
         environment.filters["svg"] = lambda picture, size: Markup(to_svg(picture, size))
         return environment.get_template("page.html").render(page=self)
+
+
+# -- numbers and names as a page writes them ---------------------------------------------------
+
+
+def ms(milliseconds: float) -> str:
+    """Such as `12.3`; three digits where there are fewer before the point."""
+    return f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.2f}"
+
+
+def moment(milliseconds: float) -> str:
+    """A place in time, such as `3.4`; without its unit."""
+    return f"{milliseconds:.1f}"
+
+
+def mib(num_bytes: float) -> str:
+    """Bytes in MiB, such as `1.25`; without its unit."""
+    return f"{num_bytes / 2**20:,.2f}"
+
+
+def share(part: float, whole: float) -> str:
+    """Such as `36%`; `0%` where there is no whole."""
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def kind_name(kind: str) -> str:
+    """The collective as people write it: `all-gather` for all_gather."""
+    return kind.replace("_", "-")

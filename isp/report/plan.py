@@ -17,14 +17,26 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from isp.config import JobConfig, load_config
 from isp.models.schedule import RankPlan, rank_plans
 from isp.parallel import Mode
 from isp.profile import ModeProfile, Profile
 from isp.report.page import Section
-from isp.report.style import BLUE, GREY, SKY, VERMILLION, Picture, Size, new_axes
+from isp.report.style import (
+    BLUE,
+    GREY,
+    SKY,
+    VERMILLION,
+    Look,
+    Picture,
+    Size,
+    add_bar,
+    key,
+    legend_above,
+    new_lanes,
+)
 from isp.weights.plan import ActKind
 from isp.weights.simulate import simulate
 from isp.weights.trace import trace
@@ -35,6 +47,7 @@ _MOST_VISITS = 400
 """More cannot be told apart in a picture."""
 _LAUNCH = 0.4
 """Place in a visit for launching gathers: behind the wait for the visit's own weight."""
+_ON_ITS_WAY, _THERE, _EXPOSED = Look(SKY, "////"), Look(BLUE), Look(VERMILLION)
 
 
 class Stay(NamedTuple):
@@ -133,27 +146,18 @@ def _row_names(own: RankPlan) -> list[str]:
 
 
 def _draw(own: RankPlan, size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="visits since the step began", ylabel="")
     names, shown = _row_names(own), min(_MOST_VISITS, len(own.plan.steps))
-    axes.set_yticks(range(len(names)), names)
+    figure, axes = new_lanes(size, names, xlabel="visits since the step began", top=1.2)
     axes.set_xlim(-1.2, shown)
-    axes.set_ylim(len(names) - 0.5, -1.2)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
     num_lanes = Counter(row for row, _ in _places(own).values())
     drawn = [stay for stay in stays(own) if stay.gathered < shown]
     for stay in drawn:
         _draw_stay(axes, stay, num_lanes[stay.row])
     _draw_spans(axes, own, size, shown)
-    handles = [
-        Patch(facecolor=SKY, edgecolor="#333333", hatch="////", label="on its way"),
-        Patch(facecolor=BLUE, edgecolor="#333333", label="there"),
-    ]
+    handles = [key("on its way", _ON_ITS_WAY), key("there", _THERE)]
     if not all(stay.ahead for stay in drawn):
-        exposed = Patch(facecolor=VERMILLION, edgecolor="#333333", label="nothing hides it")
-        handles.append(exposed)
-    columns = 3 if size.width > size.height * 2 else 2
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
+        handles.append(key("nothing hides it", _EXPOSED))
+    legend_above(axes, columns=3 if size.width > size.height * 2 else 2, handles=handles)
     return figure
 
 
@@ -161,25 +165,14 @@ def _draw_stay(axes: Axes, stay: Stay, num_lanes: int) -> None:
     height = 0.8 / num_lanes
     top = stay.row - 0.4 + stay.lane * height
     hover = (
-        f"hover:{stay.weight}: asked for {stay.ahead} visits ahead, there until visit"
-        f" {stay.freed:.0f}"
+        f"{stay.weight}: asked for {stay.ahead} visits ahead, there until visit {stay.freed:.0f}"
     )
-    color, hatch = (SKY, "////") if stay.ahead else (VERMILLION, "")
+    on_its_way = max(stay.waited, stay.gathered + _LAUNCH)
     for begin, end, look in (
-        (stay.gathered, max(stay.waited, stay.gathered + _LAUNCH), (color, hatch)),
-        (stay.waited, stay.freed, (BLUE, "")),
+        (stay.gathered, on_its_way, _ON_ITS_WAY if stay.ahead else _EXPOSED),
+        (stay.waited, stay.freed, _THERE),
     ):
-        bar = Rectangle(
-            (begin, top),
-            end - begin,
-            height,
-            facecolor=look[0],
-            hatch=look[1],
-            edgecolor="white",
-            linewidth=0.3,
-            gid=hover,
-        )
-        axes.add_patch(bar)
+        add_bar(axes, begin, end, top=top, height=height, look=look, hover=hover, edge="white")
 
 
 def _draw_spans(axes: Axes, own: RankPlan, size: Size, shown: int) -> None:

@@ -4,46 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isp.profile import Profile
-from isp.report.compare import exposed_section, kinds_section, modes_section
-from isp.report.memory import memory_section
-from isp.report.page import Page, Section
+from isp.profile import Cause, ModeProfile, Profile, Wait
+from isp.report.compare import exposed_section, kinds_section, memory_section, modes_section
+from isp.report.page import Column, Page, Section, Table, kind_name, mib, ms, numbers, share
 from isp.report.plan import plan_section
 from isp.report.timeline import timeline_section
-from isp.report.waits import lead_mode, lead_points, lead_sentence, waits_section
 
-__all__ = ["profile_page"]
+__all__ = ["lead_sentence", "profile_page"]
+
+_WHY = {
+    Cause.FIRST: "which has nothing to hide behind",
+    Cause.LAST: "which has nothing left to hide behind",
+    Cause.AT_ONCE: "before the computation can go on",
+    Cause.COULD_HIDE: "by an earlier launch, or more compute beside them",
+    Cause.OTHER_RANKS: "because not all come to a transfer at the same time",
+}
 
 
 def profile_page(profile: Profile) -> Page:
     """The page of `profile`."""
-    lead = lead_mode(profile)
+    lead = _lead_mode(profile)
     modes = [lead, *(mode for mode in profile.modes if mode is not lead)]
     names = ", ".join(mode.mode for mode in profile.modes)
     return Page(
         name="profile",
         title=f"What communication costs: {names} on {profile.world_size} ranks",
         lead=lead_sentence(profile),
-        points=tuple(lead_points(profile)),
+        points=tuple(_lead_points(profile)),
         command=profile.command,
         sections=(
             modes_section(profile),
             exposed_section(profile),
-            waits_section(lead, at_most=10),
+            _waits_section(lead, at_most=10),
             timeline_section(modes),
             memory_section(profile),
-            *(waits_section(mode, at_most=5) for mode in modes[1:]),
-            *_plans(profile),
+            *(_waits_section(mode, at_most=5) for mode in modes[1:]),
+            *(
+                section
+                for mode in profile.modes
+                if (section := plan_section(profile, mode)) is not None
+            ),
             kinds_section(profile),
             _about(profile),
         ),
     )
-
-
-def _plans(profile: Profile) -> Iterator[Section]:
-    for mode in profile.modes:
-        if (section := plan_section(profile, mode)) is not None:
-            yield section
 
 
 def _about(profile: Profile) -> Section:
@@ -54,3 +58,78 @@ def _about(profile: Profile) -> Section:
         *((mode.mode, mode.topology) for mode in profile.modes),
     )
     return Section(title="What was measured", facts=facts, listing=profile.config)
+
+
+def _lead_mode(profile: Profile) -> ModeProfile:
+    """The mode that the report speaks of first: isp where it was measured, else the first."""
+    return next((mode for mode in profile.modes if mode.mode == "isp"), profile.modes[0])
+
+
+def lead_sentence(profile: Profile) -> str:
+    """The exposed share."""
+    lead = _lead_mode(profile)
+    s = lead.summary
+    if not s.num_transfers:
+        return f"In {lead.mode} nothing is exposed, because nothing travels."
+    return (
+        f"In {lead.mode}, {s.exposed_share:.0%} of the step is exposed: {ms(s.exposed_ms)} of"
+        f" {ms(s.step_ms)} ms."
+    )
+
+
+def _lead_points(profile: Profile) -> Iterator[str]:
+    """Say why it is exposed, what is worst, and how the other modes compare."""
+    lead = _lead_mode(profile)
+    causes = lead.exposed_by_cause
+    if causes:
+        cause, exposed = next(iter(causes.items()))
+        yield f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}."
+    if profile.shared_cores:
+        yield f"{profile.shared_cores}, so they wait more for each other than on GPUs."
+    if lead.waits:
+        worst = lead.waits[0]
+        yield (
+            f"The worst wait, {ms(worst.exposed_ms)} ms, is for the {kind_name(worst.kind)} of"
+            f" {worst.label} in {worst.phase}: {worst.advice}."
+        )
+    others = [mode for mode in profile.modes if mode is not lead]
+    if others:
+        shares = (f"{m.mode} {m.summary.exposed_share:.0%}" for m in others)
+        yield f"Exposed of the step in the other modes: {', '.join(shares)}."
+
+
+def _waits_section(mode: ModeProfile, *, at_most: int) -> Section:
+    """The tensors that were waited for longest in `mode`."""
+    title = f"The worst waits in {mode.mode}"
+    if not mode.waits:
+        return Section(title=title, texts=("Nothing was waited for.",))
+    columns = (
+        Column("waiting for"),
+        *numbers("exposed (ms)", "of all exposed"),
+        Column("why", prose=True),
+        *numbers("moving (ms)", "sent (MiB)", "times"),
+    )
+    text = (
+        "In a step of one rank, the mean over all measured steps and ranks. “Moving” is the time"
+        " from when the transfer could begin on every rank, “times” how often it goes in a step."
+    )
+    rows = tuple(_row(wait, mode.summary.exposed_ms) for wait in mode.waits[:at_most])
+    return Section(title=title, texts=(text,), table=Table(columns, rows))
+
+
+def _row(wait: Wait, exposed_ms: float) -> tuple[str, ...]:
+    return (
+        f"{kind_name(wait.kind)} of {wait.label}, {_where(wait)}",
+        ms(wait.exposed_ms),
+        share(wait.exposed_ms, exposed_ms),
+        f"{wait.reason}: {wait.advice}",
+        ms(wait.moving_ms),
+        mib(wait.sent_bytes),
+        f"{wait.count:g}",
+    )
+
+
+def _where(wait: Wait) -> str:
+    """The phase, and the part of the model where the label does not name it."""
+    is_named = not wait.block or wait.label.startswith(wait.block)
+    return wait.phase if is_named else f"{wait.phase} of {wait.block}"

@@ -189,7 +189,7 @@ def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
             name="throughput",
             caption="Throughput: tokens that each rank trains on in a second.",
             alt="Tokens a second and rank over the steps",
-            draw=partial(_draw_throughput, records),
+            draw=partial(_draw_one, records, "tgs", "tokens / s / rank", GREEN),
         ),
         Picture(
             name="exposed",
@@ -203,7 +203,7 @@ def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
             caption="Memory: the most that was in use at once up to a step, on the rank that has"
             " most; of tensors on CUDA, of the whole process on CPU.",
             alt="Peak memory in GiB over the steps",
-            draw=partial(_draw_memory, records),
+            draw=partial(_draw_one, records, "mem_gib", "peak memory (GiB)", PURPLE),
         ),
     )
 
@@ -234,9 +234,11 @@ def _draw_loss(records: Sequence[StepRecord], size: Size) -> Figure:
     return figure
 
 
-def _draw_throughput(records: Sequence[StepRecord], size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="step", ylabel="tokens / s / rank")
-    _line(axes, records, [record.tgs for record in records], color=GREEN)
+def _draw_one(
+    records: Sequence[StepRecord], field: str, ylabel: str, color: str, size: Size
+) -> Figure:
+    figure, axes = new_axes(size, xlabel="step", ylabel=ylabel)
+    _line(axes, records, [getattr(record, field) for record in records], color=color)
     axes.set_ylim(bottom=0)
     _finish(axes, records)
     return figure
@@ -254,14 +256,6 @@ def _draw_exposed(records: Sequence[StepRecord], size: Size) -> Figure:
     axes.set_ylim(bottom=0)
     _finish(axes, records)
     legend_above(axes, columns=3)
-    return figure
-
-
-def _draw_memory(records: Sequence[StepRecord], size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="step", ylabel="peak memory (GiB)")
-    _line(axes, records, [record.mem_gib for record in records], color=PURPLE)
-    axes.set_ylim(bottom=0)
-    _finish(axes, records)
     return figure
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.typing import RcKeyType
 
 __all__ = [
     "BLACK",
     "BLUE",
+    "EDGE",
     "GREEN",
     "GREY",
     "ORANGE",
@@ -27,11 +30,15 @@ __all__ = [
     "SKY",
     "VERMILLION",
     "WIDE",
+    "Look",
     "Picture",
     "Size",
+    "add_bar",
+    "key",
     "legend_above",
     "new_axes",
     "new_figure",
+    "new_lanes",
     "to_png",
     "to_svg",
 ]
@@ -39,6 +46,8 @@ __all__ = [
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
 """Source: Okabe and Ito 2008, Color Universal Design; grey is for what is in the background."""
+EDGE = "#333333"
+"""Around bars."""
 
 _STYLE: dict[RcKeyType, Any] = {
     "axes.axisbelow": True,
@@ -59,6 +68,13 @@ _XLINK = "http://www.w3.org/1999/xlink"
 _URL = re.compile(r"url\(#([^)]*)\)")
 _POINTS_PER_INCH = 72
 _PNG_SCALE = 2  # pixels of a PNG for each of the page
+
+
+class Look(NamedTuple):
+    """The filling of a bar."""
+
+    color: str
+    hatch: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,9 +122,50 @@ def new_axes(size: Size, *, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def legend_above(axes: Axes, *, columns: int) -> None:
-    """Name what is drawn above the axes, where it hides nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
+def new_lanes(size: Size, names: Sequence[str], *, xlabel: str, top: float) -> tuple[Figure, Axes]:
+    """Axes with a lane for each of `names`, the first one above; `top` lanes of room over it."""
+    figure, axes = new_axes(size, xlabel=xlabel, ylabel="")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -top)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
+def add_bar(
+    axes: Axes,
+    begin: float,
+    end: float,
+    *,
+    top: float,
+    height: float,
+    look: Look,
+    hover: str,
+    edge: str = EDGE,
+) -> None:
+    """Draw a bar from `begin` to `end`, whose text is seen under the mouse."""
+    bar = Rectangle(
+        (begin, top),
+        max(0.0, end - begin),
+        height,
+        facecolor=look.color,
+        hatch=look.hatch,
+        edgecolor=edge,
+        linewidth=0.4,
+        gid=f"hover:{hover}",
+    )
+    axes.add_patch(bar)
+
+
+def key(label: str, look: Look) -> Patch:
+    """A bar in a legend."""
+    return Patch(facecolor=look.color, edgecolor=EDGE, hatch=look.hatch, label=label)
+
+
+def legend_above(axes: Axes, *, columns: int, handles: Sequence[Artist] | None = None) -> None:
+    """Name what is drawn, or `handles`, above the axes, where it hides nothing."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(handles=handles, ncols=columns, **place)
 
 
 def to_png(picture: Picture, path: Path) -> None:

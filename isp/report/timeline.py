@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
 
 from isp.parallel.phase import Phase
-from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, Timeline
-from isp.report.page import Choice, Section
+from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, StepTimeline
+from isp.report.page import Choice, Section, kind_name, mib, moment, ms
 from isp.report.style import (
     BLACK,
     BLUE,
@@ -25,11 +23,14 @@ from isp.report.style import (
     PURPLE,
     SKY,
     VERMILLION,
+    Look,
     Picture,
     Size,
-    new_axes,
+    add_bar,
+    key,
+    legend_above,
+    new_lanes,
 )
-from isp.report.words import kind_name, mib, moment, ms
 
 __all__ = ["timeline_section"]
 
@@ -42,28 +43,24 @@ _BAR_WIDTH = 7
 _WIDEST = 6000
 
 
-class _Look(NamedTuple):
-    color: str
-    hatch: str = ""
-
-
 # Without dots and circles: each copy of such a hatch takes 100 kB of a page.
 _KINDS = {
-    "all_gather": _Look(SKY),
-    "reduce_scatter": _Look(GREEN, "///"),
-    "all_to_all": _Look(ORANGE, "\\\\\\"),
-    "all_reduce": _Look(PURPLE, "xxx"),
-    "broadcast": _Look(BLUE, "|||"),
+    "all_gather": Look(SKY),
+    "reduce_scatter": Look(GREEN, "///"),
+    "all_to_all": Look(ORANGE, "\\\\\\"),
+    "all_reduce": Look(PURPLE, "xxx"),
+    "broadcast": Look(BLUE, "|||"),
 }
-_OTHER_KIND = _Look(BLUE, "+++")
+_WAIT = Look(VERMILLION)
+_OTHER_KIND = Look(BLUE, "+++")
 _PHASES = {
-    Phase.FORWARD: _Look("#dcdcdc"),
-    Phase.LOSS: _Look("#f4f4f4"),
-    Phase.BACKWARD: _Look("#b4b4b4"),
-    Phase.RECOMPUTE: _Look("#cccccc", "///"),
-    Phase.OPTIMIZER: _Look("#ececec"),
+    Phase.FORWARD: Look("#dcdcdc"),
+    Phase.LOSS: Look("#f4f4f4"),
+    Phase.BACKWARD: Look("#b4b4b4"),
+    Phase.RECOMPUTE: Look("#cccccc", "///"),
+    Phase.OPTIMIZER: Look("#ececec"),
 }
-_OTHER_PHASE = _Look("#ffffff")
+_OTHER_PHASE = Look("#ffffff")
 _WAITS = "waits"
 _COMPUTE = "compute"
 _LANES = {
@@ -121,7 +118,7 @@ def _chosen_ranks(mode: ModeProfile) -> list[RankProfile]:
     return [rank for rank in mode.ranks if rank.rank in chosen]
 
 
-def _exposed(timeline: Timeline) -> float:
+def _exposed(timeline: StepTimeline) -> float:
     return sum(c.exposed_ms for c in timeline.collectives)
 
 
@@ -148,7 +145,7 @@ def _choice(mode: ModeProfile, rank: RankProfile) -> Choice:
     )
 
 
-def _channels(timeline: Timeline) -> list[str]:
+def _channels(timeline: StepTimeline) -> list[str]:
     return list(dict.fromkeys(c.channel for c in sorted(timeline.collectives, key=_by_size)))
 
 
@@ -156,15 +153,11 @@ def _by_size(collective: Collective) -> tuple[bool, str]:
     return collective.channel != "weight", collective.channel
 
 
-def _draw(timeline: Timeline, size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="time since the step began (ms)", ylabel="")
+def _draw(timeline: StepTimeline, size: Size) -> Figure:
     lanes = [_COMPUTE, _WAITS, *_channels(timeline)]
+    figure, axes = new_lanes(size, lanes, xlabel="time since the step began (ms)", top=0.85)
     rows = {lane: row for row, lane in enumerate(lanes)}
     axes.set_xlim(0, timeline.end_ms - timeline.begin_ms)
-    axes.set_ylim(len(lanes) - 0.45, -0.85)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
     _phase_names(axes, timeline, size)
     for span in timeline.spans:
         _compute_bar(axes, span, timeline, size)
@@ -176,22 +169,11 @@ def _draw(timeline: Timeline, size: Size) -> Figure:
     return figure
 
 
-def _bar(axes: Axes, *, row: int, begin: float, end: float, look: _Look, hover: str) -> None:
-    width = max(0.0, end - begin)
-    bar = Rectangle(
-        (begin, row - 0.36),
-        width,
-        0.72,
-        facecolor=look.color,
-        edgecolor="#333333",
-        linewidth=0.4,
-        hatch=look.hatch,
-        gid=f"hover:{hover}",
-    )
-    axes.add_patch(bar)
+def _bar(axes: Axes, *, row: int, begin: float, end: float, look: Look, hover: str) -> None:
+    add_bar(axes, begin, end, top=row - 0.36, height=0.72, look=look, hover=hover)
 
 
-def _compute_bar(axes: Axes, span: ComputeSpan, timeline: Timeline, size: Size) -> None:
+def _compute_bar(axes: Axes, span: ComputeSpan, timeline: StepTimeline, size: Size) -> None:
     begin, end = span.begin_ms - timeline.begin_ms, span.end_ms - timeline.begin_ms
     what = span.phase if span.block == span.phase else f"{span.phase} of {span.block}"
     hover = f"{what}: {ms(end - begin)} ms, waits included"
@@ -204,12 +186,12 @@ def _compute_bar(axes: Axes, span: ComputeSpan, timeline: Timeline, size: Size) 
         axes.text(middle, 0, name, ha="center", va="center", clip_on=True, bbox=behind)
 
 
-def _fits(text: str, length_ms: float, timeline: Timeline, size: Size) -> bool:
+def _fits(text: str, length_ms: float, timeline: StepTimeline, size: Size) -> bool:
     pixels = length_ms / (timeline.end_ms - timeline.begin_ms) * (size.width - 90)
     return len(text) * size.font * 0.68 < pixels
 
 
-def _phase_names(axes: Axes, timeline: Timeline, size: Size) -> None:
+def _phase_names(axes: Axes, timeline: StepTimeline, size: Size) -> None:
     """The name of each phase above its part of the step, where there is room for it."""
     for phase, group in groupby(timeline.spans, key=lambda span: _phase_family(span.phase)):
         spans = list(group)
@@ -222,7 +204,7 @@ def _phase_family(phase: Phase) -> Phase:
     return Phase.BACKWARD if phase is Phase.RECOMPUTE else phase
 
 
-def _transfer_bar(axes: Axes, collective: Collective, timeline: Timeline, row: int) -> None:
+def _transfer_bar(axes: Axes, collective: Collective, timeline: StepTimeline, row: int) -> None:
     zero = timeline.begin_ms
     launch, start, end = (
         max(0.0, t - zero) for t in (collective.launch_ms, collective.start_ms, collective.end_ms)
@@ -235,7 +217,7 @@ def _transfer_bar(axes: Axes, collective: Collective, timeline: Timeline, row: i
     _bar(axes, row=row, begin=start, end=end, look=look, hover=_describe(collective, zero))
 
 
-def _wait_bar(axes: Axes, collective: Collective, timeline: Timeline) -> None:
+def _wait_bar(axes: Axes, collective: Collective, timeline: StepTimeline) -> None:
     begin = collective.wait_ms - timeline.begin_ms
     hover = f"waited {ms(collective.exposed_ms)} ms for {_describe(collective, timeline.begin_ms)}"
     _bar(
@@ -243,7 +225,7 @@ def _wait_bar(axes: Axes, collective: Collective, timeline: Timeline) -> None:
         row=1,
         begin=begin,
         end=begin + collective.exposed_ms,
-        look=_Look(VERMILLION),
+        look=_WAIT,
         hover=hover,
     )
 
@@ -256,18 +238,9 @@ def _describe(c: Collective, zero: float) -> str:
     )
 
 
-def _legend(axes: Axes, timeline: Timeline) -> None:
+def _legend(axes: Axes, timeline: StepTimeline) -> None:
     kinds = dict.fromkeys(c.kind for c in timeline.collectives)
-    handles: list[Artist] = [Patch(facecolor=VERMILLION, edgecolor="#333333", label="waiting")]
-    for kind in kinds:
-        color, hatch = _KINDS.get(kind, _OTHER_KIND)
-        label = kind_name(kind)
-        handles.append(Patch(facecolor=color, edgecolor="#333333", hatch=hatch, label=label))
+    handles: list[Artist] = [key("waiting", _WAIT)]
+    handles += [key(kind_name(kind), _KINDS.get(kind, _OTHER_KIND)) for kind in kinds]
     handles.append(Line2D([], [], color=BLACK, linewidth=2, label="launched, not begun"))
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=len(handles),
-        borderaxespad=0.2,
-    )
+    legend_above(axes, columns=len(handles), handles=handles)

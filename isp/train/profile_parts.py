@@ -32,7 +32,7 @@ from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
-from isp.profile.waits import WaitSettings, worst_waits
+from isp.profile.waits import worst_waits
 from isp.train.step import TrainStep
 
 __all__ = [
@@ -221,11 +221,7 @@ def _mode_profile(
             )
             for rank, own in enumerate(times)
         ),
-        waits=worst_waits(
-            times,
-            steps,
-            WaitSettings(mode=config.parallel.tensor.mode, weight=config.parallel.weight),
-        ),
+        waits=worst_waits(times, steps, config.parallel),
         plan_grid=schedule_text(config.model, config.parallel, config.data.micro_num)
         if topology.mode.facts.gathers_weights
         else None,

@@ -16,7 +16,7 @@ from isp.config import JobConfig
 from isp.metrics.device import reset_peak_memory
 from isp.optim import learning_rate
 from isp.parallel import Mode
-from isp.profile.clock import clock_lead
+from isp.profile.collectives import clock_lead
 from isp.profile.table import describe
 from isp.run.folder import explained, make_unique, run_name
 from isp.train.data import StepData, open_for_rank

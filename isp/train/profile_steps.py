@@ -10,7 +10,7 @@ import torch
 
 from isp.comm.cargo import Cargo
 from isp.config import JobConfig
-from isp.profile.clock import clock_lead
+from isp.profile.collectives import clock_lead
 from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
 from isp.run.folder import RunFolder

@@ -16,7 +16,7 @@ from isp.profile import (
     Profile,
     RankProfile,
     Reason,
-    Timeline,
+    StepTimeline,
     Totals,
     Wait,
 )
@@ -78,7 +78,7 @@ def _rank(rank: int, collectives: tuple[Collective, ...], totals: Totals) -> Ran
     memory = [(0.0, Phase.OTHER, 1.0), (5.0, Phase.FORWARD, 1.1), (45.0, Phase.BACKWARD, 1.6)]
     memory.append((90.0, Phase.OPTIMIZER, 1.2))
     samples = tuple(MemorySample(at_ms=t, phase=p, gib=g + 0.1 * rank) for t, p, g in memory)
-    timeline = Timeline(
+    timeline = StepTimeline(
         step=0,
         begin_ms=0.0,
         end_ms=100.0,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from isp.comm.cargo import Purpose
-from isp.profile import Collective, ModeProfile
-from isp.profile.causes import Cause, exposed_by_cause
+from isp.profile import Cause, Collective, ModeProfile
 from tests.profile.example import example_profile
 
 
@@ -20,8 +19,8 @@ def test_each_millisecond_has_one_cause():
     """Catches an edge that counts as one that could be hidden, and a rank that is left out."""
     mtp, isp = example_profile().modes
     both = {Cause.LAST: 8.0, Cause.COULD_HIDE: 6.0, Cause.FIRST: 4.0}  # two ranks
-    assert list(exposed_by_cause(isp).items()) == list(both.items())
-    assert exposed_by_cause(mtp) == {Cause.AT_ONCE: 32.0}
+    assert list(isp.exposed_by_cause.items()) == list(both.items())
+    assert mtp.exposed_by_cause == {Cause.AT_ONCE: 32.0}
 
 
 def test_other_ranks_are_told_apart():
@@ -30,7 +29,7 @@ def test_other_ranks_are_told_apart():
     first, second = mtp.ranks[0].timeline.collectives
     late = replace(first, others_ms=6.0)
     outside = replace(second, purpose=Purpose.CONTROL)
-    assert exposed_by_cause(on_one_rank(mtp, late, outside)) == {
+    assert on_one_rank(mtp, late, outside).exposed_by_cause == {
         Cause.AT_ONCE: 10.0,
         Cause.OTHER_RANKS: 6.0,
     }
@@ -38,4 +37,4 @@ def test_other_ranks_are_told_apart():
 
 def test_nothing_is_exposed():
     """Catches causes of nothing, whose shares cannot be told."""
-    assert exposed_by_cause(on_one_rank(example_profile().modes[0])) == {}
+    assert on_one_rank(example_profile().modes[0]).exposed_by_cause == {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from isp.parallel import Mode, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.parallel import Mode, ParallelConfig, WeightConfig
+from isp.parallel.config import LaunchPoint, OverlapUnit, TensorConfig
 from isp.parallel.phase import Phase
 from isp.profile import Reason
-from isp.profile.waits import WaitSettings, worst_waits
+from isp.profile.waits import worst_waits
 from tests.profile.records import QKV, aligned, gradient, mark, output, record, transfer, weight
 
 WQKV = weight("layers.1.attention.wqkv")
@@ -26,18 +26,17 @@ MARKS = (
 )
 
 
-def _wait(*transfers, weight=None, mode=Mode.ISP, others=(), **machine):
+def _wait(*transfers, weight=None, mode=Mode.ISP, others=()):
     """The worst wait of a step of 100 ms with these transfers; `others` on a second rank."""
     records = [record((0, 100), transfers, MARKS)]
     records += [record((0, 100), others, MARKS)] if others else []
-    settings = WaitSettings(mode=mode, weight=weight or WeightConfig(), **machine)
-    return worst_waits(aligned(*records), [0], settings)[0]
+    parallel = ParallelConfig(tensor=TensorConfig(mode=mode), weight=weight or WeightConfig())
+    return worst_waits(aligned(*records), [0], parallel)[0]
 
 
 def _advice(*transfers) -> str:
     """What is said of the gather, be it the worst wait or not."""
-    settings = WaitSettings(mode=Mode.ISP, weight=WeightConfig())
-    waits = worst_waits(aligned(record((0, 100), transfers, MARKS)), [0], settings)
+    waits = worst_waits(aligned(record((0, 100), transfers, MARKS)), [0], ParallelConfig())
     return next(wait.advice for wait in waits if wait.label == str(WQKV))
 
 
@@ -148,7 +147,7 @@ def test_edges_are_by_design():
         for w in worst_waits(
             aligned(record((0, 100), [first, last], MARKS)),
             [0],
-            WaitSettings(mode=Mode.ISP, weight=WeightConfig()),
+            ParallelConfig(),
         )
     }
     assert reasons == {

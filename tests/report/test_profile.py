@@ -14,11 +14,10 @@ from matplotlib.patches import Rectangle
 from isp.cli import main
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.report import write_profile_report
-from isp.report.compare import exposed_section, modes_section
-from isp.report.memory import memory_section
+from isp.report.compare import exposed_section, memory_section, modes_section
+from isp.report.profile import lead_sentence
 from isp.report.style import PHONE, WIDE, to_svg
 from isp.report.timeline import timeline_section
-from isp.report.waits import lead_sentence
 from tests.profile.example import example_profile
 from tests.report.html_page import HtmlPage
 
