@@ -18,9 +18,6 @@ __all__ = ["Case", "Coordinates"]
 
 _DType = Literal["float64", "float32", "bfloat16", "float16"]
 
-_ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number."""
-
 
 class Coordinates(NamedTuple):
     """A rank's index along the axes that decide what it does."""
@@ -82,7 +79,8 @@ class Case:
     @property
     def item_bytes(self) -> int:
         """Bytes of a number of weights and activations."""
-        return _ITEM_BYTES[self.dtype]
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
 
     @property
     def wide_bytes(self) -> int:
@@ -107,13 +105,8 @@ class Case:
         return by == "all_to_all" or (by == "auto" and self.on_cpu)
 
     @property
-    def splits_logits(self) -> bool:
-        """Whether a rank has a part of the logits of all tokens of its sequence."""
-        return self.mode.facts.splits_features or self.parallel.weight.vocab_parallel_loss
-
-    @property
     def feature_parts(self) -> int:
-        """The ranks over which heads, hidden units and vocabulary are split."""
+        """The ranks over which features inside are split."""
         return self.topology.tensor if self.mode.facts.splits_features else 1
 
     @property

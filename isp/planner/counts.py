@@ -12,7 +12,7 @@ from isp.parallel import Axis
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import tapes_of
+from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Gradient, Launch, Tapes
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Block
@@ -143,7 +143,7 @@ def _ends_of_step(case: Case, place: Coordinates) -> Counter[Trip]:
     if (table := _tied(case, place)) is not None:
         rank.add_tied(table)
     rank.publisher.launch()
-    losses = Axis.DATA if case.splits_logits else Axis.STAGE
+    losses = Axis.DATA if rehearsal(case, place).splits_logits else Axis.STAGE
     for axis in (Axis.DATA, Axis.MODEL, losses, Axis.PIPELINE):
         rank.all_reduce_number(axis)
     return Counter(heard)

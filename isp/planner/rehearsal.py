@@ -54,6 +54,8 @@ class Rehearsal(NamedTuple):
     """Bytes that the loss keeps."""
     logits: int
     """Numbers that the loss is made of."""
+    splits_logits: bool
+    """Whether a rank has the losses of its whole sequence."""
 
 
 def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[str, Tapes]:
@@ -147,7 +149,8 @@ def _rehearsed(
     kinds = [kind_of(block, shapes) for block in declared]
     shared = saved[kinds.index(kinds[2])].total - saved[2].total
     tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
-    return Rehearsal(dict(zip(kinds, tapes, strict=True)), shared, saved[-1].total, logits.numel())
+    by_kind = dict(zip(kinds, tapes, strict=True))
+    return Rehearsal(by_kind, shared, saved[-1].total, logits.numel(), whole.splits_logits)
 
 
 class _DryWeights(WPCommunicator):

@@ -185,21 +185,8 @@ def _step(candidate: Candidate) -> float:
 
 
 COLUMNS = (
-    "",
-    "mode",
-    "tensor",
-    "weight",
-    "pipeline",
-    "zero1",
-    "data",
-    "micro",
-    "recompute",
-    "memory",
-    "step",
-    "exposed",
-    "bubble",
-    "tgs",
-    "tflops",
+    *("", "mode", "tensor", "weight", "pipeline", "zero1", "data", "micro", "recompute"),
+    *("memory", "step", "exposed", "bubble", "tgs", "tflops"),
 )
 
 
