@@ -50,11 +50,10 @@ def shape_of(case: Case, rank: int) -> RankShape:
 
 def all_blocks(case: Case) -> list[Block]:
     """The blocks of all stages, in forward order."""
-    order, found = case.order, []
-    for stage in range(order.num_stages):
-        rank = order.rank_of(stage)
-        found += shape_of(case, rank).chunks[order.stages_of(rank).index(stage)]
-    return found
+    order, found = case.order, dict[int, tuple[Block, ...]]()
+    for rank in range(order.config.size):
+        found |= zip(order.stages_of(rank), shape_of(case, rank).chunks, strict=True)
+    return [block for stage in sorted(found) for block in found[stage]]
 
 
 def local_parameters(case: Case, place: Coordinates) -> tuple[NamedParameter, ...]:

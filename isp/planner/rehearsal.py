@@ -75,7 +75,7 @@ def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
 
 def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
     """A micro-batch on the rank at `place`, all layers recomputed or none."""
-    part = _Key(
+    part = _RankPart(
         case.mode,
         case.topology.tensor,
         place.tensor,
@@ -98,8 +98,8 @@ def _two_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     )
 
 
-class _Key(NamedTuple):
-    """The key to a rank's part of a micro-batch."""
+class _RankPart(NamedTuple):
+    """What decides a rank's part of a micro-batch."""
 
     mode: Mode
     tensor: int
@@ -113,7 +113,7 @@ META = torch.device("meta")
 
 @lru_cache(maxsize=256)
 def _rehearsed(
-    model: ModelConfig, part: _Key, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
+    model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
 ) -> Rehearsal:
     """Two layers stand for all: what the first keeps beyond the second is shared."""
     recorder, facts = TapeRecorder(part.tensor), part.mode.facts

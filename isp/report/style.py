@@ -164,8 +164,13 @@ def key(label: str, look: Look) -> Patch:
 
 def legend_above(axes: Axes, *, columns: int, handles: Sequence[Artist] | None = None) -> None:
     """Name what is drawn, or `handles`, above the axes, where it hides nothing."""
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    axes.legend(handles=handles, ncols=columns, **place)
+    axes.legend(
+        handles=axes.get_legend_handles_labels()[0] if handles is None else handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        borderaxespad=0.2,
+    )
 
 
 def to_png(picture: Picture, path: Path) -> None:
