@@ -121,7 +121,7 @@ def _loss(mode: ModeProfile) -> str:
 
 _QUANTITIES: tuple[tuple[str, Callable[[ModeProfile], float], Callable[[float], str]], ...] = (
     ("step (ms)", lambda mode: mode.summary.step_ms, ms),
-    ("sent (MiB)", lambda mode: mode.summary.sent_bytes, mib),
+    ("sent (MiB)", lambda mode: mode.summary.sent_bytes / 2**20, "{:,.2f}".format),
     ("exposed (ms)", lambda mode: mode.summary.exposed_ms, ms),
     ("memory (GiB)", lambda mode: mode.peak_memory_gib, "{:.2f}".format),
 )
