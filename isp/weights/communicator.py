@@ -410,6 +410,11 @@ class ISPCommunicator(WPCommunicator):
             state.gathered[name] = own.hold()
         return own
 
+    def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
+        """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""
+        assert self._cursor is not None
+        return layer.bias is not None and self._cursor.goes_forward(id(layer), name)
+
     def _gather(
         self, layer: WeightHolder, block: nn.Module | None, with_bias: bool
     ) -> GatheredLayer:

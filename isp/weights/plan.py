@@ -133,6 +133,17 @@ class PlanCursor:
                 return step, steps[start:index]
         return None
 
+    def goes_forward(self, key: Hashable, weight: str) -> bool:
+        """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
+        inside = False
+        for step in islice(self.plan.steps, max(0, self.position - 1), None):
+            inside = inside or any(act[:2] == (ActKind.WAIT, weight) for act in step.before)
+            if inside and step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == key:
+                return True
+            if inside and any(act[:2] == (ActKind.FREE, weight) for act in step.after):
+                return False
+        return False
+
 
 def _action(step: Step) -> tuple[int, int, bool]:
     return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
