@@ -10,8 +10,8 @@ import torch
 from isp.config import JobConfig
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
-from isp.settings import OptimizerConfig
 from isp.pipeline import PipelineOrder
+from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 
 __all__ = ["Case", "Coordinates"]
