@@ -1,21 +1,27 @@
-"""Runs a function on several ranks, as forked processes over gloo."""
+"""Runs functions, programs and commands on several ranks, as forked processes over gloo."""
 
 from __future__ import annotations
 
+import io
 import os
+import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # torch.optim loads it: once here, not in every forked rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["run_ranks"]
+from isp.cli import main
+
+__all__ = ["Said", "launch_forked", "run_each", "run_isp", "run_programs", "run_ranks"]
 
 
 def run_ranks(
@@ -44,6 +50,75 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def run_each(
+    world_size: int, fn: Callable[..., Any], cases: Mapping[str, Any], timeout_seconds: float = 60.0
+) -> dict[str, list[Any]]:
+    """`fn(rank, case)` of every case in turn, on the same ranks; a failure names its case.
+
+    What each gave, in rank order.
+    """
+    of_ranks = run_ranks(world_size, _each, fn, cases, timeout_seconds=timeout_seconds)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in cases}
+
+
+def _each(rank: int, fn: Callable[..., Any], cases: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = fn(rank, case)
+        except BaseException as error:
+            error.add_note(f"the case: {name}")
+            raise
+    return found
+
+
+def run_programs(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0
+) -> list[Any]:
+    """`run_ranks` of what makes its own process group, with what torchrun sets for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_ranks(world_size, _program, port, fn, args, timeout_seconds=timeout_seconds)
+
+
+def _program(rank: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.barrier()  # a group that one rank leaves while others still connect to it fails
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return fn(rank, *args)
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_isp(world_size: int, *words: str) -> list[Said]:
+    """The command `isp` with `words`, as torchrun starts it on each rank."""
+    return run_programs(world_size, _isp, words)
+
+
+def _isp(rank: int, words: Sequence[str]) -> Said:
+    sys.argv[1:] = words
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main()
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def launch_forked(world_size: int, command: Sequence[str]) -> int:
+    """In place of `isp.cli.launch.launch`, without torchrun."""
+    assert command[:2] == ["-m", "isp"]
+    said = run_isp(world_size, *command[2:])
+    for of_rank in said:
+        print(of_rank.out, end="")
+        print(of_rank.err, end="", file=sys.stderr)
+    return max(of_rank.code for of_rank in said)
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from isp.tensor_parallel import (
     checkpoint,
     vocab_parallel_cross_entropy,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 
 S, B, WIDTH, INNER = 8, 2, 16, 48
 V = 23
-WORLDS = [1, 4, 8]
+WORLDS = [1, 4]
 DTYPE = torch.float64
 # Sums over the ranks are taken in another order than the unsharded matmul takes them.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -108,6 +109,7 @@ LINEARS: dict[str, Any] = {
     "column, sequence parallel": (ColumnParallelLinear, {"sequence_parallel": True}),
     "row": (RowParallelLinear, {"input_is_parallel": True}),
 }
+NAMES = {name: name for name in LINEARS}
 
 
 def _features(y: Tensor, layer: Any, dim: int) -> Tensor:
@@ -172,17 +174,15 @@ def _row(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", COLUMN)
-def test_column_equals_the_unsharded_linear(world: int, name: str) -> None:
+def test_column_equals_the_unsharded_linear(world: int) -> None:
     """Catches a part of outputs, of a gradient or of a fused weight in the wrong place."""
-    run_ranks(world, _column, COLUMN[name])
+    run_each(world, _column, COLUMN)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ROW)
-def test_row_equals_the_unsharded_linear(world: int, name: str) -> None:
+def test_row_equals_the_unsharded_linear(world: int) -> None:
     """Catches a bias added by every rank, or a gradient of it that is one rank's part."""
-    run_ranks(world, _row, ROW[name])
+    run_each(world, _row, ROW)
 
 
 def _autocast(rank: int, name: str) -> None:
@@ -215,10 +215,9 @@ def _autocast(rank: int, name: str) -> None:
     assert layer.bias.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", LINEARS)
-def test_autocast_narrows_the_products(name: str) -> None:
+def test_autocast_narrows_the_products() -> None:
     """Catches factors of different dtypes in backward, which autocast does not reach."""
-    run_ranks(2, _autocast, name)
+    run_each(2, _autocast, NAMES)
 
 
 def _second_derivatives(rank: int) -> None:
@@ -263,15 +262,17 @@ def _embedding(rank: int, options: dict[str, Any]) -> None:
     torch.testing.assert_close(layer.weight.grad, shard(leaf.grad), **CLOSE)
 
 
+EMBEDDING: dict[str, dict[str, Any]] = {
+    "reduced": {},
+    "reduce-scattered": {"reduce_scatter_embeddings": True},
+    "deterministic": {"deterministic": True},
+}
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reduce_scatter_embeddings": True}, {"deterministic": True}],
-    ids=["reduced", "reduce-scattered", "deterministic"],
-)
-def test_embedding_equals_the_whole_table(world: int, options: dict[str, Any]) -> None:
+def test_embedding_equals_the_whole_table(world: int) -> None:
     """Catches ids at the edges of a rank's rows, and a vocabulary that does not divide."""
-    run_ranks(world, _embedding, options)
+    run_each(world, _embedding, EMBEDDING)
 
 
 def _initial(rank: int) -> dict[str, list[Any]]:
@@ -368,10 +369,9 @@ def _routes(rank: int, sequence_parallel: bool) -> None:
         torch.testing.assert_close(run("deferred", limit), reference, **CLOSE)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_routes_of_the_weight_gradient_end_alike(sequence_parallel: bool) -> None:
+def test_routes_of_the_weight_gradient_end_alike() -> None:
     """Catches a gradient that is lost, or added twice, on its way into the main gradient."""
-    run_ranks(4, _routes, sequence_parallel)
+    run_each(4, _routes, {"whole sequence": False, "sequence parallel": True})
 
 
 class _Made(TorchDispatchMode):
@@ -446,10 +446,9 @@ def _routed(rank: int, into: bool) -> None:
         torch.testing.assert_close(main.grad(owner.weight), ones.T @ x.flatten(0, 1), **CLOSE)
 
 
-@pytest.mark.parametrize("into", [False, True])
-def test_every_use_of_a_parameter_takes_the_route(into: bool) -> None:
+def test_every_use_of_a_parameter_takes_the_route() -> None:
     """Catches a route that is left, in silence, in a recompute or with a tied weight."""
-    run_ranks(2, _routed, into)
+    run_each(2, _routed, {"deferred": False, "into": True})
 
 
 def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
@@ -497,15 +496,15 @@ def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, boo
     return found
 
 
-@pytest.mark.parametrize("name", LINEARS)
-def test_only_what_a_gradient_needs_is_saved_and_computed(name: str) -> None:
+def test_only_what_a_gradient_needs_is_saved_and_computed() -> None:
     """Catches activations, weights and weight gradients kept or made that nobody wants."""
-    for found in run_ranks(2, _saved_bytes, name):
+    for name, of_ranks in run_each(2, _saved_bytes, NAMES).items():
         local_x = S * B * WIDTH * DTYPE.itemsize // (2 if name == "row" else 1)
-        assert [found[trained, wanted][0] for trained, wanted in found] == [local_x] * 2 + [0] * 2
-        for (trained, wanted), (_, weight_saved, made) in found.items():
-            assert weight_saved is wanted
-            assert (made > 0) is trained
+        for found in of_ranks:
+            assert [saved for saved, _, _ in found.values()] == [local_x] * 2 + [0] * 2, name
+            for (trained, wanted), (_, weight_saved, made) in found.items():
+                assert weight_saved is wanted, name
+                assert (made > 0) is trained, name
 
 
 class _Told(Channel):
@@ -568,10 +567,10 @@ def _order(rank: int, name: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("name", LINEARS)
-def test_transfers_hide_behind_products(name: str) -> None:
+def test_transfers_hide_behind_products() -> None:
     """Catches a transfer that sets out too late, or is waited for with work left to do."""
-    assert run_ranks(2, _order, name) == [ORDERS[name]] * 2
+    expected = {name: [order] * 2 for name, order in ORDERS.items()}
+    assert run_each(2, _order, NAMES) == expected
 
 
 def _misuse(rank: int) -> list[str]:
@@ -664,7 +663,8 @@ def test_a_checkpoint_loads_over_another_group(tmp_path: Path) -> None:
     run_ranks(4, _load, tmp_path)
 
 
-def _loss(rank: int, smoothing: float, vocab: int) -> None:
+def _loss(rank: int, case: tuple[float, int]) -> None:
+    smoothing, vocab = case
     log = CommLog()
     log.collect()
     channel = group(log)
@@ -700,11 +700,9 @@ def _loss(rank: int, smoothing: float, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("vocab", [48, 45])
-def test_loss_is_torchs(world: int, smoothing: float, vocab: int) -> None:
+def test_loss_is_torchs(world: int) -> None:
     """Catches smoothing over a rank's part alone, a fourth reduction, and logits overwritten."""
-    run_ranks(world, _loss, smoothing, vocab)
+    run_each(world, _loss, {str(case): case for case in product((0.0, 0.1), (48, 45))})
 
 
 def _reused(rank: int, smoothing: float) -> list[int]:
@@ -727,11 +725,10 @@ def _reused(rank: int, smoothing: float) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_reused_logits_end_as_their_gradient(smoothing: float) -> None:
+def test_reused_logits_end_as_their_gradient() -> None:
     """Catches a second buffer of the size of the logits, and a wrong gradient when walked twice."""
-    for kept, reused in run_ranks(2, _reused, smoothing):
-        assert reused == kept - 1
+    for of_ranks in run_each(2, _reused, {"plain": 0.0, "smoothed": 0.1}).values():
+        assert all(reused == kept - 1 for kept, reused in of_ranks)
 
 
 def test_loss_refuses_a_smoothing_that_is_none() -> None:

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import socket
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from isp.config import load_config
 from isp.parallel import Mode
 from isp.profile import Profile
-from isp.train.profile_run import Profiled, ProfileOptions, config_for, profile_ranks
+from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
 from tests.profile.test_trace import assert_nested
-from tests.ranks import run_ranks
+from tests.ranks import run_programs
 from tests.train.jobs import run_folders, run_forked, write_job
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _profile(rank: int, job: str, port: int, options: ProfileOptions) -> Profiled | None:
-    dist.barrier()
-    dist.destroy_process_group()  # the program makes its own
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return profile_ranks(load_config(job), options, None)
 
 
 def _events(folder: Path) -> list[dict]:
@@ -43,7 +26,7 @@ def test_all_modes_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)
     options = ProfileOptions(warmup_steps=1, steps=2, command="isp profile job.yaml")
-    written, nothing = run_ranks(2, _profile, str(job), _free_port(), options, timeout_seconds=100)
+    written, nothing = run_programs(2, lambda _: profile_ranks(load_config(job), options, None))
     assert nothing is None
     (folder,) = (tmp_path / "out" / "job" / "profile").iterdir()
     assert written.folder == folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.config import load_config
 from isp.metrics import read_metrics
 from isp.train import main
-from tests.ranks import run_ranks
+from tests.ranks import run_programs
 
 __all__ = ["Launchers", "launchers", "numbers", "run_folders", "run_forked", "tensors", "write_job"]
 
@@ -48,18 +46,8 @@ def write_job(folder: Path) -> Path:
 
 
 def run_forked(job: Path, *overrides: str, num_ranks: int = NUM_RANKS) -> None:
-    """`isp train` on so many ranks, as forked processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_ranks(num_ranks, _rank, str(job), list(overrides), port, timeout_seconds=100)
-
-
-def _rank(rank: int, job: str, overrides: list[str], port: int) -> None:
-    dist.barrier()  # a group that one rank leaves while others still connect to it fails
-    dist.destroy_process_group()  # the program makes its own
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    main(load_config(job, overrides))
+    """`isp train` on so many ranks, as forked processes; raises what a rank does."""
+    run_programs(num_ranks, lambda rank: main(load_config(job, overrides)))
 
 
 def run_folders(job: Path, name: str = "job") -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -38,7 +36,7 @@ from isp.settings import (
 from isp.train import main, saving
 from isp.train.data import StepData
 from model.config import ModelConfig
-from tests.ranks import run_ranks
+from tests.ranks import run_programs
 
 STEPS = 8
 ISP_4 = ParallelConfig(tensor=TensorConfig(size=2), weight=WeightConfig(size=4))
@@ -83,12 +81,7 @@ class _AtStep(logging.Handler):
             self._act()
 
 
-def _rank(
-    rank: int, config: JobConfig, port: int, at_step: int, act: Callable[[], None] | None
-) -> None:
-    dist.barrier()  # a group that one rank leaves while others still connect to it fails
-    dist.destroy_process_group()  # the program makes its own
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(rank: int, config: JobConfig, at_step: int, act: Callable[[], None] | None) -> None:
     if rank == 0 and act is not None:
         logging.getLogger("isp.train.trainer").addHandler(_AtStep(at_step, act))
     main(config)
@@ -96,15 +89,8 @@ def _rank(
 
 def _run(world: int, config: JobConfig, at_step: int = 0, act: Any = None) -> Path:
     """Run the job; the folder of the newest run."""
-    run_ranks(world, _rank, config, _free_port(), at_step, act, timeout_seconds=100)
+    run_programs(world, _rank, config, at_step, act)
     return _latest(config)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _latest(config: JobConfig) -> Path:
@@ -362,18 +348,9 @@ def test_a_broken_line_of_numbers_ends_all_ranks(config):
     with (_run(2, config) / "metrics.jsonl").open("a") as file:
         file.write("no record\n")
     more = replace(config, training=replace(config.training, steps=3))
-    first, second = run_ranks(2, _refusal, more, _free_port(), timeout_seconds=100)
+    first, second = run_programs(2, _refusal, more)
     assert first == second
     assert "metrics.jsonl, line 3 is not a record of a step: repair it" in first
-
-
-def test_more_steps_continue_a_finished_run(config):
-    """Catches a longer job that begins anew, although its first steps have been done."""
-    config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
-    first = _run(1, config)
-    longer = _run(1, replace(config, training=TrainingConfig(steps=4)))
-    assert longer == first
-    assert [r.step for r in _numbers(longer)] == [1, 2, 3, 4]
 
 
 def test_skipped_steps_are_counted_on(config):
