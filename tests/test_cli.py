@@ -227,6 +227,17 @@ def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, comm
     assert fault in line
 
 
+def test_damaged_checkpoints_are_told_before_ranks_start(job, capsys, monkeypatch):
+    """Catches a traceback, or ranks that start, where a line says what is wrong."""
+    monkeypatch.chdir(Path(job).parent)
+    monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
+    checkpoint = Path("outputs/isp/2026-11-21_03-06-12/checkpoint/step_1")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    assert main(["train", job, "--nproc", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: no good checkpoint in")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_missing_device_is_told_before_ranks_start(job, capsys, monkeypatch, command):
@@ -345,18 +356,6 @@ def test_commands_that_start_nothing_do_not_load_torch(words):
     code += "except SystemExit as end: code = end.code\n"
     code += "assert not code and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-
-
-def test_the_module_is_the_program():
-    """Catches a broken isp/__main__.py, which torchrun's ranks start from."""
-    done = subprocess.run(
-        [sys.executable, "-m", "isp", "topology", "--world", "1"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "world 1 = " in done.stdout
 
 
 @pytest.mark.parametrize(

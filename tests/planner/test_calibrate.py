@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from isp.cli import main
 from isp.planner.calibrate import fit_line
 from isp.planner.fabric import load_fabric
-
-ROOT = Path(__file__).parents[2]
+from tests.ranks import launch_forked
 
 
 def test_a_line_is_found_again() -> None:
@@ -28,21 +25,15 @@ def test_a_line_is_found_again() -> None:
     assert flat.bytes_per_second > 1e9
 
 
-def test_two_ranks_write_a_fabric_that_can_be_planned_with(tmp_path: Path) -> None:
+def test_two_ranks_write_a_fabric_that_can_be_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a collective that a rank does not join, and a file that cannot be read."""
+    monkeypatch.setattr("isp.cli.launch.launch", launch_forked)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     file = tmp_path / "here.yaml"
-    command = [sys.executable, "-m", "isp", "calibrate", "--nproc", "2", "--quick"]
-    done = subprocess.run(
-        [*command, "--out", str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"plan with --fabric {file}" in done.stdout
+    assert main(["calibrate", "--nproc", "2", "--quick", "--out", str(file)]) == 0
+    assert f"plan with --fabric {file}" in capsys.readouterr().out
     fabric = load_fabric(file)
     assert fabric.devices_per_node == 2
     assert fabric.device.kind == "cpu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from isp.cli import main
 from isp.profile import Profile
+from tests.ranks import run_isp
 from tests.report.html_page import HtmlPage
 
 JOB = """
@@ -30,11 +30,11 @@ def job(tmp_path: Path) -> Path:
 def test_profile_with_its_page(job: Path) -> None:
     """Catches --html that makes no page, or a page of other numbers than the profile's."""
     options = ["--modes", "isp", "--warmup", "0", "--steps", "1", "--no-torch", "--html"]
-    command = [sys.executable, "-m", "isp", "profile", str(job), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    (done,) = run_isp(1, "profile", str(job), *options)
+    assert done.code == 0, done.err
     (folder,) = (job.parent / "small" / "profile").iterdir()
     page = folder / "report" / "profile.html"
-    assert str(page) in done.stdout
+    assert str(page) in done.out
     text = HtmlPage(page.read_text()).text
     (mode,) = Profile.load(folder / "profile.json").modes
     assert mode.losses[0] is not None

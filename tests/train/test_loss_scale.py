@@ -104,10 +104,12 @@ checkpoint: {{interval: 1}}
 
 
 def _train(folder: Path, *options: str, num_ranks: int = 1) -> Said:
-    """What the first rank says."""
+    """What the first rank says; all end alike."""
     (folder / "text.txt").write_text("some words to learn " * 500)
     (folder / "job.yaml").write_text(JOB.format(folder=folder))
-    return run_isp(num_ranks, "train", str(folder / "job.yaml"), *options)[0]
+    said = run_isp(num_ranks, "train", str(folder / "job.yaml"), *options)
+    assert {of_rank.code for of_rank in said} == {said[0].code}
+    return said[0]
 
 
 BROKEN = ("--optimizer.lr", "1e30", "--optimizer.max_skipped_steps")
