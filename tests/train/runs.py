@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
@@ -159,7 +159,7 @@ class Run:
     layout: Layout
     task: Task
 
-    def numbers(self, steps: range) -> Numbers:
+    def numbers(self, steps: Iterable[int]) -> Numbers:
         """Loss and gradient norm of each of `steps`, which are trained."""
         data, parts = self.step.mesh[Axis.DATA], self.layout.global_batch
         numbers = []

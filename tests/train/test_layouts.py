@@ -26,9 +26,9 @@ from tests.train.runs import (
     make_run,
 )
 
-STEPS = range(20)
+STEPS = range(9)  # in step 7 nobody has a label
 TOLERANCE = 1e-9
-"""Relative. Sums in another order differ by about 1e-15, which 20 steps of AdamW carry on."""
+"""Relative. Sums in another order differ by about 1e-15, which steps of AdamW carry on."""
 
 GRID_TASK = "grid"
 TASKS = {
@@ -93,15 +93,16 @@ FEATURE_MODES = (Mode.MTP, Mode.MSP, Mode.FSP)
 
 
 def _grid() -> list[tuple[Layout, str]]:
-    """Modes x tensor 1, 2, 4 x weight 1, 2, 4 (isp) x data 1, 2 x micro_num 1, 3, where they fit.
+    """Modes x tensor 1, 2, 4 x weight 1, 2, 4 (isp) x data 1, 2, where they fit.
 
-    Weight 4 on tensor 1 needs data 4.
+    One data rank has three micro-batches, two have one; `_zero1` has three on two. Weight 4 on
+    tensor 1 needs data 4.
     """
-    features = itertools.product(FEATURE_MODES, (1, 2, 4), (1,), (1, 2), (1, 3))
-    isp = itertools.product((Mode.ISP,), (1, 2, 4), (1, 2, 4), (1, 2), (1, 3))
+    features = itertools.product(FEATURE_MODES, (1, 2, 4), (1,), (1, 2))
+    isp = itertools.product((Mode.ISP,), (1, 2, 4), (1, 2, 4), (1, 2))
     layouts = [
-        Layout(mode=mode, tensor=tensor, weight=weight, data=data, micro=micro)
-        for mode, tensor, weight, data, micro in (*features, *isp)
+        Layout(mode=mode, tensor=tensor, weight=weight, data=data, micro=3 if data == 1 else 1)
+        for mode, tensor, weight, data in (*features, *isp)
         if tensor * data % weight == 0
     ]
     layouts += [Layout(tensor=1, weight=4, data=4, micro=micro) for micro in (1, 3)]
@@ -111,14 +112,14 @@ def _grid() -> list[tuple[Layout, str]]:
 def _zero1() -> list[tuple[Layout, str]]:
     """The sizes of zero1 that are neither all replicas (the grid's) nor the only one."""
     isp = [
-        Layout(tensor=2, weight=1, data=2, zero1=1),
+        Layout(tensor=2, weight=1, data=2, micro=3, zero1=1),
         Layout(tensor=2, weight=1, data=2, zero1=2),
-        Layout(tensor=2, weight=2, data=2, zero1=1),
-        Layout(tensor=4, weight=2, data=2, zero1=2),
+        Layout(tensor=2, weight=2, data=2, micro=3, zero1=1),
+        Layout(tensor=4, weight=2, data=2, micro=3, zero1=2),
     ]
     others = [
-        Layout(mode=Mode.MTP, data=2, zero1=1),
-        Layout(mode=Mode.MSP, tensor=2, data=2, zero1=1),
+        Layout(mode=Mode.MTP, data=2, micro=3, zero1=1),
+        Layout(mode=Mode.MSP, tensor=2, data=2, micro=3, zero1=1),
         Layout(mode=Mode.FSP, data=4, zero1=2),
     ]
     return [(layout, GRID_TASK) for layout in isp + others]
@@ -213,7 +214,7 @@ def test_the_runs_compared_are_worth_comparing(one_process):
     assert valid[0] > 0, valid
     assert valid[1] == 0, "the second of two data ranks has not one valid token in step 1"
     lengths = [tuple(task.batch(s, 0).cu_seqlens.diff().tolist()) for s in STEPS]
-    assert len(set(lengths)) > 10
+    assert len(set(lengths)) == len(STEPS)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Numbers, Task, largest_difference, make_run
 
-STEPS = range(4, 8)  # in step 7 no token of the batch has a label
+STEPS = (4, 5, 7)  # in step 7 no token of the batch has a label
 TOLERANCE = 1e-9
 """Relative: sums are taken in another order."""
 MODEL = ModelConfig(
@@ -99,11 +99,12 @@ SCHEDULES = {
     ),
 }
 TASKS = {
-    "recomputed": replace(TASK, model=replace(MODEL, checkpoint=1.0)),
+    "recomputed rows": replace(
+        TASK, model=replace(MODEL, checkpoint=1.0), packed=False, micro_bsz=2
+    ),
     "part recomputed": replace(
         TASK, model=replace(MODEL, checkpoint=0.4, checkpoint_keeps_attention=True)
     ),
-    "rows": replace(TASK, packed=False, micro_bsz=2),
 }
 
 
@@ -146,23 +147,19 @@ TIED = [
     LAYOUTS["mtp 4"],
     LAYOUTS["isp 2, weight 4, data 2"],
     SCHEDULES["interleaved, isp"],
-    SCHEDULES["zero bubble, msp"],
+    SCHEDULES["zero bubble, isp"],
     SCHEDULES["V, mtp, zero1 1"],
     SCHEDULES["V, isp per module"],
 ]
 
 
 @pytest.mark.parametrize("layout", TIED, ids=str)
-def test_tied_embeddings(layout: Layout) -> None:
-    """Catches ends that lack each other's gradient, drift apart, or are counted twice."""
-    _equal(layout, replace(EIGHT, model=replace(EIGHT.model, tie_embeddings=True)))
-
-
-@pytest.mark.parametrize("name", ["interleaved, isp", "zero bubble, isp", "V, isp per module"])
-def test_recomputation_in_chunks(name: str) -> None:
-    """Catches weights gathered for another chunk's recompute, and factors of a first forward."""
-    model = replace(EIGHT.model, checkpoint=0.6)
-    _equal(SCHEDULES[name], replace(EIGHT, model=model))
+def test_tied_embeddings_and_recomputation(layout: Layout) -> None:
+    """Catches ends that lack each other's gradient, drift apart, or are counted twice; weights
+    gathered for another chunk's recompute, and factors of a first forward.
+    """
+    model = replace(EIGHT.model, tie_embeddings=True, checkpoint=0.6)
+    _equal(layout, replace(EIGHT, model=model))
 
 
 SHAPES = [

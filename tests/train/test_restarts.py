@@ -1,55 +1,25 @@
-"""Ranks that are killed, whenever it may be: torchrun starts them again, and nothing shows."""
+"""Ranks that are killed, whenever it may be: they are started again, and nothing shows."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.train.jobs import (
-    Launchers,
-    launchers,
-    numbers,
-    run_folders,
-    run_forked,
-    tensors,
-    write_job,
-)
-
-DYING = """
-import json, os, signal, sys, threading
-
-attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-deaths = json.loads(os.environ["DEATHS"])
-death = deaths[int(attempt)] if attempt is not None and int(attempt) < len(deaths) else None
-seen = []
-
-def die():
-    os.close(os.open(f"died_{attempt}", os.O_CREAT))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def watch(event, args):
-    if len(seen) == death["times"] or event != death["event"]:
-        return
-    if not str(args[0]).endswith(death["name"]):
-        return
-    if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
-        return  # a resuming rank reads what it is to die writing
-    seen.append(event)
-    if len(seen) == death["times"]:
-        threading.Timer(death["seconds"], die).start() if death["seconds"] else die()
-
-if death is not None and os.environ.get("RANK") == str(death["rank"]):
-    sys.addaudithook(watch)
-"""
-"""A `sitecustomize.py`: Python runs it as it starts, before the program, in every process."""
+from isp.config import load_config
+from isp.train import main
+from tests.ranks import run_programs
+from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,30 +54,50 @@ def deleting(times: int = 1) -> Death:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks/sitecustomize.py").write_text(DYING)
     return write_job(tmp_path)
 
 
-@pytest.fixture
-def torchruns(job: Path) -> Iterator[Launchers]:
-    with launchers(job.parent) as made:
-        yield made
+def _rank(rank: int, job: Path, words: Sequence[str], death: Death | None) -> None:
+    if death is not None and rank == death.rank:
+        sys.addaudithook(_Watch(death))
+    main(load_config(job, words))
 
 
-def _train(torchruns: Launchers, job: Path, deaths: Sequence[Death], *words: str) -> None:
-    """The job under torchrun, which ends by itself, with all of `deaths` on the way."""
-    process = torchruns.start(
-        ["--standalone", "--nproc-per-node", "2", "--max-restarts", "30"],
-        [str(job), *words],
-        env={"DEATHS": json.dumps([asdict(death) for death in deaths])},
-        path=[job.parent / "hooks"],
-    )
-    code = process.wait()
-    said = torchruns.said().read_text()
-    assert code == 0, said
-    died = {path.name for path in job.parent.glob("died_*")}
-    assert died == {f"died_{attempt}" for attempt in range(len(deaths))}, said
+class _Watch:
+    """Python's hook that kills this process as `death` says."""
+
+    def __init__(self, death: Death) -> None:
+        self._death, self._seen = death, 0
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        death = self._death
+        if event != death.event or not str(args[0]).endswith(death.name):
+            return
+        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
+            return  # a resuming rank reads what it is to die writing
+        self._seen += 1
+        if self._seen == death.times and death.seconds:
+            threading.Timer(death.seconds, _die).start()
+        elif self._seen == death.times:
+            _die()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(
+    monkeypatch: pytest.MonkeyPatch, job: Path, deaths: Sequence[Death], *words: str
+) -> None:
+    """The job, started again after each of `deaths` as torchrun does: all ranks, in one launch."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    for attempt, death in enumerate([*deaths, None]):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        if death is None:
+            run_programs(2, _rank, job, words, None)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {death.rank} died"):
+                run_programs(2, _rank, job, words, death)
 
 
 def _expect_the_same(job: Path, steps: int) -> None:
@@ -126,9 +116,7 @@ def _expect_the_same(job: Path, steps: int) -> None:
 STEPS = 40
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # seconds: six times the import of torch, on a machine that does more
-def test_ranks_killed_at_chosen_moments(job: Path, torchruns: Launchers) -> None:
+def test_ranks_killed_at_chosen_moments(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a moment at which a death costs a checkpoint, a step, a record, or the run's end."""
     deaths = [
         shard(1, times=2),  # in the middle of a save
@@ -139,7 +127,7 @@ def test_ranks_killed_at_chosen_moments(job: Path, torchruns: Launchers) -> None
     options = ["--training.steps", str(STEPS), "--checkpoint.interval", "2"]
     options += ["--checkpoint.keep_latest_k", "2"]
     run_forked(job, *options, "--job.name", "whole")
-    _train(torchruns, job, deaths, *options)
+    _train(monkeypatch, job, deaths, *options)
     _expect_the_same(job, STEPS)
     (run,) = run_folders(job)
     assert (run / "logs/rank_0.log").read_text().count("resumed from") == len(deaths)
@@ -166,14 +154,14 @@ def _any_death(random: random.Random) -> Death:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_ranks_killed_twenty_times(job: Path, torchruns: Launchers, mode: str) -> None:
+def test_ranks_killed_twenty_times(job: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Catches what the test above does, at moments that nobody has chosen."""
     chance = random.Random(mode)
     deaths = [_any_death(chance) for _ in range(20)]
     options = ["--training.steps", "300", "--checkpoint.interval", "1"]
     options += ["--checkpoint.keep_latest_k", "2", "--checkpoint.async_mode", mode]
     run_forked(job, *options, "--job.name", "whole")
-    _train(torchruns, job, deaths, *options)
+    _train(monkeypatch, job, deaths, *options)
     _expect_the_same(job, 300)
 
 

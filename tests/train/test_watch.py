@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from isp.config import load_config
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
+from isp.train import main
+from isp.train.meter import StepMeter
 from isp.train.watch import LossWatch, SlowRankWatch
 from model.decoder import Decoder
-from tests.train.jobs import run_folders, run_forked, write_job
+from tests.ranks import run_programs
+from tests.train.jobs import run_folders, write_job
+
+SLEEP_SECONDS = 0.05
 
 
 def told(watch: LossWatch, losses: list[float]) -> list[int]:
@@ -108,22 +114,33 @@ def test_a_run_names_its_slow_rank_and_its_spike(
 ) -> None:
     """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
     forward, token_losses = Decoder.forward, Decoder.token_losses
-    calls = []
+    measured, own = StepMeter.own_seconds.fget, []
+    assert measured is not None
 
     def slow_forward(self: Decoder, *args: Tensor) -> Tensor:
-        calls.append(0)
         if os.environ["RANK"] == "1":
-            time.sleep(0.15)
+            time.sleep(SLEEP_SECONDS)
         return forward(self, *args)
 
     def spiking(self: Decoder, *args: Tensor) -> Tensor:
-        return token_losses(self, *args) * (4 if len(calls) == 24 else 1)
+        return token_losses(self, *args) * (4 if len(own) == 23 else 1)
+
+    def told(self: StepMeter) -> float:
+        own.append(measured(self))
+        return 1.6 if os.environ["RANK"] == "1" else 1.0
 
     monkeypatch.setattr(Decoder, "forward", slow_forward)
     monkeypatch.setattr(Decoder, "token_losses", spiking)
+    monkeypatch.setattr(StepMeter, "own_seconds", property(told))
     job = write_job(tmp_path)
     words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]
-    run_forked(job, *words)
+
+    def train(rank: int) -> float:
+        main(load_config(job, words))
+        return min(own)
+
+    waits, works = run_programs(2, train)
+    assert waits < SLEEP_SECONDS <= works, "what a rank waits for the other is not its own"
     (run,) = run_folders(job)
     log = (run / "logs/rank_0.log").read_text()
     warnings = [line.split(": ", 1)[1] for line in log.splitlines() if " WARNING " in line]
