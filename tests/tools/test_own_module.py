@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
-import subprocess
-import sys
+import runpy
+from contextlib import redirect_stdout
 from pathlib import Path
+
+from tests.ranks import run_programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tools" / "own_module.py"
 
 
-def _losses(*launcher: str) -> list[float]:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(EXAMPLE)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=110, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", done.stdout)]
+def _losses(rank: int) -> list[float]:
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said.getvalue())]
 
 
 def test_two_ranks_train_as_one_does() -> None:
     """Catches an example that no longer runs, or whose gradients are not those of all ranks."""
-    alone = _losses()
+    (alone,) = run_programs(1, _losses)
     assert len(alone) == 3
     assert alone == sorted(alone, reverse=True)
-    assert _losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") == alone
+    assert run_programs(2, _losses)[0] == alone
 
 
 def test_the_readme_shows_lines_of_the_example() -> None:
