@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from isp.cli import main
-from isp.cli.launch import rank_folder
+from isp.cli.launch import launch, rank_folder
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
 from tests.data.test_tokenizer import write_tokenizer
@@ -82,29 +83,52 @@ def job(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def start_ranks(tmp_path: Path):
-    """Starts two ranks of RANK_SCRIPT under the launcher, in a process of their own."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK_SCRIPT)
-    started: list[subprocess.Popen[str]] = []
+class Launcher:
+    """A launcher of two ranks of RANK_SCRIPT; forked, as it needs torch."""
 
-    def start(how: str) -> subprocess.Popen[str]:
-        code = "import sys; from isp.cli.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(script), how],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+    def __init__(self, folder: Path, how: str) -> None:
+        self._errors = folder / "errors"
+        script = folder / "rank.py"
+        script.write_text(RANK_SCRIPT)
+        read, write = os.pipe()
+        self._output = os.fdopen(read)
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self._launch, args=(write, [str(script), how]))
+        self.process.start()
+        os.close(write)
+
+    def _launch(self, output: int, command: list[str]) -> None:
+        os.dup2(output, 1)
+        sys.stderr = self._errors.open("w")
+        os.dup2(sys.stderr.fileno(), 2)
+        sys.exit(launch(2, command))
+
+    def await_ranks(self) -> None:
+        assert [self._output.readline() for _ in range(2)] == ["ready\n"] * 2
+
+    def send(self, stop: signal.Signals) -> None:
+        os.kill(self.process.pid, stop)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code, output and errors, once it and its ranks have closed the pipe."""
+        output = self._output.read()
+        self.process.join(60)
+        return self.process.exitcode, output, self._errors.read_text()
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started: list[Launcher] = []
+
+    def start(how: str) -> Launcher:
+        started.append(Launcher(tmp_path, how))
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()  # its ranks follow
-        process.communicate(timeout=60)
+    for launcher in started:
+        launcher.process.kill()  # its ranks follow
+        launcher.end()
 
 
 def test_config_prints_what_loads_back(job, capsys, tmp_path):
@@ -369,9 +393,8 @@ def test_commands_that_start_nothing_do_not_load_torch(words):
 )
 def test_the_first_failure_of_the_ranks_is_told_once(start_ranks, how, code, told, untold):
     """Catches a launcher that shows the ranks' knock-on errors, torchrun's report, or nothing."""
-    process = start_ranks(how)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
+    ended, _, errors = start_ranks(how).end()
+    assert ended == code, errors
     for words in told:
         assert errors.count(words) == 1, errors
     assert untold not in errors
@@ -381,45 +404,36 @@ def test_the_first_failure_of_the_ranks_is_told_once(start_ranks, how, code, tol
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
     """Catches ranks killed, or left running, when the launcher is told to stop."""
-    process = start_ranks("stop")
-    ready = [process.stdout.readline() for _ in range(2)]
-    assert ready == ["ready\n"] * 2
-    process.send_signal(stop)
-    output, errors = process.communicate(timeout=60)
-    assert output == "saved\n" * 2
-    assert process.returncode == 128 + stop
-    assert errors == ""
+    launcher = start_ranks("stop")
+    launcher.await_ranks()
+    launcher.send(stop)
+    assert launcher.end() == (128 + stop, "saved\n" * 2, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
-@pytest.mark.parametrize("how", ["stop", "stuck"])
-def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks, how):
-    """Catches ranks that outlive their launcher, be it in a call that never returns."""
-    process = start_ranks(how)
-    ready = [process.stdout.readline() for _ in range(2)]
-    assert ready == ["ready\n"] * 2
-    process.kill()
-    output, _ = process.communicate(timeout=60)  # ends when the ranks have closed the pipe
-    assert output == ""
+def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks):
+    """Catches ranks that outlive their launcher, in a call that never returns."""
+    launcher = start_ranks("stuck")
+    launcher.await_ranks()
+    launcher.send(signal.SIGKILL)
+    assert launcher.end() == (-signal.SIGKILL, "", "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
 def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
     """Catches a launcher that goes on waiting for ranks which do not answer."""
-    process = start_ranks("stuck")
-    ready = [process.stdout.readline() for _ in range(2)]
-    assert ready == ["ready\n"] * 2
-    process.send_signal(signal.SIGINT)
+    launcher = start_ranks("stuck")
+    launcher.await_ranks()
+    launcher.send(signal.SIGINT)
     time.sleep(1.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    assert launcher.process.is_alive()
+    launcher.send(signal.SIGINT)
+    assert launcher.end()[0] == 128 + signal.SIGINT
 
 
 KEEP_FOLDER = """
 import sys, time
-from isp.cli.launch import rank_folder
+from isp.cli.launch import launch, rank_folder
 with rank_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
