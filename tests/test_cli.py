@@ -433,7 +433,7 @@ def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
 
 KEEP_FOLDER = """
 import sys, time
-from isp.cli.launch import launch, rank_folder
+from isp.cli.launch import rank_folder
 with rank_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
