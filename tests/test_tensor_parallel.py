@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in every forked rank
 import torch.distributed as dist
@@ -14,10 +13,7 @@ from isp.comm import Channel
 from tests.ranks import run_ranks
 
 ROWS, WIDTH, INNER = 8, 8, 16
-GROUPS = {
-    4: ([[0, 1], [2, 3]], [[0, 3], [1, 2]]),
-    8: ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 3, 5, 6], [1, 2, 4, 7]]),
-}
+GROUPS = ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
 """Two ways of cutting the same ranks into groups."""
 
 
@@ -74,16 +70,16 @@ def plainly(seed: int) -> list[Tensor]:
     return [y.detach(), *(t.grad for t in (x, w1, w2) if t.grad is not None)]
 
 
-def _channels(rank: int, world: int) -> list[Channel]:
+def _channels(rank: int) -> list[Channel]:
     channels = []
-    for cut in GROUPS[world]:
+    for cut in GROUPS:
         made = [(ranks, dist.new_group(ranks)) for ranks in cut]
         channels += [Channel(group) for ranks, group in made if rank in ranks]
     return channels
 
 
-def _side_by_side(rank: int, world: int) -> list[list[list[float]]]:
-    channels = _channels(rank, world)
+def _side_by_side(rank: int) -> list[list[list[float]]]:
+    channels = _channels(rank)
     for dropout in (0.0, 0.4):
         alone = []
         for seed, channel in enumerate(channels):
@@ -107,18 +103,17 @@ def _side_by_side(rank: int, world: int) -> list[list[list[float]]]:
     return [numbers[0].tolist() for numbers in alone]
 
 
-@pytest.mark.parametrize("world", [4, 8])
-def test_toolkits_over_different_groups_live_side_by_side(world: int) -> None:
+def test_toolkits_over_different_groups_live_side_by_side() -> None:
     """Catches state of the process: a group, a stream or a buffer that two toolkits share."""
-    of_ranks = run_ranks(world, _side_by_side, world)
-    for number, cut in enumerate(GROUPS[world]):
+    of_ranks = run_ranks(4, _side_by_side)
+    for number, cut in enumerate(GROUPS):
         for ranks in cut:
             outputs = [of_ranks[rank][number] for rank in ranks]
             assert all(y == outputs[0] for y in outputs), "ranks that share it differ"
 
 
-@pytest.mark.parametrize("name", [name for name in tp.__all__ if callable(getattr(tp, name))])
-def test_a_public_name_says_what_it_does(name: str) -> None:
+def test_a_public_name_says_what_it_does() -> None:
     """Catches a name that is exported and gone, or that nobody has described."""
-    assert getattr(tp, name).__doc__
-    assert getattr(tp, name).__name__ == name
+    for name in tp.__all__:
+        found = getattr(tp, name)
+        assert not callable(found) or (found.__doc__ and found.__name__ == name), name

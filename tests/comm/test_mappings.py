@@ -15,8 +15,9 @@ from isp import tensor_parallel as tp
 from isp.comm import Channel
 from tests.ranks import run_ranks
 
-PARTS = {4: (3, 0, 1, 5), 8: (1, 2, 0, 3, 1, 1, 4, 2)}
-"""Uneven: one rank has nothing."""
+WORLD = 4
+UNEVEN = (3, 0, 1, 5)
+"""One rank has nothing."""
 
 
 class Move(Enum):
@@ -147,9 +148,9 @@ def _non_contiguous(x: Tensor) -> Tensor:
     return strided
 
 
-def _check_case(case: Case, rank: int, world: int, *, uneven: bool, strided: bool) -> None:
+def _check_case(case: Case, rank: int, *, uneven: bool, strided: bool) -> None:
     channel = Channel(dist.group.WORLD)
-    parts = PARTS[world] if uneven else (2,) * world
+    parts = UNEVEN if uneven else (2,) * WORLD
     options = {**case.options, **({case.uneven: list(parts)} if uneven else {})}
     lay = _non_contiguous if strided else torch.Tensor.contiguous
     xs = [lay(x) for x in _inputs(case.forward, case.dim, parts, seed=1)]
@@ -173,10 +174,10 @@ def _check_case(case: Case, rank: int, world: int, *, uneven: bool, strided: boo
         assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
-def _check_dual(name: str, partner: str, rank: int, world: int) -> None:
+def _check_dual(name: str, partner: str, rank: int) -> None:
     """Forward of one is backward of the other, on the same data."""
     channel, case, dual = Channel(dist.group.WORLD), CASES[name], CASES[partner]
-    parts = (2,) * world
+    parts = (2,) * WORLD
     x = _inputs(case.forward, case.dim, parts, seed=2)[rank].requires_grad_()
     y = case.function(x, channel, **case.options)
     dy = _inputs(case.backward, case.dim, parts, seed=3)[rank]
@@ -184,10 +185,10 @@ def _check_dual(name: str, partner: str, rank: int, world: int) -> None:
     assert torch.equal(dx, dual.function(dy, channel, **dual.options))
 
 
-def _check_uneven_all_to_all(rank: int, world: int) -> None:
+def _check_uneven_all_to_all(rank: int) -> None:
     channel = Channel(dist.group.WORLD)
-    counts = [[(3 * i + 2 * j) % 4 for j in range(world)] for i in range(world)]
-    xs = [100.0 * i + torch.arange(sum(counts[i]) * 2).double().view(-1, 2) for i in range(world)]
+    counts = [[(3 * i + 2 * j) % 4 for j in range(WORLD)] for i in range(WORLD)]
+    xs = [100.0 * i + torch.arange(sum(counts[i]) * 2).double().view(-1, 2) for i in range(WORLD)]
     pieces = [x.split(row) for x, row in zip(xs, counts, strict=True)]
     sent, received = counts[rank], [row[rank] for row in counts]
     x = xs[rank].clone().requires_grad_()
@@ -197,49 +198,48 @@ def _check_uneven_all_to_all(rank: int, world: int) -> None:
     assert torch.equal(dx, x * 2)
 
 
-def _check_flat_pieces(rank: int, world: int) -> None:
+def _check_flat_pieces(rank: int) -> None:
     channel = Channel(dist.group.WORLD)
-    whole = torch.arange(6 * world).view(2, 3 * world).double()
+    whole = torch.arange(6 * WORLD).view(2, 3 * WORLD).double()
     for x in (whole, whole.T):
         chunk = tp.split_tensor_into_1d_equal_chunks(x, channel)
-        assert torch.equal(chunk, x.flatten().chunk(world)[rank])
+        assert torch.equal(chunk, x.flatten().chunk(WORLD)[rank])
         assert torch.equal(tp.gather_split_1d_tensor(chunk, channel), x.flatten())
     view = tp.split_tensor_into_1d_equal_chunks(whole, channel)
     copy = tp.split_tensor_into_1d_equal_chunks(whole, channel, new_buffer=True)
     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    assert copy.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // world
+    assert copy.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // WORLD
     # What a rank gives need not be flat.
     mine = torch.full((2, 4), float(rank))
-    expected = torch.arange(world).repeat_interleave(8).float()
+    expected = torch.arange(WORLD).repeat_interleave(8).float()
     assert torch.equal(tp.gather_split_1d_tensor(mine, channel), expected)
 
 
-def _run(rank: int, world: int) -> dict[str, int]:
+def _run(rank: int) -> dict[str, int]:
     """All checks in one set of ranks; how many of each there were."""
     done = {"moves": 0, "duals": 0}
     for name, case in CASES.items():
         for uneven in (False, True) if case.uneven else (False,):
             for strided in (False, True):
                 try:
-                    _check_case(case, rank, world, uneven=uneven, strided=strided)
+                    _check_case(case, rank, uneven=uneven, strided=strided)
                 except Exception as error:
                     raise AssertionError(f"{name}, {uneven=}, {strided=}: {error}") from error
                 done["moves"] += 1
     for pair in DUALS:
         for name, partner in (pair, pair[::-1]):
-            _check_dual(name, partner, rank, world)
+            _check_dual(name, partner, rank)
             done["duals"] += 1
-    _check_uneven_all_to_all(rank, world)
-    _check_flat_pieces(rank, world)
+    _check_uneven_all_to_all(rank)
+    _check_flat_pieces(rank)
     return done
 
 
-@pytest.mark.parametrize("world", [4, 8])
-def test_mappings_on_ranks(world: int) -> None:
+def test_mappings_on_ranks() -> None:
     """Catches a wrong move, sum, order or cut, forward or backward; duals that are not; writing to
     an input; a transfer too many; sizes not swapped on the way back; flat pieces out of order.
     """
-    for done in run_ranks(world, _run, world):
+    for done in run_ranks(WORLD, _run):
         assert done == {"moves": 2 * 14 + 2 * 5, "duals": 2 * len(DUALS)}
 
 
@@ -250,7 +250,7 @@ def test_every_mapping_has_a_dual() -> None:
     assert {name for pair in DUALS for name in pair} == {n for n, c in CASES.items() if c.dim != 1}
 
 
-def _misuse(rank: int, world: int) -> list[str]:
+def _misuse(rank: int) -> list[str]:
     channel = Channel(dist.group.WORLD, name="tensor")
     messages = []
     for fails in (
@@ -278,7 +278,7 @@ def _misuse(rank: int, world: int) -> list[str]:
 
 def test_sizes_that_do_not_fit_and_second_derivatives_are_refused() -> None:
     """Catches a dim cut short in silence, and second derivatives that would miss the group."""
-    messages = run_ranks(4, _misuse, 4)[0]
+    messages = run_ranks(WORLD, _misuse)[0]
     assert (
         "dim -1 of shape (4, 7) does not divide by the 4 ranks of the tensor group" in messages[0]
     )
