@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +13,7 @@ from isp.metrics import read_metrics
 from isp.train import main
 from tests.ranks import run_programs
 
-__all__ = ["Launchers", "launchers", "numbers", "run_folders", "run_forked", "tensors", "write_job"]
+__all__ = ["numbers", "run_folders", "run_forked", "tensors", "write_job"]
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
@@ -74,76 +67,3 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
     shared = {name: tensor for name, tensor in found.items() if not name.startswith("local.")}
     assert len(shared) > 20
     return shared
-
-
-class Launchers:
-    """Starts torchruns in `folder`; `launchers` ends them with all their ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def start(
-        self,
-        options: Sequence[str],
-        words: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        path: Sequence[Path] = (),
-        enter: Callable[[], None] | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """torchrun with `options`, whose ranks run `isp train` with `words`.
-
-        What they say goes to a file, `said`. `path` comes before the project in theirs. `enter` is
-        called in the new process.
-        """
-        paths = os.pathsep.join(str(p) for p in (*path, ROOT))
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(env or {})}
-        command = [sys.executable, "-m", "torch.distributed.run", *options]
-        with self.said(len(self._started)).open("wb") as said:
-            process = subprocess.Popen(
-                [*command, "-m", "isp", "train", *words],
-                cwd=self._folder,
-                env=environment,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                preexec_fn=enter,
-            )
-        self._started.append(process)
-        return process
-
-    def said(self, number: int = 0) -> Path:
-        """Where the words of a launcher and its ranks are, for messages of failing tests."""
-        return self._folder / f"said_{number}.txt"
-
-    def end(self) -> None:
-        """Kill all launchers, and their ranks, which plain torchrun puts in their own sessions."""
-        for process in self._started:
-            process.kill()
-            process.wait()
-        while found := _processes_in(self._folder):
-            for number in found:
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
-            time.sleep(0.01)
-
-
-@contextmanager
-def launchers(folder: Path) -> Iterator[Launchers]:
-    """Launchers in `folder`, which is nobody else's; none of their processes outlives this."""
-    made = Launchers(folder)
-    try:
-        yield made
-    finally:
-        made.end()
-
-
-def _processes_in(folder: Path) -> list[int]:
-    """The processes that have been started in `folder`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended, or is not ours
-                if Path(os.readlink(entry / "cwd")) == folder.resolve():
-                    found.append(int(entry.name))
-    return found

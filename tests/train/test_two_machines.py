@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import Launchers, launchers, numbers, run_folders, run_forked, write_job
+from tests.train.jobs import ROOT, numbers, run_folders, run_forked, write_job
 from tools.netns import INTERFACE, Wires, why_not
 
 FIRST = "10.77.0.1"
+
+
+class Launchers:
+    """Starts torchruns in `folder`, which is nobody else's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        options: Sequence[str],
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        enter: Callable[[], None],
+    ) -> subprocess.Popen[bytes]:
+        """torchrun with `options`, whose ranks run `isp train` with `words`.
+
+        What they say goes to a file, `said`. `enter` is called in the new process.
+        """
+        project = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        with self.said(len(self._started)).open("wb") as said:
+            process = subprocess.Popen(
+                [*command, "-m", "isp", "train", *words],
+                cwd=self._folder,
+                env={**os.environ, **project, **env},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                preexec_fn=enter,
+            )
+        self._started.append(process)
+        return process
+
+    def said(self, number: int) -> Path:
+        """Where the words of a launcher and its ranks are, for messages of failing tests."""
+        return self._folder / f"said_{number}.txt"
+
+    def end(self) -> None:
+        """Kill all launchers, and their ranks, which plain torchrun puts in their own sessions."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+        while found := _processes_in(self._folder):
+            for number in found:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _processes_in(folder: Path) -> list[int]:
+    """The processes that have been started in `folder`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has ended, or is not ours
+                if Path(os.readlink(entry / "cwd")) == folder.resolve():
+                    found.append(int(entry.name))
+    return found
 
 
 @pytest.fixture
@@ -32,8 +95,11 @@ def wires() -> Iterator[Wires]:
 
 @pytest.fixture
 def torchruns(tmp_path: Path, wires: Wires) -> Iterator[Launchers]:
-    with launchers(tmp_path) as made:
+    made = Launchers(tmp_path)
+    try:
         yield made
+    finally:
+        made.end()
 
 
 @pytest.mark.slow
