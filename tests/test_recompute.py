@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in every forked rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

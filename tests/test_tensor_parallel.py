@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in every forked rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor

@@ -6,7 +6,6 @@ import hashlib
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what torch.utils.checkpoint imports: once here, not in every forked rank
 from torch import Tensor
 
 from isp.comm import Mesh

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
 
 from isp.comm import Mesh
 from isp.data.batch import MicroBatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ from tests.ranks import run_programs
 from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_job
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Death:
     """When a rank is killed, in an attempt of its own: Python tells its hooks what it will do."""
 
@@ -35,50 +34,18 @@ class Death:
     """How often it has been called by then, in this attempt."""
     seconds: float = 0.0
     """Later by this, in whatever follows."""
-
-
-def shard(rank: int, times: int = 1, seconds: float = 0.0) -> Death:
-    """As `rank` begins to write its shard."""
-    return Death(rank=rank, event="open", name=f"__{rank}_0.distcp", times=times, seconds=seconds)
-
-
-def publishing(times: int = 1) -> Death:
-    """As rank 0 renames what is complete: odd times the table of contents, even times the save."""
-    return Death(rank=0, event="os.rename", name=".tmp", times=times)
-
-
-def deleting(times: int = 1) -> Death:
-    """As rank 0 removes a shard of an old checkpoint, the other one being there or not."""
-    return Death(rank=0, event="os.remove", name=".distcp", times=times)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
-
-
-def _rank(rank: int, job: Path, words: Sequence[str], death: Death | None) -> None:
-    if death is not None and rank == death.rank:
-        sys.addaudithook(_Watch(death))
-    main(load_config(job, words))
-
-
-class _Watch:
-    """Python's hook that kills this process as `death` says."""
-
-    def __init__(self, death: Death) -> None:
-        self._death, self._seen = death, 0
+    seen: int = 0
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        death = self._death
-        if event != death.event or not str(args[0]).endswith(death.name):
+        """Python's hook."""
+        if event != self.event or not str(args[0]).endswith(self.name):
             return
         if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
             return  # a resuming rank reads what it is to die writing
-        self._seen += 1
-        if self._seen == death.times and death.seconds:
-            threading.Timer(death.seconds, _die).start()
-        elif self._seen == death.times:
+        self.seen += 1
+        if self.seen == self.times and self.seconds:
+            threading.Timer(self.seconds, _die).start()
+        elif self.seen == self.times:
             _die()
 
 
@@ -86,18 +53,27 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(
-    monkeypatch: pytest.MonkeyPatch, job: Path, deaths: Sequence[Death], *words: str
-) -> None:
-    """The job, started again after each of `deaths` as torchrun does: all ranks, in one launch."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
-    for attempt, death in enumerate([*deaths, None]):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        if death is None:
-            run_programs(2, _rank, job, words, None)
-        else:
-            with pytest.raises(RuntimeError, match=f"rank {death.rank} died"):
-                run_programs(2, _rank, job, words, death)
+DEATHS = [
+    # in the middle of a save: as rank 1 begins to write its shard
+    Death(rank=1, event="open", name="__1_0.distcp", times=2),
+    # in the steps after it
+    Death(rank=0, event="open", name="__0_0.distcp", seconds=0.1),
+    # as what is complete is renamed: the table of contents first, then the save
+    Death(rank=0, event="os.rename", name=".tmp", times=2),
+    # half-way through an old checkpoint that is removed
+    Death(rank=0, event="os.remove", name=".distcp", times=2),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def _rank(rank: int, job: Path, words: Sequence[str], death: Death) -> None:
+    if rank == death.rank:
+        sys.addaudithook(death)
+    main(load_config(job, words))
 
 
 def _expect_the_same(job: Path, steps: int) -> None:
@@ -118,51 +94,21 @@ STEPS = 40
 
 def test_ranks_killed_at_chosen_moments(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a moment at which a death costs a checkpoint, a step, a record, or the run's end."""
-    deaths = [
-        shard(1, times=2),  # in the middle of a save
-        shard(0, seconds=0.1),  # in the steps after it
-        publishing(times=2),
-        deleting(times=2),  # half-way through
-    ]
     options = ["--training.steps", str(STEPS), "--checkpoint.interval", "2"]
     options += ["--checkpoint.keep_latest_k", "2"]
     run_forked(job, *options, "--job.name", "whole")
-    _train(monkeypatch, job, deaths, *options)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    for attempt, death in enumerate(DEATHS):  # as torchrun does: all ranks, in one launch
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        with pytest.raises(RuntimeError, match=f"rank {death.rank} died"):
+            run_programs(2, _rank, job, options, death)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(len(DEATHS)))
+    run_forked(job, *options)
     _expect_the_same(job, STEPS)
     (run,) = run_folders(job)
-    assert (run / "logs/rank_0.log").read_text().count("resumed from") == len(deaths)
+    assert (run / "logs/rank_0.log").read_text().count("resumed from") == len(DEATHS)
     left = sorted(path.name for path in (run / "checkpoint").glob("step_*"))
     assert left == [f"step_{STEPS - 2}", f"step_{STEPS}"]
-
-
-def _any_death(random: random.Random) -> Death:
-    """A death some saves from the start of an attempt."""
-    times = random.randint(2, 5)  # the first save done: each attempt gets on
-    rank = random.randint(0, 1)
-    return random.choice(
-        [
-            shard(rank, times),
-            shard(rank, times, seconds=random.uniform(0.001, 0.1)),
-            shard(rank, times, seconds=random.uniform(0.001, 0.1)),
-            publishing(2 * times - random.randint(0, 1)),
-            deleting(2 * times),
-        ]
-    )
-
-
-@pytest.mark.skipif("ISP_MANY_DEATHS" not in os.environ, reason="minutes: set ISP_MANY_DEATHS=1")
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_ranks_killed_twenty_times(job: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Catches what the test above does, at moments that nobody has chosen."""
-    chance = random.Random(mode)
-    deaths = [_any_death(chance) for _ in range(20)]
-    options = ["--training.steps", "300", "--checkpoint.interval", "1"]
-    options += ["--checkpoint.keep_latest_k", "2", "--checkpoint.async_mode", mode]
-    run_forked(job, *options, "--job.name", "whole")
-    _train(monkeypatch, job, deaths, *options)
-    _expect_the_same(job, 300)
 
 
 def test_a_shard_cut_off_is_passed_over(job: Path) -> None:

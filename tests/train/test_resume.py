@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what torch's optimizers import: once here, not in every forked rank
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
