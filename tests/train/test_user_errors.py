@@ -13,9 +13,8 @@ import pytest
 
 from isp.checkpoint import verify
 from isp.config import load_config
-from isp.data.dataset import PackedDataset
+from isp.data.dataset import PackedDataset, open_datasets
 from isp.data.indexed import IndexedDatasetWriter, token_dtype
-from isp.data.load import open_datasets
 from isp.metrics import read_metrics
 from tests.train.jobs import ROOT, run_forked, write_job
 
