@@ -1,5 +1,11 @@
 """Exact attention over sequences that are split over ranks."""
 
+import sys
+from types import ModuleType
+
+from torch import Tensor
+
+from isp.attention.call import attention
 from isp.attention.cpu import CpuAttention
 from isp.attention.distributed import DistributedAttention
 from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
@@ -18,3 +24,23 @@ __all__ = [
     "all_to_all_sp2hp",
     "make_local_attention",
 ]
+
+
+class _Callable(ModuleType):
+    """Lets people write `isp.attention(q, k, v)`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """As `isp.attention.call.attention`."""
+        return attention(q, k, v, causal=causal, window=window, scale=scale)
+
+
+sys.modules[__name__].__class__ = _Callable

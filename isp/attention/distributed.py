@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isp.attention.exchange import Arrival, Cut, Exchange, launch
@@ -57,13 +58,17 @@ class DistributedAttention:
         self.channel = channel
         self.together_below_bytes = together_below_bytes
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
 
+        The heads of v, and so of the result, may be smaller than those of q and k. `sinks`
+        [H], where the local attention takes them: a further logit of each head, without a value.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
-            return self.local_attention(q, k, v, mask=mask)
+            return self._attend_here(q, k, v, mask, sinks)
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         size = sum(x.numel() * x.element_size() for x in (q, k, v))
         if size <= self.together_below_bytes and k.shape == v.shape:
@@ -74,7 +79,7 @@ class DistributedAttention:
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
             ]
             q, k, v = (arrive()[0] for arrive in trips)
-        return self._attend(q, k, v, plan, mask)
+        return self._attend(q, k, v, plan, mask, sinks)
 
     def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
         """Packed with as many KV heads as query heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
@@ -100,7 +105,13 @@ class DistributedAttention:
         return launch(self._exchange(heads, length, label), xs)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, mask: AttentionMask
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: HeadPlan,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
         if q.shape[_HEADS] == 0:
@@ -110,10 +121,23 @@ class DistributedAttention:
             if repeated is not None:
                 index = torch.tensor(repeated, device=k.device)
                 k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
-            out = self.local_attention(q, k, v, mask=mask)
+            if sinks is not None:
+                own = plan.query[self.channel.rank]
+                sinks = sinks[own.start : own.stop]
+            out = self._attend_here(q, k, v, mask, sinks)
         back = self._exchange((plan.query,), out.shape[_SEQUENCE], "out")
         (out,) = launch(back, (out,), reverse=True)()
         return out
+
+    def _attend_here(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None
+    ) -> Tensor:
+        """Kernels want heads of one size: what v lacks is zero."""
+        options = {} if sinks is None else {"sinks": sinks}
+        size = v.shape[-1]
+        if size < k.shape[-1]:
+            v = F.pad(v, (0, k.shape[-1] - size))
+        return self.local_attention(q, k, v, mask=mask, **options)[..., :size]
 
 
 class _NoHeads(torch.autograd.Function):
@@ -126,7 +150,7 @@ class _NoHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        return torch.empty_like(q)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:

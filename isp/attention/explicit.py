@@ -1,0 +1,110 @@
+"""Local attention in plain tensor operations, for what the fused kernels cannot do; any device.
+
+T tokens, H query heads, K KV heads, G = H / K, d head size, R queries and C keys of a block
+
+forward   for each block: p = softmax(cap(scale q k^T) + mask, with the sink), out = p v
+backward  for each block: the same again, and the gradients of its rows
+
+One block exists at a time, [K, G, R, C], so memory grows with the longest document and not with its
+square.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isp.attention.mask import AttentionMask
+from isp.attention.pieces import EVERYTHING, Block, document_lengths, pieces_of
+
+__all__ = ["ExplicitAttention"]
+
+
+class ExplicitAttention:
+    """Softmax attention with soft-capped logits and attention sinks.
+
+    `softcap`: logits become softcap * tanh(logits / softcap) (Gemma 2). A head's sink is a logit
+    without a value that takes part in the softmax (gpt-oss). Computed in float32 at least.
+    """
+
+    def __init__(self, *, scale: float | None = None, softcap: float | None = None) -> None:
+        self.scale = scale
+        self.softcap = softcap
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d]."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
+        lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
+        pieces = pieces_of(lengths, causal=mask.causal, window=mask.window, split_up_to=q.shape[1])
+        blocks = tuple(piece.block for piece in pieces)
+        if sinks is not None:
+            sinks = sinks.to(dtype)
+        out: Tensor = _Blocks.apply(*wide, sinks, blocks, self)
+        return out.view(q.shape).to(q.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, block: Block) -> Tensor:
+        """One block: q [R, H, d], k and v [C, K, d] -> [R, H, d]."""
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [R, K, G, d]
+        logits = torch.einsum("rkgd,ckd->kgrc", grouped, k) * scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if block.visible != EVERYTHING:
+            seen = block.visible.band(len(block.query), len(block.key), logits.device)
+            logits = logits.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks.view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, column], -1)
+        weights = logits.softmax(-1)[..., : k.shape[0]]
+        return torch.einsum("kgrc,ckd->rkgd", weights, v).flatten(1, 2)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        blocks: tuple[Block, ...],
+        attention: ExplicitAttention,
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        for block in blocks:
+            rows, keys = _slices(block)
+            out[rows] = attention.attend(q[rows], k[keys], v[keys], sinks, block)
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.blocks, ctx.attention = blocks, attention
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks = ctx.saved_tensors
+        totals = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks)]
+        for block in ctx.blocks:
+            rows, keys = _slices(block)
+            parts = (q[rows], k[keys], v[keys], sinks)
+            leaves = [None if x is None else x.detach().requires_grad_() for x in parts]
+            with torch.enable_grad():
+                out = ctx.attention.attend(*leaves, block)
+            given = [x for x in leaves if x is not None]
+            grads = torch.autograd.grad(out, given, dout[rows])
+            for total, grad, where in zip(totals, grads, (rows, keys, keys), strict=False):
+                assert total is not None
+                total[where] += grad
+            if totals[3] is not None:
+                totals[3] += grads[3]
+        return *totals, None, None
+
+
+def _slices(block: Block) -> tuple[slice, slice]:
+    query, key, _ = block
+    return slice(query.start, query.stop), slice(key.start, key.stop)
