@@ -5,7 +5,7 @@ B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,19 @@ from isp.layers.linear import Moves, Wanted, wanted
 from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
+from isp.weights.declare import WeightHolder
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["VocabParallelEmbedding"]
+__all__ = ["TableLayer", "VocabParallelEmbedding", "look_up"]
+
+
+class TableLayer(WeightHolder, Protocol):
+    """A layer that looks rows of its table up: an embedding, or one of somebody else's."""
+
+    communicator: WPCommunicator
+    moves: Moves
+    deterministic: bool
+    padding_idx: int
 
 
 class _Embedding(torch.autograd.Function):
@@ -28,7 +38,7 @@ class _Embedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
         foreign = None
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
@@ -46,20 +56,29 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        layer: VocabParallelEmbedding = ctx.layer
+        layer: TableLayer = ctx.layer
         if not (want := wanted(ctx, 1)):
             return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
         if foreign is not None:
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
+        padding = layer.padding_idx
         if layer.deterministic:
             dw = dy.new_zeros(ctx.num_rows, dy.shape[-1])
             dw.index_put_((ids,), dy, accumulate=True)  # sorts the ids on CUDA
+            if padding >= 0:
+                dw[padding] = 0
         else:
-            dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, -1, False)
+            dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
         returned = want is Wanted.VALUE
         return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
+
+
+def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
+    """Rows of the table of which `weight` is this rank's part: ids [B, S] -> [B, S, D]."""
+    y: Tensor = _Embedding.apply(ids, weight, layer)
+    return y
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -71,6 +90,8 @@ class VocabParallelEmbedding(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None = None
+    padding_idx = -1
+    """The row that takes no gradient; -1: none."""
 
     def __init__(
         self,
@@ -92,8 +113,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> [B, S, D]."""
-        y: Tensor = _Embedding.apply(ids, self.weight, self)
-        return y
+        return look_up(ids, self.weight, self)
 
     def initial_value(self, name: str, stream: MasterStream) -> Tensor:
         return stream.normal(self.layouts[name].global_shape, self.init_std)

@@ -97,8 +97,8 @@ class LayerFactory:
         assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
         segments = out_features if self.splits_features else (total,)
         return ParallelLinear(
-            self._weight_layout((total, in_features), dim=0, segments=segments),
-            bias_layout=self._weight_layout((total,), dim=0, segments=segments) if bias else None,
+            self.sharded_layout((total, in_features), dim=0, segments=segments),
+            bias_layout=self.sharded_layout((total,), dim=0, segments=segments) if bias else None,
             moves=moves_for(self.mode, Role.COLUMN, self.tensor),
             communicator=self.communicator,
             init_std=std,
@@ -113,11 +113,11 @@ class LayerFactory:
         assert in_features % self.feature_parts == 0, (in_features, self.tensor)
         bias_layout = None
         if bias and self.splits_features:
-            bias_layout = self._replicated((out_features,))
+            bias_layout = self.replicated_layout((out_features,))
         elif bias:
-            bias_layout = self._weight_layout((out_features,), dim=0)
+            bias_layout = self.sharded_layout((out_features,), dim=0)
         return ParallelLinear(
-            self._weight_layout((out_features, in_features), dim=int(self.splits_features)),
+            self.sharded_layout((out_features, in_features), dim=int(self.splits_features)),
             bias_layout=bias_layout,
             bias_after_move=self.splits_features,
             moves=moves_for(self.mode, Role.ROW, self.tensor),
@@ -129,7 +129,7 @@ class LayerFactory:
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
         """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
-        layout, communicator = self._weight_layout((vocab_size, hidden_size), dim=0), None
+        layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
         if not self.splits_features:
             communicator = EmbeddingWeightParallelCommunicator(
                 self.communicator, self.weight, split_hidden=self.embed_split_hidden
@@ -154,7 +154,7 @@ class LayerFactory:
         tied_to: VocabParallelEmbedding | None = None,
     ) -> ParallelLinear:
         """The linear to the logits, split by vocabulary; may share the embedding's table."""
-        layout = self._weight_layout((vocab_size, hidden_size), dim=0)
+        layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
         if tied_to is not None:
             layout = tied_to.layouts["weight"]
         moves, communicator = moves_for(self.mode, Role.COLUMN, self.tensor), None
@@ -178,12 +178,13 @@ class LayerFactory:
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         """A norm over the hidden size of a token or (`per_head`) over each head."""
-        layout = self._replicated((size,), sees_part=True if per_head else None)
+        layout = self.replicated_layout((size,), sees_part=True if per_head else None)
         return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
 
-    def _weight_layout(
+    def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()
     ) -> ParameterLayout:
+        """A parameter that is cut along `dim` over the weight group."""
         return ParameterLayout(
             global_shape=shape,
             dim=dim,
@@ -193,7 +194,9 @@ class LayerFactory:
             reduce_over=Axis.WEIGHT_DATA,
         )
 
-    def _replicated(self, shape: tuple[int, ...], sees_part: bool | None = None) -> ParameterLayout:
+    def replicated_layout(
+        self, shape: tuple[int, ...], sees_part: bool | None = None
+    ) -> ParameterLayout:
         """A parameter that every rank holds whole.
 
         Where the tensor ranks see the same tokens and features (mtp) their gradients are equal;

@@ -35,15 +35,18 @@ from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel import Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
+from isp.weights.declare import WeightHolder
 from isp.weights.wp import WPCommunicator
 
 __all__ = [
+    "LinearLayer",
     "Moves",
     "ParallelLinear",
     "Role",
     "Wanted",
     "WeightGradientRoute",
     "moves_for",
+    "multiply",
     "wanted",
 ]
 
@@ -132,12 +135,22 @@ class WeightGradientRoute(Protocol):
     """
 
     def __call__(
-        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
 
         `weight` is the parameter that `layer` was used with: its own, or one given at the call.
         """
+
+
+class LinearLayer(WeightHolder, Protocol):
+    """A layer that multiplies by its weight: a `ParallelLinear`, or one of somebody else's."""
+
+    communicator: WPCommunicator
+    moves: Moves
+    weight_gradients: WeightGradientRoute | None
+    transposed: bool
+    """Whether the weight is [I, O]."""
 
 
 class _Linear(torch.autograd.Function):
@@ -155,12 +168,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
         full_x = moves.x(x, cargo=Cargo(Purpose.ACTIVATION, layer.name, "x")).wait()
         with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
-            y = F.linear(full_x, full.weight, full.bias)
+            y = F.linear(full_x, _matrix(full.weight, layer), full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
@@ -171,7 +184,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        layer: ParallelLinear = ctx.layer
+        layer: LinearLayer = ctx.layer
         want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
@@ -186,7 +199,7 @@ class _Linear(torch.autograd.Function):
             def input_gradient() -> Pending | None:
                 if full is None:
                     return None
-                dx = dy @ full.weight.to(dy.dtype)  # [Note: Autocast]
+                dx = dy @ _matrix(full.weight, layer).to(dy.dtype)  # [Note: Autocast]
                 return moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
 
             def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
@@ -195,10 +208,11 @@ class _Linear(torch.autograd.Function):
                     flat_dy = dy.flatten(0, -2)
                     flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
                     route, parameter = layer.weight_gradients, ctx.parameter
+                    left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
                     if route is None or parameter is None or want_w is not Wanted.FLOW:
-                        dw = flat_dy.T @ flat_x
+                        dw = left.T @ right
                     else:
-                        dw = route(layer, parameter, flat_dy, flat_x)
+                        dw = route(layer, parameter, left, right)
                     if dw is not None:
                         returned = want_w is Wanted.VALUE
                         dw = communicator.grad_hook(dw, module=layer, returned=returned)
@@ -217,6 +231,17 @@ class _Linear(torch.autograd.Function):
         return None if dx is None else dx.wait(), dw, db, None
 
 
+def _matrix(weight: Tensor, layer: LinearLayer) -> Tensor:
+    """The weight as [O, I]."""
+    return weight.T if layer.transposed else weight
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
+    """x W^T + b, of which `weight` and `bias` are this rank's parts: x [B, S, I] -> [B, S, O]."""
+    y: Tensor = _Linear.apply(x, weight, bias, layer)
+    return y
+
+
 class ParallelLinear(ParallelModule):
     """y = x W^T + b, its weight a shard and its activations moved as the mode wants.
 
@@ -227,6 +252,7 @@ class ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    transposed = False
 
     def __init__(
         self,
@@ -278,8 +304,7 @@ class ParallelLinear(ParallelModule):
         """`forward` without a bias that is added after the move of y."""
         weight = self._checked_weight(weight)
         inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
-        y: Tensor = _Linear.apply(x, weight, inner_bias, self)
-        return y
+        return multiply(x, weight, inner_bias, self)
 
     def _checked_weight(self, weight: Tensor | None) -> Tensor:
         if weight is None:

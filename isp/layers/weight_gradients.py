@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from isp.layers.linear import ParallelLinear
+from isp.layers.linear import LinearLayer
 from isp.weights.transfers import GradientSink
 
 __all__ = ["DeferredWeightGradients", "IntoMainGradients"]
@@ -35,7 +35,7 @@ class IntoMainGradients:
         self._gradients = gradients
 
     def __call__(
-        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if layer.communicator.gathers_weights:
             return dy.T @ x
@@ -58,13 +58,13 @@ class DeferredWeightGradients:
             raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
         self._sink = sink
         self._limit = limit
-        self._waiting: deque[tuple[ParallelLinear, nn.Parameter, Tensor, Tensor]] = deque()
+        self._waiting: deque[tuple[LinearLayer, nn.Parameter, Tensor, Tensor]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __call__(
-        self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return dy.T @ x
@@ -89,7 +89,7 @@ class DeferredWeightGradients:
         return compute
 
     @torch.no_grad()
-    def _compute(self, layer: ParallelLinear, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+    def _compute(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
         if grad is None:  # on its way, and promised anew by the communicator
             self._sink.withdraw(weight)

@@ -33,8 +33,14 @@ class WeightHolder(Protocol):
 
     name: str
     layouts: dict[str, ParameterLayout]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """This rank's shard."""
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """This rank's shard, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
