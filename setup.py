@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-HF = ["tokenizers", "safetensors"]
+HF = ["tokenizers", "safetensors", "transformers"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
 
@@ -48,6 +48,7 @@ setup(
             "pytest-xdist",
             "ruff",
             "mypy",
+            "peft",
             "import-linter",
             "types-PyYAML",
         ],

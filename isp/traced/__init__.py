@@ -1,0 +1,1 @@
+"""Models that were not written for isp: traced once, then driven as they are."""

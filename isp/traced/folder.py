@@ -1,0 +1,196 @@
+"""Folders of weights as Hugging Face keeps them: read by slices, written one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isp.parallel.layout import ParameterLayout
+
+__all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_FILE_BYTES = 5 << 30
+"""Size from which weights go on in a further file, as transformers has it."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files beside the weights that a copy of the model needs."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.  Raises ValueError, naming the file, for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: is it a model's folder?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object")
+    return found
+
+
+class WeightFiles:
+    """The tensors in a folder's safetensors files; only what is asked for is read.
+
+    Raises ValueError, naming the file, for one that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / _INDEX).exists():
+            files = read_json(folder / _INDEX).get("weight_map")
+            if not isinstance(files, dict):
+                raise ValueError(f"{folder / _INDEX} holds no weight_map")
+            self._files: dict[str, str] = files
+        elif (folder / _SINGLE).exists():
+            self._files = dict.fromkeys(self._names(_SINGLE), _SINGLE)
+        else:
+            raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._files)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, aliases: Iterable[str] = ()) -> None:
+        """Raise ValueError unless the tensors are these; `aliases` may be there or not."""
+        missing = sorted(shapes.keys() - self.names)
+        extra = sorted(self.names - shapes.keys() - set(aliases))
+        wrong = [
+            f"{name} is {list(found)}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in self.names and (found := self._shape(name)) != shape
+        ]
+        faults = [
+            f"{what}: {', '.join(found[:3])}{f' and {len(found) - 3} more' * (len(found) > 3)}"
+            for what, found in (("missing", missing), ("not of the model", extra), ("size", wrong))
+            if found
+        ]
+        if faults:
+            raise ValueError(
+                f"the weights in {self.folder} are not this model's; {'; '.join(faults)}"
+            )
+
+    def read(self, name: str, layout: ParameterLayout) -> Tensor:
+        """This rank's part of a tensor, in CPU memory; nothing else of it is read."""
+        try:
+            view = self._handle(self._files[name]).get_slice(name)
+            before = (slice(None),) * layout.dim
+            parts = [view[(*before, slice(a, b))] for a, b in layout.intervals()]
+        except SafetensorError as error:
+            raise self._damaged(self._files[name], error) from None
+        return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise self._damaged(self._files[name], error) from None
+
+    def _names(self, file: str) -> list[str]:
+        with self._opened(file) as handle:
+            return list(handle.keys())
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = self._opened(file)
+        return self._open[file]
+
+    def _opened(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except FileNotFoundError:
+            raise ValueError(f"{self.folder / file} is missing, which {_INDEX} names") from None
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(file, error) from None
+
+    def _damaged(self, file: str, error: Exception) -> ValueError:
+        return ValueError(f"{self.folder / file} is damaged or cut short: {error}")
+
+
+class WeightWriter:
+    """Writes tensors into safetensors files, with an index if there are several; a context.
+
+    Holds at most one file's tensors in memory. What an error leaves behind has no index and no
+    final name, so nobody takes it for a model.
+    """
+
+    def __init__(self, folder: Path, *, file_bytes: int = _FILE_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._limit = file_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._waiting_bytes = 0
+        self._written: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One tensor, whole, in CPU memory."""
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._waiting_bytes + size > self._limit:
+            self._write()
+        self._waiting[name] = tensor.contiguous()
+        self._waiting_bytes += size
+        self._total += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+
+    def _write(self) -> None:
+        save_file(self._waiting, self._part(len(self._written)), metadata={"format": "pt"})
+        self._written.append(list(self._waiting))
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f".part-{index:05d}.safetensors"
+
+    def _finish(self) -> None:
+        self._write()
+        for stale in (*self._folder.glob("model*.safetensors"), self._folder / _INDEX):
+            stale.unlink(missing_ok=True)
+        count = len(self._written)
+        if count == 1:
+            self._part(0).rename(self._folder / _SINGLE)
+            return
+        weight_map = {}
+        for index, names in enumerate(self._written):
+            file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._part(index).rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._folder / _INDEX).write_text(json.dumps(text, indent=2))
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what belongs to a model's tokenizer from one folder to another."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,122 @@
+"""The ways in which a model is called and in which it calls attention.
+
+B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from isp.attention.call import Attend, attend_by
+
+__all__ = ["Host", "HuggingFace", "OwnModule", "host_of"]
+
+_numbers = count()
+
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class Host(Protocol):
+    """The manners of a family of models."""
+
+    def connect(self, model: nn.Module, attend: Attend) -> None:
+        """Let the model's calls of attention arrive at `attend`."""
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """The logits [B, S', V] of tokens at positions [B, S']."""
+
+    def attending(self) -> AbstractContextManager[None]:
+        """A context in which code of the model runs."""
+
+
+def host_of(model: nn.Module) -> Host:
+    """The manners of this model."""
+    return HuggingFace() if hasattr(model, "set_attn_implementation") else OwnModule()
+
+
+class OwnModule:
+    """A module that is called with tokens and positions, and calls `isp.attention`."""
+
+    def __init__(self) -> None:
+        self._target: Attend | None = None
+
+    def connect(self, model: nn.Module, attend: Attend) -> None:
+        self._target = attend
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        with self.attending():
+            logits: Tensor = model(ids, positions)
+        return logits
+
+    def attending(self) -> AbstractContextManager[None]:
+        return attend_by(self._target)
+
+
+class HuggingFace:
+    """A causal language model of transformers, by its attention interface.
+
+    Each model has a name of its own in the registry. A name of which the masks' registry does not
+    know gets no mask: none of S x S is ever made.
+    """
+
+    def connect(self, model: nn.Module, attend: Attend) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        name = f"isp_{next(_numbers)}"
+        ALL_ATTENTION_FUNCTIONS.register(name, _as_interface(attend))
+        whole: Any = model
+        whole.set_attn_implementation(name)
+        for part in model.modules():  # it looks at the tokens, to warn of what is not so here
+            if hasattr(part, _WARNING):
+                setattr(part, _WARNING, lambda *_: None)
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return logits
+
+    def attending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """`attend` as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+
+    def attention_function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
+        if dropout:
+            raise ValueError(
+                f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
+                f" have: set attention_dropout=0 in the model's configuration"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out = attend(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            causal=causal,
+            window=sliding_window,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return out, None
+
+    return attention_function

@@ -1,0 +1,112 @@
+"""Linears and tables of somebody else's model, made to read a gathered weight as a value.
+
+The module stays, and so do the names: `module.weight` is this rank's shard, and the instance's
+`forward` multiplies by the whole. O out features, I in features, V vocabulary, D hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from isp.layers.embedding import look_up
+from isp.layers.linear import Moves, WeightGradientRoute, multiply
+from isp.parallel.layout import ParameterLayout
+from isp.traced.trace import is_transposed
+from isp.weights.wp import WPCommunicator
+
+__all__ = ["SwappedLinear", "SwappedTable"]
+
+
+class _Swapped:
+    """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
+
+    def __init__(self, module: nn.Module, name: str, communicator: WPCommunicator) -> None:
+        self.module = module
+        self.name = name
+        self.communicator = communicator
+        self.moves = Moves()
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+class SwappedLinear(_Swapped):
+    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O]; `called` hears of each call."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        called: Callable[[], None],
+    ) -> None:
+        super().__init__(module, name, communicator)
+        self.transposed = is_transposed(module)
+        self.weight_gradients: WeightGradientRoute | None = None
+
+        def forward(x: Tensor) -> Tensor:
+            called()
+            return multiply(x, self.weight, self.bias, self)
+
+        setattr(module, "forward", forward)  # noqa: B010
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        bias = self.module.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
+
+
+class SwappedTable(_Swapped):
+    """An `nn.Embedding`, or a class made of it, whose own lookup is replaced and nothing else."""
+
+    bias: nn.Parameter | None = None
+    deterministic = False
+
+    def __init__(
+        self,
+        module: nn.Embedding,
+        name: str,
+        communicator: WPCommunicator,
+        called: Callable[[], None],
+    ) -> None:
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(
+                f"{name} is an nn.Embedding with max_norm, scale_grad_by_freq or sparse, which isp"
+                f" does not have"
+            )
+        super().__init__(module, name, communicator)
+        self.padding_idx = -1 if module.padding_idx is None else module.padding_idx
+        original, instead = module.forward, _Lookup(self)
+
+        def forward(ids: Tensor) -> Tensor:
+            called()
+            with instead:
+                y: Tensor = original(ids)
+            return y
+
+        setattr(module, "forward", forward)  # noqa: B010
+
+
+class _Lookup(TorchFunctionMode):
+    """Replaces the lookup in one table."""
+
+    def __init__(self, table: SwappedTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self._table.weight:
+            return look_up(args[0], self._table.weight, self._table)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,288 @@
+"""One forward on meta tensors, which tells what a model is made of, and in which order.
+
+Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
+`nn.ModuleList` that calls attention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.attention.call import Attend
+
+__all__ = ["AttentionSizes", "Call", "Kind", "ModelTrace", "Role", "trace_model"]
+
+_TOKENS = 16
+"""Length of the row that a trace runs; no fact depends on it."""
+
+
+class Kind(StrEnum):
+    """The kinds of calls that are followed."""
+
+    LINEAR = "linear"
+    TABLE = "embedding"
+    ATTENTION = "attention"
+    BLOCK = "block"
+    """A whole block; a trace has its calls instead."""
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of one attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    """Of q and k."""
+    value_size: int
+    """Of v, and of the result."""
+    window: int | None
+    """In tokens; None: none."""
+
+
+class Call(NamedTuple):
+    """One call in a forward."""
+
+    kind: Kind
+    module: str
+    """The linear or table that is called; of attention, the block that calls it."""
+    block: str | None
+    """The block that the call lies in; None: outside the blocks."""
+    sizes: AttentionSizes | None = None
+    """Of attention."""
+
+
+class Role(StrEnum):
+    """The places where a parameter may live."""
+
+    SHARDED = "sharded"
+    """Of a linear or a table: cut over the weight group, and gathered to be read."""
+    VECTOR = "vector"
+    """Norms, sinks: whole on every rank."""
+    EXPERT = "expert"
+    """Experts and their routers: whole on every rank."""
+    IDLE = "idle"
+    """A linear or table that no forward calls: whole on every rank."""
+
+
+class ModelTrace(NamedTuple):
+    """The calls of a forward, and the roles of the parameters."""
+
+    calls: tuple[Call, ...]
+    roles: dict[str, Role]
+    """By name; of a shared parameter under its first."""
+    sizes: dict[str, int]
+    """Elements of each of them."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks, in order."""
+        return tuple(dict.fromkeys(call.block for call in self.calls if call.block is not None))
+
+    multiplied: int
+    """Elements of all weights that a token is multiplied by."""
+
+    def elements(self, role: Role) -> int:
+        """Elements of all parameters of this role."""
+        return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
+
+
+def trace_model(
+    model: nn.Module,
+    connect: Callable[[nn.Module, Attend], None],
+    forward: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> ModelTrace:
+    """The trace of `model`, all of whose parameters and buffers are on the meta device.
+
+    `connect` makes the model's attention calls arrive at a function, `forward` runs the model on
+    tokens and positions [B, S]. Raises ValueError, naming the place, for a model that cannot be
+    driven: a parameter of a kind that nobody would cut or sum, a block without exactly one call of
+    attention, calls of attention outside of blocks.
+    """
+    recorder = _Recorder(model)
+    connect(model, recorder.attend)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(_TOKENS, device="meta").unsqueeze(0)
+    with recorder.listening(), torch.no_grad():
+        forward(model, ids, positions)
+    calls = tuple(recorder.calls_in_blocks_of_attention())
+    _check_blocks(model, calls)
+    parameters = dict(model.named_parameters())
+    roles = _roles(model, {call.module for call in calls})
+    return ModelTrace(
+        calls,
+        roles,
+        {name: parameter.numel() for name, parameter in parameters.items()},
+        sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
+        + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
+    )
+
+
+def _multiplied(linear: nn.Module) -> int:
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight.numel()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's own, or GPT-2's with a transposed weight."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear with a weight [I, O]: `Conv1D` of transformers, known by its shape."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+class _Recorder:
+    """Notes the calls of a model while it listens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[Call] = []
+        self._block: str | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Note a call of attention; the result has the shape of the true one."""
+        sizes = AttentionSizes(
+            q.shape[2], k.shape[2], q.shape[3], v.shape[3], options.get("window")
+        )
+        self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+
+            def on(register: Callable[..., Any], fn: Callable[..., Any]) -> None:
+                stack.callback(register(fn).remove)
+
+            for name, entry in _list_entries(self._model):
+                on(entry.register_forward_pre_hook, self._entering(name))
+                on(entry.register_forward_hook, self._entering(None))
+            for name, module in self._model.named_modules():
+                if is_linear(module):
+                    on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
+                elif isinstance(module, nn.Embedding):
+                    on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
+                elif _holds_experts(module):  # their routes depend on values, which meta has not
+                    stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
+            yield
+
+    def calls_in_blocks_of_attention(self) -> Iterator[Call]:
+        """The calls; those in lists of modules that call no attention lie in no block."""
+        lists = {_list_of(c.block) for c in self._calls if c.block and c.kind is Kind.ATTENTION}
+        for call in self._calls:
+            inside = call.block is not None and _list_of(call.block) in lists
+            yield call if inside else call._replace(block=None)
+
+    def _entering(self, block: str | None) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._block = block
+
+        return enter
+
+    def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            self._calls.append(Call(kind, name, self._block))
+
+        return called
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def _list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of the outermost lists of modules, with their names."""
+    outermost: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(outermost)):
+            outermost.append(f"{name}.")
+            for index, entry in enumerate(module):
+                yield f"{name}.{index}", entry
+
+
+def _list_of(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
+    """Raise ValueError for blocks that the sequence cannot be split in."""
+    found = Counter(call.block for call in calls if call.kind is Kind.ATTENTION)
+    if not found:
+        raise ValueError(f"{type(model).__name__} calls no attention that isp can see: {_HOW}")
+    if None in found:
+        raise ValueError(
+            f"{type(model).__name__} calls attention outside of the entries of an nn.ModuleList:"
+            f" put its blocks into one"
+        )
+    lists = {_list_of(block) for block in found if block}
+    for name, entry in _list_entries(model):
+        if _list_of(name) in lists and found[name] != 1:
+            raise ValueError(
+                f"{name} ({type(entry).__name__}) calls attention {found[name]} times, not once:"
+                f" layers that mix tokens in another way (linear attention, state spaces,"
+                f" convolutions) cannot be split by sequence. {_HOW}"
+            )
+
+
+_HOW = (
+    "A layer has to call transformers' attention interface, or isp.attention(q, k, v), exactly once"
+)
+
+
+def _roles(model: nn.Module, called: set[str]) -> dict[str, Role]:
+    """The role of each parameter; raises ValueError for one that has none."""
+    roles: dict[str, Role] = {}
+    kept = {id(p): name for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{local}" if name else local
+            role = _role(model, name, module, parameter, called)
+            if role is None:
+                raise ValueError(
+                    f"{full} {list(parameter.shape)} of {type(module).__name__} is neither of an"
+                    f" nn.Linear or nn.Embedding, nor a vector, nor of experts or their router:"
+                    f" isp does not know how to cut it, or how to sum its gradient"
+                )
+            first = kept[id(parameter)]
+            if roles.get(first) is not Role.SHARDED:  # a shared one is sharded by any use
+                roles[first] = role
+    return roles
+
+
+def _role(
+    model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
+) -> Role | None:
+    if is_linear(module) or isinstance(module, nn.Embedding):
+        return Role.SHARDED if name in called else Role.IDLE
+    if parameter.dim() <= 1:
+        return Role.VECTOR
+    if _holds_experts(module):
+        return Role.EXPERT
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if parameter.dim() == 2 and any(_holds_experts(sibling) for sibling in parent.children()):
+        return Role.EXPERT
+    return None
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of several experts in one: [E, .., ..]."""
+    own = module.parameters(recurse=False)
+    return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)
