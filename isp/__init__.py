@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from isp.attention.distributed import DistributedAttention
     from isp.attention.exchange import SeqAllToAll
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
+    from isp.train.parallelize import parallelize
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
     from isp.weights.transfers import MemoryPool
     from isp.weights.wp import (
@@ -33,6 +34,7 @@ _HOMES = {
     "MemoryPool": "isp.weights.transfers",
     "SeqAllToAll": "isp.attention.exchange",
     "WPCommunicator": "isp.weights.wp",
+    "parallelize": "isp.train.parallelize",
 }
 
 __all__ = [
@@ -47,10 +49,13 @@ __all__ = [
     "MemoryPool",
     "SeqAllToAll",
     "WPCommunicator",
+    "parallelize",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name == "attention":
+        return import_module("isp.attention")  # a room, and a function that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

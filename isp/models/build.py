@@ -43,6 +43,11 @@ class BuiltModel:
         return tuple(found.values())
 
     @property
+    def trained(self) -> tuple[NamedParameter, ...]:
+        """Those that are not frozen."""
+        return tuple(item for item in self.parameters if item.parameter.requires_grad)
+
+    @property
     def shared(self) -> tuple[nn.Parameter, ...]:
         """The parameters that two chunks of this rank use."""
         uses = Counter(item.parameter for chunk in self.chunks for item in chunk.shards())

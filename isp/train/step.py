@@ -17,13 +17,14 @@ from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
+from isp.models.protocol import LanguageModel
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
 
-__all__ = ["StepOutcome", "TrainStep", "make_train_step", "slice_sequence"]
+__all__ = ["StepOutcome", "StepWork", "TrainStep", "make_train_step", "slice_sequence"]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -44,18 +45,26 @@ class StepOutcome:
 
 
 def make_train_step(
-    config: JobConfig, mesh: Mesh, device: torch.device, *, clock: PhaseClock | None = None
+    config: JobConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    model: LanguageModel | None = None,
+    clock: PhaseClock | None = None,
 ) -> TrainStep:
-    """Model, main gradients and optimizer as `config` says, with the initial weights."""
+    """Model, main gradients and optimizer as `config` says, with the initial weights.
+
+    `model` takes the place of the one that the configuration describes.
+    """
     built = build_model(
-        config.model,
+        config.model if model is None else model,
         config.parallel,
         mesh,
         seed=config.training.seed,
         device=device,
         dtype=getattr(torch, config.training.dtype),
     )
-    gradients = MainGradients(list(built.parameters), mesh)
+    gradients = MainGradients(built.trained, mesh)
     optimizer = Zero1Optimizer(
         gradients,
         mesh,
@@ -134,6 +143,12 @@ class TrainStep:
         own when it is needed. A step that ended with an exception changed nothing, and leaves no
         gradient behind, if all ranks left it at the same place.
         """
+        work = self.start(batches)
+        self._run(work, training=True)
+        return self.finish(work, lr)
+
+    def start(self, batches: Sequence[MicroBatch]) -> StepWork:
+        """Begin a step of these micro-batches; what another began and did not finish is dropped."""
         if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
             self._clear_up()
         self._unfinished = True
@@ -142,8 +157,10 @@ class TrainStep:
         self.gradients.zero()
         for parameter in self._shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
-        work = _Work(self, batches, valid.clamp(min=1))
-        self._run(work, training=True)
+        return StepWork(self, batches, valid)
+
+    def finish(self, work: StepWork, lr: float) -> StepOutcome:
+        """Reduce the gradients of a step whose backward passes are through, and update."""
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
@@ -154,13 +171,13 @@ class TrainStep:
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
         self._unfinished = False
-        loss = self._over_ranks(work.total)
+        loss = self.over_ranks(work.total)
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
             loss=loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            valid_tokens=int(valid.item()),
+            valid_tokens=int(work.valid.item()),
         )
 
     @torch.no_grad()
@@ -174,14 +191,14 @@ class TrainStep:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
             count = self._sum(Axis.DATA, _count_valid(batches))
-            work = _Work(self, batches, torch.ones_like(count))
+            work = StepWork(self, batches, torch.ones_like(count))
             self._run(work, training=False)
             valid += count.item()
-            total += self._over_ranks(work.total)
+            total += self.over_ranks(work.total)
         self.hook.before_step(self._actions)
         return total / max(valid, 1.0)
 
-    def _run(self, work: _Work, *, training: bool) -> None:
+    def _run(self, work: StepWork, *, training: bool) -> None:
         """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline."""
         if self._stages.size > 1:
             Pipeline(
@@ -193,17 +210,25 @@ class TrainStep:
                 deferred=self._deferred if training else None,
             ).run()
             return
-        for index, tokens in enumerate(work.tokens):
-            self.hook.before_forward(_CHUNK)
-            y = work.forward(_CHUNK, index, tokens)
-            self.hook.after_forward(_CHUNK)
-            y = work.loss(index, y)  # what is kept until the backward: no logits
+        for index in range(len(work.tokens)):
+            loss = self.forward(work, index)
             if training:
-                if index == len(work.tokens) - 1:
-                    self.gradients.expect_last()
-                self.hook.before_backward(_CHUNK)
-                y.backward()
-                self.hook.after_backward(_CHUNK)
+                self.backward(loss, last=index == len(work.tokens) - 1)
+
+    def forward(self, work: StepWork, index: int) -> Tensor:
+        """The loss of a micro-batch, to be given to `backward`; keeps no logits."""
+        self.hook.before_forward(_CHUNK)
+        y = work.forward(_CHUNK, index, work.tokens[index])
+        self.hook.after_forward(_CHUNK)
+        return work.loss(index, y)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """The backward pass of a micro-batch, whether it is the step's last one or not."""
+        if last:
+            self.gradients.expect_last()
+        self.hook.before_backward(_CHUNK)
+        loss.backward()
+        self.hook.after_backward(_CHUNK)
 
     def _parts(self) -> Iterator[nn.Module]:
         for chunk in self.chunks:
@@ -226,9 +251,10 @@ class TrainStep:
 
     def _published(self, part: nn.Module) -> None:
         for parameter in part.parameters():
-            self.optimizer.published(parameter)
+            if parameter.requires_grad:
+                self.optimizer.published(parameter)
 
-    def _over_ranks(self, total: Tensor) -> float:
+    def over_ranks(self, total: Tensor) -> float:
         """The loss over all ranks, of which only the last stage has any."""
         # The ranks whose losses are of different tokens; a sequence's ranks may have the same.
         axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
@@ -238,19 +264,20 @@ class TrainStep:
         return self.mesh[axis].all_reduce(x, cargo=Cargo(tensor="metrics")).wait()
 
 
-class _Work:
+class StepWork:
     """The micro-batches of a step on this rank, and the loss that has been found for them."""
 
-    def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], divisor: Tensor) -> None:
+    def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
         self._step = step
         self._batches = batches
         self._parts = list(batches)
         if step.mesh.topology.mode.facts.slices_batch:
             self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in batches]
-        self._divisor = divisor
+        self.valid = valid
+        """Tokens with a label in the global batch."""
         self.tokens = [part.tokens for part in self._parts]
         """Of each micro-batch, [B, S']."""
-        self.total = torch.zeros((), dtype=torch.float64, device=divisor.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=valid.device)
         """This rank's part of the loss."""
 
     def between(self, micro_batch: int) -> Tensor:
@@ -273,7 +300,7 @@ class _Work:
         step, last = self._step, self._step.chunks[-1]
         labels = (self._batches if last.splits_logits else self._parts)[micro_batch].labels
         step.hook.before_criterion()
-        loss = last.token_losses(output, labels).sum() / self._divisor
+        loss = last.token_losses(output, labels).sum() / self.valid.clamp(min=1)
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)

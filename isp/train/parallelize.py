@@ -1,0 +1,187 @@
+"""`parallelize`: somebody else's model, driven from somebody else's training loop.
+
+B batch, S sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isp.comm import Mesh, World
+from isp.comm.cargo import Cargo
+from isp.config import JobConfig, load_config
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
+from isp.layers.module import NamedParameter
+from isp.parallel import Axis
+from isp.traced.folder import WeightWriter
+from isp.traced.model import TracedModel
+from isp.train.run import choose_device
+from isp.train.step import StepOutcome, StepWork, make_train_step
+
+__all__ = ["ParallelRun", "parallelize"]
+
+
+def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun:
+    """Spread `model` over the ranks, in place; its modules and the names of parameters stay.
+
+    A causal language model of transformers (adapters of PEFT put on or not), or a module of
+    `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
+    `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
+    `optimizer`, `comm`, and of `model` how to compute. Ranks are torchrun's. Raises ValueError,
+    before any process group starts, for a model or sizes that cannot be driven.
+    """
+    if not isinstance(config, JobConfig):
+        config = load_config(config)
+    traced = TracedModel(
+        model,
+        checkpoint=config.model.checkpoint,
+        attention_backend=config.model.attention_backend,
+    )
+    traced.check_layout(config.parallel, config.row_tokens)
+    world = World(choose_device(config), timeout_seconds=config.comm.init_timeout_seconds)
+    topology = config.topology(world.size)
+    if not dist.is_initialized():
+        world.__enter__()
+    return ParallelRun(traced, config, Mesh(topology, world.rank), world.device)
+
+
+class ParallelRun:
+    """A model under way: its loss, its steps, its weights.
+
+        run = isp.parallelize(model, "config.yaml")
+        for input_ids, labels in data:
+            loss = run.loss(input_ids, labels)
+            run.step(loss)
+        run.save_pretrained(folder)
+
+    The ranks of a tensor group are given the same rows, the data ranks each their own.
+    """
+
+    def __init__(
+        self, traced: TracedModel, config: JobConfig, mesh: Mesh, device: torch.device
+    ) -> None:
+        self.model = traced.model
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.train_step = make_train_step(config, mesh, device, model=traced)
+        self._work: StepWork | None = None
+
+    def loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss over the labels of all ranks, to be given to `step`; [].
+
+        `input_ids`, `labels` and `position_ids` [B, S] are whole rows. As in transformers, `labels`
+        are the tokens themselves, -100 where there is nothing to predict, and are shifted here;
+        None: every token but the first of each document. Documents that are packed in a row begin
+        where `position_ids` restart. Its gradient is this rank's part; without gradients it is an
+        evaluation. Raises ValueError for shapes that do not fit.
+        """
+        batch = self._batch(input_ids, labels, position_ids)
+        if not torch.is_grad_enabled():
+            return torch.tensor(self.train_step.evaluate([[batch]]), dtype=torch.float64)
+        step = self.train_step
+        self._work = step.start([batch])
+        loss = step.forward(self._work, 0)
+        return loss + (step.over_ranks(self._work.total) - loss.detach())
+
+    def step(self, loss: Tensor, lr: float | None = None) -> StepOutcome:
+        """Backward, reduction, clipping and update; `lr` None: `optimizer.lr`.
+
+        Raises RuntimeError for a loss that is not of the last call of `loss`.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            raise RuntimeError("step takes the loss that the last call of loss gave, once")
+        self.train_step.backward(loss, last=True)
+        return self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the weights as transformers does, so that `from_pretrained` loads them.
+
+        All ranks call it; rank 0 writes, one tensor after another. Adapters of PEFT are written as
+        PEFT writes them, alone.
+        """
+        self.train_step.drain()
+        folder, first = Path(folder), self.mesh.rank == 0
+        parameters = self.train_step.built.parameters
+        model: Any = self.model
+        if hasattr(model, "peft_config"):
+            trained = {p.name: self._whole(p) for p in self.train_step.built.trained}
+            if first:
+                model.save_pretrained(folder, state_dict=trained)
+        elif first:
+            with WeightWriter(folder) as writer:
+                for item in parameters:
+                    writer.add(item.name, self._whole(item))
+                for name, buffer in _kept_buffers(self.model):
+                    writer.add(name, buffer.cpu())
+            for owner in (
+                getattr(model, "config", None),
+                getattr(model, "generation_config", None),
+            ):
+                if owner is not None:
+                    owner.save_pretrained(folder)
+        else:
+            for item in parameters:
+                self._whole(item)
+        self.train_step.weights_changed()
+
+    def _whole(self, item: NamedParameter) -> Tensor:
+        """The whole of a parameter, in CPU memory."""
+        shard, layout = item.parameter.detach(), item.layout
+        if layout.parts == 1:
+            return shard.cpu()
+        length = layout.global_shape[0]
+        padded = shard.new_zeros(-(-length // layout.parts), *shard.shape[1:])
+        padded[: shard.shape[0]] = shard
+        channel = self.mesh[Axis.WEIGHT]
+        whole = channel.all_gather(padded, dim=0, cargo=Cargo(tensor=item.name)).wait()
+        return whole[:length].cpu()
+
+    def _batch(
+        self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None
+    ) -> MicroBatch:
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
+        rows, length = input_ids.shape
+        ranks = self.mesh[Axis.TENSOR].size
+        if length % ranks:
+            raise ValueError(
+                f"rows of {length} tokens do not divide by parallel.tensor.size={ranks}: pad them"
+                f" to {-(-length // ranks) * ranks}, with labels of {IGNORED}"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
+        for name, given in (("labels", labels), ("position_ids", position_ids)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
+                    f" {list(given.shape)}"
+                )
+        begins = torch.ones_like(position_ids, dtype=torch.bool)
+        begins[:, 1:] = position_ids.diff(dim=1) != 1
+        if labels is None:
+            labels = input_ids.masked_fill(begins, IGNORED)
+        targets = torch.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        starts = begins.flatten().nonzero().squeeze(-1)
+        cu_seqlens = torch.cat([starts, starts.new_tensor([input_ids.numel()])]).to(torch.int32)
+        return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+
+def _kept_buffers(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
+    """The buffers that belong to a model's weights."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
