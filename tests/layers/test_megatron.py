@@ -643,7 +643,7 @@ def _save(rank: int, folder: Path) -> None:
     channel = group()
     checkpointer, state = _checkpointer(channel, _toolkit(channel, fills=True), folder)
     checkpointer.save(1, state, tokens=0)
-    checkpointer.close()
+    checkpointer.wait()
 
 
 def _load(rank: int, folder: Path) -> None:

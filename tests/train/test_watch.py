@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from isp.config import load_config
+from isp.metrics.phases import PhaseTimes
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
 from isp.train import main
@@ -114,8 +115,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
 ) -> None:
     """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
     forward, token_losses = Decoder.forward, Decoder.token_losses
-    measured, own = StepMeter.own_seconds.fget, []
-    assert measured is not None
+    end_step, own = StepMeter.end_step, []
 
     def slow_forward(self: Decoder, *args: Tensor) -> Tensor:
         if os.environ["RANK"] == "1":
@@ -125,13 +125,15 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     def spiking(self: Decoder, *args: Tensor) -> Tensor:
         return token_losses(self, *args) * (4 if len(own) == 23 else 1)
 
-    def told(self: StepMeter) -> float:
-        own.append(measured(self))
-        return 1.6 if os.environ["RANK"] == "1" else 1.0
+    def told(self: StepMeter) -> PhaseTimes:
+        times = end_step(self)
+        own.append(self.own_seconds)
+        self.own_seconds = 1.6 if os.environ["RANK"] == "1" else 1.0
+        return times
 
     monkeypatch.setattr(Decoder, "forward", slow_forward)
     monkeypatch.setattr(Decoder, "token_losses", spiking)
-    monkeypatch.setattr(StepMeter, "own_seconds", property(told))
+    monkeypatch.setattr(StepMeter, "end_step", told)
     job = write_job(tmp_path)
     words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]
 
