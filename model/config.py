@@ -36,10 +36,17 @@ __all__ = ["ModelConfig"]
 
 @section("model")
 class ModelConfig:
-    """`model`: a preset, sizes, or a preset with some sizes changed.  A `LanguageModel`."""
+    """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder.
+
+    A `LanguageModel`, except for a folder: see `JobConfig.language_model`.
+    """
 
     preset: str | None = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
+    hf: str | None = None
+    """Folder of a Hugging Face causal language model, which is run as it is, in isp mode: a
+    config.json, which has the sizes, with safetensors, or without for random weights. Of the other
+    keys only checkpoint and attention_backend go with it."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits; at least those of the tokenizer."""
     hidden_size: Size = 4096
@@ -92,6 +99,9 @@ class ModelConfig:
                 "model.checkpoint_distribute_activations has nothing to distribute without"
                 " recomputed blocks: set model.checkpoint above 0"
             )
+        if self.hf is not None:
+            self._check_beside_folder()
+            return
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.hidden_size="
@@ -106,6 +116,19 @@ class ModelConfig:
                 f"a head of {self.head_size} features cannot be rotated: model.head_dim (or"
                 f" hidden_size / num_heads) must be even and at least 4"
             )
+
+    def _check_beside_folder(self) -> None:
+        for key in (
+            "checkpoint_keeps_attention",
+            "checkpoint_distribute_activations",
+            "checkpoint_norm_outputs",
+            "checkpoint_mlp_activation",
+        ):
+            if getattr(self, key):
+                raise ValueError(
+                    f"model.{key}=true is for isp's own model, and model.hf={self.hf} is another:"
+                    f" use false; model.checkpoint recomputes whole blocks"
+                )
 
     @property
     def kv_heads(self) -> int:

@@ -175,6 +175,8 @@ def _train(args: argparse.Namespace) -> int:
     # Every error before any process starts.
     topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
+    if config.model.hf is not None:
+        _ = config.language_model  # reads the heads of its files
     if config.optimizer.param_groups:
         from isp.train.run import check_param_groups
 
@@ -238,7 +240,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     from isp.models.schedule import schedule_text
 
     config = load_config(args.config, args.overrides)
-    print(schedule_text(config.model, config.parallel, config.data.micro_num))
+    print(schedule_text(config.language_model, config.parallel, config.data.micro_num))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
+from isp.config.models import language_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
+from isp.models.protocol import LanguageModel
 from isp.parallel.config import ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.settings import (
@@ -30,10 +32,17 @@ from isp.settings import (
     ValidationConfig,
 )
 from isp.settings.section import section
+from isp.traced.model_folder import check_layout, check_model_folder, with_sizes
 from model.config import ModelConfig
 from model.presets import with_preset
 
 __all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]
+
+
+_BESIDE_FOLDER = frozenset(
+    key for key in ModelConfig.__dataclass_fields__ if key.startswith("checkpoint")
+) | {"hf", "attention_backend"}
+"""Keys of `model` that say how to compute, not what."""
 
 
 class ConfigError(ValueError):
@@ -70,7 +79,7 @@ class JobConfig:
     """Profiles of single steps."""
 
     def __post_init__(self) -> None:
-        self.model.check_layout(self.parallel, self.row_tokens)
+        self._check_model()
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
         self.model.attention_backend.check_fits(self.training.device, self.training.dtype)
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
@@ -87,6 +96,18 @@ class JobConfig:
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
             )
+
+    def _check_model(self) -> None:
+        if self.model.hf is None:
+            self.model.check_layout(self.parallel, self.row_tokens)
+        else:
+            check_layout(self.parallel, self.row_tokens)
+            check_model_folder(self.model.hf, self.parallel)
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """The model that `model` describes; one of `model.hf` is read and traced, once."""
+        return language_model(self.model, self.training.dtype)
 
     @property
     def row_tokens(self) -> int:
@@ -109,6 +130,13 @@ class JobConfig:
                 " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
                 " metrics.jsonl has the same numbers"
             )
+        if self.model.hf is not None:
+            for package in ("transformers", "safetensors"):
+                if importlib.util.find_spec(package) is None:
+                    raise ConfigError(
+                        f"model.hf={self.model.hf} needs the {package} package: bash"
+                        f" tools/setup_env.sh hf (or pip install transformers safetensors)"
+                    )
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(
@@ -141,7 +169,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
-    faults = _fill_preset(values, origins)
+    faults = _fill_model(values, origins, keys)
     config = _validate(values, origins, keys)
     if isinstance(config, JobConfig) and not faults:
         return config
@@ -162,15 +190,25 @@ def to_yaml(config: JobConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def _fill_preset(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
-    """Put the values of `model.preset` below those given; what is wrong with the preset."""
+def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable) -> list[str]:
+    """Put what `model.hf` or `model.preset` names below what is given; what is wrong with it."""
     model = values.get("model")
-    if isinstance(model, dict) and isinstance(model.get("preset"), str):
-        try:
+    if not isinstance(model, dict):
+        return []
+    key = "hf" if isinstance(model.get("hf"), str) else "preset"
+    try:
+        if key == "hf":
+            defaults = {path[-1]: default for path, default in _defaults_of("model", keys)}
+            values["model"] = with_sizes(model, defaults, _BESIDE_FOLDER)
+        elif isinstance(model.get("preset"), str):
             values["model"] = with_preset(model)
-        except ValueError as error:
-            return [place(str(error), ("model", "preset"), origins)]
+    except ValueError as error:
+        return [place(fault, ("model", key), origins) for fault in str(error).splitlines()]
     return []
+
+
+def _defaults_of(section: str, keys: KeyTable) -> Iterator[tuple[KeyPath, Any]]:
+    return (item for item in keys.defaults.items() if item[0][:-1] == (section,))
 
 
 def _validate(

@@ -71,7 +71,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     if mode.plan_grid is None:
         return None
     config = _config(profile)
-    first, *others = rank_plans(config.model, config.parallel, config.data.micro_num)
+    first, *others = rank_plans(config.language_model, config.parallel, config.data.micro_num)
     where = f" on {first.title}, one of {len(others) + 1} pipeline ranks" if others else ""
     is_cut = len(first.plan.steps) > _MOST_VISITS
     cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.parallel.layout import ParameterLayout
+from isp.traced.model_folder import read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 
@@ -35,19 +36,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files beside the weights that a copy of the model needs."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.  Raises ValueError, naming the file, for anything else."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}: is it a model's folder?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
-    return found
 
 
 class WeightFiles:

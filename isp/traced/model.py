@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,20 @@ from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.hosts import Host, host_of
+from isp.traced.model_folder import check_layout
 from isp.traced.swap import SwappedLinear, SwappedTable
 from isp.traced.trace import Call, Kind, ModelTrace, Role, trace_model
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import recomputed_blocks
 
-__all__ = ["TracedChunk", "TracedModel"]
+__all__ = ["InitialWeights", "TracedChunk", "TracedModel"]
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
 
 
 class TracedModel:
@@ -44,11 +52,14 @@ class TracedModel:
         *,
         checkpoint: float = 0.0,
         attention_backend: AttentionBackend = AttentionBackend.AUTO,
+        weights: InitialWeights | None = None,
     ) -> None:
+        """`weights`: the source of those of a `model` without memory; None: it has them."""
         self.host = host_of(model)
         self.checkpoint = checkpoint
         self.attention_backend = attention_backend
         self.model = model
+        self._weights = weights
         self._shape = on_meta(model)
         """Of the same structure and without memory, for those who plan."""
         self.trace = trace_model(on_meta(model).eval(), self.host.connect, self.host.forward)
@@ -90,21 +101,7 @@ class TracedModel:
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
-        tensor = parallel.tensor
-        if not tensor.mode.facts.gathers_weights:
-            raise ValueError(
-                f"parallel.tensor.mode={tensor.mode} splits the features of a model's own layers:"
-                f" use isp, which drives a model as it is"
-            )
-        if parallel.pipeline.size > 1 or parallel.pipeline.num_chunks > 1:
-            raise ValueError(
-                f"parallel.pipeline.size={parallel.pipeline.size} cuts the model into stages, which"
-                f" a traced model has not: use 1"
-            )
-        if seq_len % tensor.size:
-            raise ValueError(
-                f"parallel.tensor.size={tensor.size} must divide the {seq_len} tokens of a row"
-            )
+        check_layout(parallel, seq_len)
 
     def build(
         self,
@@ -116,9 +113,12 @@ class TracedModel:
     ) -> tuple[TracedChunk, ...]:
         """As `isp.models.protocol.LanguageModel.build`.
 
-        The model itself is sharded, in place; on the meta device a copy without memory.
+        The model itself is sharded, in place; a copy of it if its weights come from elsewhere, and
+        on the meta device one without memory.
         """
-        model = copy.deepcopy(self._shape) if layers.device.type == "meta" else self.model
+        model = self.model if self._weights is None else copy.deepcopy(self.model)
+        if layers.device.type == "meta":
+            model = copy.deepcopy(self._shape)
         recomputed = recomputed_blocks(len(self.trace.blocks), self.checkpoint)
 
         def local(scale: float | None, softcap: float | None, sinks: bool, size: int) -> Any:
@@ -134,7 +134,10 @@ class TracedModel:
                 scale=scale,
             )
 
-        return (TracedChunk(model, self.trace, self.host, layers, local, recomputed),)
+        chunk = TracedChunk(
+            model, self.trace, self.host, layers, local, recomputed, weights=self._weights
+        )
+        return (chunk,)
 
 
 class TracedChunk:
@@ -150,8 +153,11 @@ class TracedChunk:
         layers: LayerFactory,
         local_attention: Callable[[float | None, float | None, bool, int], LocalAttention],
         recomputed: tuple[bool, ...],
+        *,
+        weights: InitialWeights | None = None,
     ) -> None:
         self.model = model
+        self._weights = weights
         self.trace = trace
         self._host = host
         self._layers = layers
@@ -191,7 +197,9 @@ class TracedChunk:
         yield from self._named
 
     def init_weights(self, seed: int) -> None:
-        """The weights to begin from are the model's own."""
+        """The weights to begin from are the model's own, or come from their source."""
+        if self._weights is not None:
+            self._weights.fill(self.model, self._named, seed)
 
     def parts(self) -> dict[str, nn.Module]:
         """The modules that have parameters: the blocks, and what lies outside of them."""

@@ -39,6 +39,7 @@ _SEQUENCES = "sequences_per_step"
 
 _HOW_TO_COMPUTE = (
     "model.preset",
+    "model.hf",
     "model.init_std",
     "model.attention_backend",
     "model.checkpoint",
@@ -171,13 +172,13 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     own, checkpoint = _own_checkpoint(config, place), config.checkpoint
     if own is not None:
         check_changes(own, config, topology)
-        check_shapes(own, parameter_shapes(config.model))
+        check_shapes(own, parameter_shapes(config.language_model))
     elif checkpoint.initial_load_path is not None:
         initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
         assert initial is not None
         if not checkpoint.initial_load_model_only:
             check_changes(initial, config, topology)
-        check_shapes(initial, parameter_shapes(config.model))
+        check_shapes(initial, parameter_shapes(config.language_model))
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:

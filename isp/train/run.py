@@ -43,6 +43,7 @@ def main(config: JobConfig) -> None:
     world = World(device, timeout_seconds=config.comm.init_timeout_seconds)
     topology = config.topology(world.size)
     config.require_packages()
+    _ = config.language_model  # a folder's is made, or refused, now
     check_param_groups(config)
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
@@ -104,7 +105,7 @@ def check_devices(config: JobConfig, ranks: int) -> None:
 def check_param_groups(config: JobConfig) -> None:
     """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in."""
     if config.optimizer.param_groups:
-        check_groups(list(parameter_shapes(config.model)), config.optimizer)
+        check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
 
 
 def choose_device(config: JobConfig) -> torch.device:

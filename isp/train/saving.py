@@ -63,7 +63,7 @@ class RunCheckpoints:
         """Load what the run begins from, and how far that has come.
 
         That are the run's own checkpoints if there are any, else those that
-        `checkpoint.initial_load_path` names, else random weights.
+        `checkpoint.initial_load_path` names, else the model's initial weights.
         """
         checkpoint, own = self._config.checkpoint, None
         if start.resumes:
@@ -79,7 +79,7 @@ class RunCheckpoints:
             logger.info("begins at step 0 with the weights of %s", initial.describe())
         elif start.resumes:
             folder = self.checkpointer.folder.path
-            logger.info("no checkpoint in %s: begins from random weights", folder)
+            logger.info("no checkpoint in %s: begins from the initial weights", folder)
         return Progress(0, 0)
 
     def save(self, done: Progress, *, wait: bool = False) -> None:

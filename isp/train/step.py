@@ -57,7 +57,7 @@ def make_train_step(
     `model` takes the place of the one that the configuration describes.
     """
     built = build_model(
-        config.model if model is None else model,
+        config.language_model if model is None else model,
         config.parallel,
         mesh,
         seed=config.training.seed,

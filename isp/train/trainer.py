@@ -90,11 +90,11 @@ class Trainer:
         )
         logger.info(
             "model       %s parameters, %s, on %s",
-            f"{config.model.num_parameters:,}",
+            f"{config.language_model.num_parameters:,}",
             config.training.dtype,
             name,
         )
-        logger.info("%s", describe_mfu(config.model.flop_rule, name, peak))
+        logger.info("%s", describe_mfu(config.language_model.flop_rule, name, peak))
 
     @property
     def tokens_per_step(self) -> int:
@@ -180,7 +180,7 @@ class Trainer:
             self.mesh.host,
             asked=self.stop.requested,
             late=time.monotonic() + self._pace.seconds_to_stop() > self.deadline,
-            flops=model_flops(self.config.model, batches) if counts else 0,
+            flops=model_flops(self.config.language_model, batches) if counts else 0,
             own_seconds=self._meter.own_seconds,
         )
 

@@ -1,0 +1,22 @@
+"""The model that a `model` section describes, as the runtime asks for it."""
+
+from __future__ import annotations
+
+from isp.models.protocol import LanguageModel
+from model.config import ModelConfig
+
+__all__ = ["language_model"]
+
+
+def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
+    """The section itself, or for a folder its traced model, to be computed in `dtype`.
+
+    Raises ValueError for a folder whose model cannot be made, or cannot be driven.
+    """
+    if model.hf is None:
+        return model
+    from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
+
+    return folder_model(
+        model.hf, dtype, checkpoint=model.checkpoint, attention_backend=model.attention_backend
+    )

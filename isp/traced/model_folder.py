@@ -1,0 +1,144 @@
+"""A model's `config.json`, as Hugging Face has it, and what of it isp can run; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from isp.parallel.config import ParallelConfig
+
+__all__ = ["check_layout", "check_model_folder", "read_json", "with_sizes"]
+
+_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+}
+"""Keys of the `model` section, and the names that transformers has for them."""
+
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+_LOOKS_AT_THE_ROW = ("dynamic", "longrope")
+"""Kinds of rotary positions that depend on the largest position that the model is given."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.  Raises ValueError, naming the file, for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path.parent} has no {path.name}: is it a model's folder?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object")
+    return found
+
+
+def with_sizes(
+    section: Mapping[str, Any], defaults: Mapping[str, Any], free: frozenset[str]
+) -> dict[str, Any]:
+    """A `model` section with the sizes of the folder that its key `hf` names.
+
+    A size that config.json does not tell has its default. Raises ValueError for a folder without
+    config.json, and for keys that are not `free` and say other than the folder.
+    """
+    folder = section["hf"]
+    config = _read_config(folder)
+    found = {
+        key: config[name]
+        for key, names in _NAMES.items()
+        for name in names
+        if type(config.get(name)) is int
+    }
+    known = {**defaults, **found}
+    faults = [
+        f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
+        f" decides: leave it out, or change it there"
+        for key, value in section.items()
+        if key in defaults and key not in free and value != known[key]
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return {**found, **section}
+
+
+def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
+    """Raise ValueError, naming key, value and way out, for what isp cannot run so."""
+    config, size = _read_config(folder), parallel.tensor.size
+    for name in _DROPOUT:
+        if config.get(name):
+            raise ValueError(
+                f"model.hf={folder}: {name}={config[name]} in config.json drops attention, which"
+                f" isp does not have: set it to 0 there"
+            )
+    if config.get("output_router_logits"):
+        raise ValueError(
+            f"model.hf={folder}: output_router_logits=true in config.json adds a loss of the"
+            f" routers, which isp does not have: set it to false there"
+        )
+    chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types")
+    if chunk and (kinds is None or "chunked_attention" in kinds):
+        raise ValueError(
+            f"model.hf={folder}: attention_chunk_size={chunk} in config.json attends in chunks of"
+            f" tokens, which isp does not have: use a model with full or sliding attention"
+        )
+    for name, kind in _rope_kinds(config):
+        if kind in _LOOKS_AT_THE_ROW and size > 1:
+            raise ValueError(
+                f"model.hf={folder}: {name} of type {kind} in config.json looks at the positions of"
+                f" the whole row, of which each of parallel.tensor.size={size} ranks has a part:"
+                f" use size 1, or another type"
+            )
+
+
+def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
+    """Raise ValueError, naming key, value and way out, if a traced model cannot be split as asked.
+
+    `seq_len` is the number of tokens in one row of a batch.
+    """
+    tensor, weight = parallel.tensor, parallel.weight
+    if not tensor.mode.facts.gathers_weights:
+        raise ValueError(
+            f"parallel.tensor.mode={tensor.mode} splits the features of a model's own layers:"
+            f" use isp, which drives a model as it is"
+        )
+    if parallel.pipeline.size > 1 or parallel.pipeline.num_chunks > 1:
+        raise ValueError(
+            f"parallel.pipeline.size={parallel.pipeline.size} cuts the model into stages, which"
+            f" a traced model has not: use 1"
+        )
+    for key in ("vocab_parallel_loss", "embed_split_hidden"):
+        if getattr(weight, key):
+            raise ValueError(
+                f"parallel.weight.{key}=true needs isp's own layers at the ends of the model, which"
+                f" a traced model has not: use false"
+            )
+    if seq_len % tensor.size:
+        raise ValueError(
+            f"parallel.tensor.size={tensor.size} must divide the {seq_len} tokens of a row"
+            f" (data.seq_len, times data.micro_bsz if data.pack)"
+        )
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    try:
+        return read_json(Path(folder) / "config.json")
+    except ValueError as error:
+        raise ValueError(f"model.hf={folder}: {error}") from None
+
+
+def _rope_kinds(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The kinds of rotary positions, of all layers or by kind of layer."""
+    for name in ("rope_scaling", "rope_parameters"):
+        found = config.get(name)
+        if isinstance(found, dict):
+            for entry in (found, *found.values()):
+                if isinstance(entry, dict):
+                    yield name, entry.get("rope_type", entry.get("type"))

@@ -1,0 +1,272 @@
+"""A folder of Hugging Face as a traced model: made without memory, each rank reads its rows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.layers.module import MasterStream, NamedParameter
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+from isp.settings.attention_backend import AttentionBackend
+from isp.traced.folder import WeightFiles
+from isp.traced.model import TracedModel
+from isp.traced.tiny import kept_in_float64
+
+__all__ = ["folder_model", "parameters_on_meta"]
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=16)
+def folder_model(
+    folder: str,
+    dtype: str,
+    *,
+    checkpoint: float = 0.0,
+    attention_backend: AttentionBackend = AttentionBackend.AUTO,
+) -> TracedModel:
+    """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
+
+    In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
+    does not hold such a model, or one that cannot be driven.
+    """
+    try:
+        model = _made(folder, getattr(torch, dtype))
+        _check_dropout(model)
+        weights = _weights_of(model, Path(folder))
+        return TracedModel(
+            model, checkpoint=checkpoint, attention_backend=attention_backend, weights=weights
+        )
+    except ValueError as error:
+        raise ValueError(f"model.hf={folder}: {error}") from None
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """In this context parameters lose their memory as modules take them; buffers keep theirs."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            grad = parameter.requires_grad
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
+        register(module, name, parameter)
+
+    setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def _made(folder: str, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with parameters_on_meta():
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # somebody else's code on somebody's file: anything may come
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"transformers {transformers.__version__} makes no causal language model of it:"
+            f" {type(error).__name__}: {first}"
+        ) from None
+    if dtype is torch.float64:
+        model = kept_in_float64(model)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+    made: nn.Module = model.train()
+    return made
+
+
+def _check_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops {module.p:g} of its input, which isp does not do: set the dropout"
+                f" that it is made with to 0 in config.json"
+            )
+
+
+# -- where weights come from -----------------------------------------------------------------
+
+
+def _weights_of(model: nn.Module, folder: Path) -> _Files | _ByTransformers | _Random:
+    """The source of a model's weights; raises ValueError for files of another model."""
+    if not any(folder.glob("*.safetensors*")):
+        if others := sorted(path.name for path in folder.glob("*.bin")):
+            raise ValueError(
+                f"its weights are {others[0]}, and isp reads safetensors: save the model once with"
+                f" transformers' save_pretrained"
+            )
+        return _Random(model)
+    files, names = WeightFiles(folder), _names(model)
+    shapes, aliases = {}, set(_ignored(model, files.names))
+    for of_one in names.values():
+        there = next((name for name in of_one if name in files.names), of_one[0])
+        shapes[there] = tuple(_tensor(model, there).shape)
+        aliases.update(of_one)
+    if shapes.keys() - files.names and files.names - shapes.keys() - aliases:
+        return _ByTransformers(folder)
+    files.check(shapes, aliases=aliases)
+    return _Files(files, names)
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Of each parameter and kept buffer, by its first name, all names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {of_one[0]: of_one for of_one in found.values()} | {
+        name: [name] for name, _ in _kept_buffers(model)
+    }
+
+
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = model.state_dict(keep_vars=True).keys()
+    return (item for item in model.named_buffers() if item[0] in kept)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, local = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), local)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
+    """Those that transformers, too, lets lie."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+def _whole(tensor: Tensor) -> ParameterLayout:
+    return ParameterLayout(global_shape=tuple(tensor.shape), reduce_over=Axis.STAGE)
+
+
+class _Files:
+    """Weights in files under the model's own names, read by slices."""
+
+    def __init__(self, files: WeightFiles, names: Mapping[str, list[str]]) -> None:
+        self._files = files
+        self._names = names
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+        """As `isp.traced.model.InitialWeights`; in hand is one shard at a time."""
+        logger.info("weights     of %s", self._files.folder)
+        for name, shard, layout in shards:
+            shard.copy_(self._read(name, layout))
+        for name, buffer in _kept_buffers(model):
+            buffer.copy_(self._read(name, _whole(buffer)))
+
+    def _read(self, name: str, layout: ParameterLayout) -> Tensor:
+        there = next(alias for alias in self._names[name] if alias in self._files.names)
+        return self._files.read(there, layout)
+
+
+class _ByTransformers:
+    """Weights in files under other names, which transformers knows to bring together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+        """As `isp.traced.model.InitialWeights`; every rank has the whole model in CPU memory."""
+        logger.info(
+            "weights     of %s, whose files have other names than the model: every rank reads all"
+            " of them into CPU memory and keeps its part; a folder that the model's own"
+            " save_pretrained(folder, save_original_format=False) has written is read by rows",
+            self._folder,
+        )
+        values = dict(self._loaded().state_dict(keep_vars=True))
+        for name, shard, layout in shards:
+            shard.copy_(layout.shard(values[name].detach()))
+        for name, buffer in _kept_buffers(model):
+            buffer.copy_(values[name])
+
+    def _loaded(self) -> nn.Module:
+        import transformers
+
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model: nn.Module
+        model, told = load(
+            self._folder, local_files_only=True, output_loading_info=True, dtype="auto"
+        )
+        faults = [
+            f"{what}: {', '.join(sorted(map(str, told[key]))[:3])}"
+            for what, key in (
+                ("missing", "missing_keys"),
+                ("not of the model", "unexpected_keys"),
+                ("size", "mismatched_keys"),
+            )
+            if told.get(key)
+        ]
+        if faults:
+            raise ValueError(
+                f"the weights in {self._folder} are not this model's; {'; '.join(faults)}"
+            )
+        return model
+
+
+class _Random:
+    """Weights as the model itself begins them; a function of the seed and of modules' names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shape = model
+        """On the meta device, but for its buffers; never changed."""
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+        """As `isp.traced.model.InitialWeights`; in hand is one module's own at a time.
+
+        Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
+        """
+        logger.info("weights     random, as there are none in the folder")
+        shape: Any = copy.deepcopy(self._shape)
+        values: dict[str, Tensor] = {}
+        owner_before: str | None = None
+        for name, shard, layout in shards:
+            owner, _, local = name.rpartition(".")
+            if owner != owner_before:
+                values, owner_before = _begun(shape, owner, seed), owner
+            if values[local].isnan().any():
+                raise ValueError(
+                    f"{type(shape).__name__} does not say how {name} begins: give its folder"
+                    f" safetensors"
+                )
+            shard.copy_(layout.shard(values[local]))
+
+
+def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
+    """The own parameters of a module as the model begins them, in float32, by local name.
+
+    Modules around it have a say, too: GPT-2 scales some of their linears.
+    """
+    module, stream = shape.get_submodule(owner), MasterStream(seed, owner)
+    empty = dict(module.named_parameters(recurse=False))
+    for local, parameter in empty.items():
+        value = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+        module.register_parameter(local, nn.Parameter(value))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream.generator_seed)
+        shape._init_weights(module)
+        while owner:
+            owner = owner.rpartition(".")[0]
+            shape._init_weights(shape.get_submodule(owner))
+    values = {local: getattr(module, local).detach() for local in empty}
+    for local, parameter in empty.items():
+        module.register_parameter(local, parameter)
+    return values
