@@ -1,0 +1,184 @@
+"""Folders and keys beside `model.hf` that are refused, before any rank starts, in which words."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isp.config import ConfigError, JobConfig, load_config, to_yaml
+from isp.train.data import check_data
+from tests.ranks import run_isp
+from tests.traced.folders import write_folder, write_job
+
+WEIGHTS = "model.safetensors"
+ISP_2 = "--parallel.tensor.size=2"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small llama with its weights."""
+    return write_folder(tmp_path / "model", "llama")
+
+
+def config_of(folder: Path, *overrides: str) -> JobConfig:
+    return load_config(write_job(folder.parent, folder), overrides)
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Change keys of config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def change_weights(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Add or replace tensors, or (None) take them away; names have _ for dots."""
+    found = load_file(folder / WEIGHTS)
+    for name, tensor in tensors.items():
+        full = name.replace("__", ".")
+        found.pop(full, None)
+        if tensor is not None:
+            found[full] = tensor
+    save_file(found, folder / WEIGHTS)
+
+
+def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
+    """Catches sizes of the defaults, and a printed configuration that is refused when read."""
+    config = config_of(folder)
+    model = config.model
+    assert (model.vocab_size, model.hidden_size, model.num_layers) == (272, 32, 2)
+    assert (model.num_heads, model.kv_heads, model.head_size) == (4, 2, 8)
+    again = folder.parent / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
+        (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
+        (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
+        (["--model.checkpoint_mlp_activation"], "model.checkpoint_mlp_activation=true is for isp"),
+        (["--parallel.tensor.mode=msp"], "parallel.tensor.mode=msp splits the features"),
+        (["--parallel.pipeline.size=2"], "parallel.pipeline.size=2 cuts the model into stages"),
+        (["--parallel.weight.vocab_parallel_loss"], "parallel.weight.vocab_parallel_loss=true"),
+        (["--parallel.tensor.size=5"], "parallel.tensor.size=5 must divide the 64 tokens"),
+    ],
+)
+def test_keys_that_do_not_go_with_a_folder_are_named(
+    folder: Path, words: list[str], told: str
+) -> None:
+    """Catches a key that is silently ignored, or that breaks a rank."""
+    with pytest.raises(ConfigError) as refused:
+        config_of(folder, *words)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 in config.json drops attention"),
+        ({"output_router_logits": True}, "output_router_logits=true in config.json"),
+        ({"attention_chunk_size": 16}, "attention_chunk_size=16 in config.json attends in chunks"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_scaling of type dynamic in config.json",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            "rope_parameters of type longrope in config.json",
+        ),
+    ],
+)
+def test_what_isp_cannot_compute_is_named(
+    folder: Path, values: dict[str, Any], told: str
+) -> None:
+    """Catches a model that trains, but as another one."""
+    change(folder, **values)
+    with pytest.raises(ConfigError) as refused:
+        config_of(folder, ISP_2)
+    assert told in str(refused.value)
+    if "rope" in told:
+        config_of(folder)  # one rank has the whole row
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    """Catches a traceback about a file for a folder that is none of a model."""
+    for text, told in ((None, "has no config.json"), ("{", "cannot be read"), ("[]", "no object")):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            load_config(write_job(tmp_path, tmp_path))
+
+
+FAULTS = {
+    "missing: model.norm.weight": {"model__norm__weight": None},
+    "not of the model: model.more": {"model__more": torch.zeros(2)},
+    "model.norm.weight is [31], not [32]": {"model__norm__weight": torch.zeros(31)},
+}
+
+
+@pytest.mark.parametrize("told", FAULTS)
+def test_weights_of_another_model_are_named(folder: Path, told: str) -> None:
+    """Catches a tensor that is left random, ignored, or cut to fit."""
+    change_weights(folder, **FAULTS[told])
+    config = config_of(folder)
+    with pytest.raises(ValueError, match="the weights in .* are not this model's") as refused:
+        _ = config.language_model
+    assert told in str(refused.value)
+
+
+def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
+    """Catches random weights where a file is cut short, or in a format that is not read."""
+    config, file = config_of(folder), folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
+        _ = config.language_model
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"its weights are pytorch_model\.bin, and isp reads"):
+        _ = config.language_model
+
+
+def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
+    """Catches a traceback of transformers', and dropout that only some layouts have."""
+    change(folder, model_type="unheard_of")
+    with pytest.raises(ValueError, match=r"model\.hf=.*makes no causal language model of it"):
+        _ = config_of(folder).language_model
+    drops = write_folder(folder.parent / "drops", "gpt2", weights=False, resid_pdrop=0.1)
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout drops 0\.1"):
+        _ = config_of(drops).language_model
+
+
+def test_a_vocabulary_that_is_too_small_is_named(folder: Path) -> None:
+    """Catches a check by the default vocabulary in place of the folder's."""
+    change(folder, vocab_size=200)
+    with pytest.raises(ValueError, match=r"model\.vocab_size=200 is smaller than the 257 entries"):
+        check_data(config_of(folder))
+
+
+def test_missing_packages_are_told_with_the_way_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an ImportError on every rank."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
+    )
+    with pytest.raises(ConfigError, match=r"needs the transformers package: bash tools/setup_env"):
+        config_of(folder).require_packages()
+
+
+def test_the_command_line_tells_a_fault_in_one_line(folder: Path) -> None:
+    """Catches a traceback, and a process group that starts for nothing."""
+    change_weights(folder, model__norm__weight=None)
+    (said,) = run_isp(1, "train", str(write_job(folder.parent, folder)))
+    assert said.code != 0
+    assert "missing: model.norm.weight" in said.err
+    assert "Traceback" not in said.err
+    assert not (folder.parent / "out").exists()

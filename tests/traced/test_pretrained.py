@@ -1,0 +1,179 @@
+"""The weights that a folder's model begins from: those of its files, or random, on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isp.comm import Mesh
+from isp.models.build import BuiltModel, build_model
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.traced.folder import WeightFiles
+from isp.traced.pretrained import folder_model, parameters_on_meta
+from tests.ranks import run_ranks
+from tests.traced.folders import small_config, write_folder
+
+WEIGHT = 4
+Parts = dict[str, tuple[int, int, Tensor]]
+"""A rank's shards by name, each with its number and the number of all."""
+
+
+def built(folder: Path, mesh: Mesh, *, seed: int = 0) -> BuiltModel:
+    parallel = ParallelConfig(
+        tensor=TensorConfig(mode=Mode.ISP), weight=WeightConfig(size=mesh[Axis.WEIGHT].size)
+    )
+    model = folder_model(str(folder), "float32")
+    device = torch.device("cpu")
+    return build_model(model, parallel, mesh, seed=seed, device=device, dtype=torch.float32)
+
+
+def meshed(rank: int, size: int) -> Mesh:
+    return Mesh(Topology.create(size, ParallelConfig(weight=WeightConfig(size=size))), rank)
+
+
+def parts_of(rank: int, folder: Path, size: int, seed: int = 0) -> Parts:
+    model = built(folder, meshed(rank, size), seed=seed)
+    found = {
+        p.name: (p.layout.index, p.layout.parts, p.parameter.detach()) for p in model.parameters
+    }
+    (chunk,) = model.chunks
+    kept = chunk.model.state_dict().keys() - found.keys()
+    return found | {
+        name: (0, 1, buffer) for name, buffer in chunk.model.named_buffers() if name in kept
+    }
+
+
+def whole(of_ranks: list[Parts]) -> dict[str, Tensor]:
+    return {
+        name: torch.cat([of_rank[name][2] for of_rank in of_ranks]) if parts > 1 else value
+        for name, (_, parts, value) in of_ranks[0].items()
+    }
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """The parameters and kept buffers that transformers loads from a folder."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    shared = {name for name, _ in model.named_parameters()}
+    kept = dict(model.named_buffers()).keys() & model.state_dict().keys()
+    return {name: x for name, x in model.state_dict().items() if name in shared | kept}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own_names"),
+    [("llama", False), ("gpt2", False), ("deepseek_v3", True), ("deepseek_v3", False)],
+)
+def test_ranks_together_have_what_transformers_loads(
+    tmp_path: Path, kind: str, own_names: bool
+) -> None:
+    """Catches rows of another rank, transposed ones, and a buffer that is left as it was made."""
+    torch.manual_seed(5)
+    folder = write_folder(tmp_path, kind, own_names=own_names)
+    _change_buffers(folder)
+    expected = state(folder)
+    found = whole(run_ranks(WEIGHT, parts_of, folder, WEIGHT))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def _change_buffers(folder: Path) -> None:
+    """Let buffers in the file be other than they are made."""
+    tensors = load_file(folder / "model.safetensors")
+    changed = {n: x + 0.5 if n.endswith("correction_bias") else x for n, x in tensors.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_found_under_either_name(tmp_path: Path, name: str) -> None:
+    """Catches a tied weight that only its first name finds, and two copies of it."""
+    folder = write_folder(tmp_path, "llama", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    table = next(tensors.pop(n) for n in list(tensors) if n.startswith(("lm_head", "model.embed")))
+    save_file({**tensors, name: table}, folder / "model.safetensors")
+    (parts,) = run_ranks(1, parts_of, folder, 1)
+    assert "lm_head.weight" not in parts
+    torch.testing.assert_close(parts["model.embed_tokens.weight"][2], table, rtol=0, atol=0)
+
+
+class _Counting:
+    """A view of a tensor in a file that counts what is taken of it."""
+
+    def __init__(self, view: Any, taken: list[int]) -> None:
+        self._view, self._taken = view, taken
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._view.get_shape()
+        return shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part: Tensor = self._view[index]
+        self._taken.append(part.numel())
+        return part
+
+
+def _taken(rank: int, folder: Path) -> tuple[list[int], Counter[bool]]:
+    """Elements of each reading, and of the shards and of what is whole on every rank."""
+    taken: list[int] = []
+    handle = WeightFiles._handle
+
+    class Handle:
+        def __init__(self, opened: Any) -> None:
+            self._opened = opened
+
+        def get_slice(self, name: str) -> _Counting:
+            return _Counting(self._opened.get_slice(name), taken)
+
+    WeightFiles._handle = lambda self, file: Handle(handle(self, file))
+    parameters = built(folder, meshed(rank, WEIGHT)).parameters
+    own: Counter[bool] = Counter()
+    for item in parameters:
+        own[item.layout.sharded] += item.parameter.numel()
+    return taken, own
+
+
+def test_a_rank_reads_its_own_rows_alone(tmp_path: Path) -> None:
+    """Catches a rank that reads a tensor whole, or one of them twice: memory that it has not."""
+    folder = write_folder(tmp_path, "llama")
+    total = sum(x.numel() for x in load_file(folder / "model.safetensors").values())
+    for taken, own in run_ranks(WEIGHT, _taken, folder):
+        assert sum(taken) == own.total()
+        assert own[True] == (total - own[False]) // WEIGHT
+        assert max(taken) == 272 * 32 // WEIGHT, "the largest is a table's rows"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_random_weights_are_the_models_own_in_every_layout(tmp_path: Path, kind: str) -> None:
+    """Catches weights that depend on ranks or order, and another distribution than the model's."""
+    folder = write_folder(tmp_path, kind, weights=False)
+    before = torch.get_rng_state()
+    (alone,) = run_ranks(1, parts_of, folder, 1)
+    spread = whole(run_ranks(WEIGHT, parts_of, folder, WEIGHT))
+    (other,) = run_ranks(1, parts_of, folder, 1, 1)
+    assert torch.equal(before, torch.get_rng_state())
+    plain = transformers.AutoModelForCausalLM.from_config(small_config(kind)).state_dict()
+    for name, (_, _, value) in alone.items():
+        torch.testing.assert_close(spread[name], value, rtol=0, atol=0)
+        expected = plain[name].float()
+        assert value.mean().item() == pytest.approx(expected.mean().item(), abs=0.01)
+        assert value.std().item() == pytest.approx(expected.std().item(), rel=0.2), name
+        if expected.std() > 0:
+            assert not torch.equal(value, other[name][2]), f"{name} does not hear the seed"
+
+
+def test_a_model_is_made_without_memory_for_its_parameters() -> None:
+    """Catches parameters with memory, tied ones that are parted, and buffers that lose theirs."""
+    config = small_config("llama", tie_word_embeddings=True)
+    register = torch.nn.Module.register_parameter
+    with parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert torch.nn.Module.register_parameter is register
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.rotary_emb.inv_freq.max() == 1
