@@ -144,6 +144,8 @@ def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]
         return
     own = state.optimizer.state_dict()["parameters"]
     for name, parameter, layout in state.parameters:
+        if name not in own:  # frozen
+            continue
         part = own[name]
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():

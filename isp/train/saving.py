@@ -53,7 +53,7 @@ class RunCheckpoints:
         self._train_step = train_step
         self._optimizer = train_step.optimizer
         self._state = TrainState(
-            parameters=train_step.gradients.parameters,
+            parameters=train_step.built.parameters,  # frozen ones, too
             optimizer=train_step.optimizer,
             topology=mesh.topology,
         )

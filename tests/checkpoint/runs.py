@@ -31,6 +31,10 @@ __all__ = ["LION", "Layout", "Run", "clear", "expect", "fill", "make_run", "whol
 ADAMW, LION = OptimizerConfig(), OptimizerConfig(name="lion")
 
 
+_FROZEN = {"rows": (0, 0), "tensors": {}}
+"""In place of the states of a parameter that has none."""
+
+
 class Layout(NamedTuple):
     """The sizes of a run."""
 
@@ -80,6 +84,7 @@ def make_run(
     wide: int = 6,
     device: str = "cpu",
     config: OptimizerConfig = ADAMW,
+    frozen: frozenset[str] = frozenset(),
 ) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
@@ -93,7 +98,8 @@ def make_run(
         dtype=dtype,
     )
     parameters = list(named_parameters(_Model(layers, wide=wide)))
-    optimizer = Zero1Optimizer(MainGradients(parameters, mesh), mesh, config)
+    trained = [item for item in parameters if item.name not in frozen]
+    optimizer = Zero1Optimizer(MainGradients(trained, mesh), mesh, config)
     state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
     run = Run(mesh[Axis.WORLD], state, optimizer)
     clear(run)
@@ -141,7 +147,7 @@ def fill(run: Run) -> None:
     """Give every weight and moment its value, as if the optimizer had made 7 updates."""
     state = run.optimizer.state_dict()
     for name, parameter, layout in run.state.parameters:
-        part = state["parameters"][name]
+        part = state["parameters"].get(name, _FROZEN)
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
             local = layout.shard(whole_value(name, kind, layout.global_shape))
@@ -161,7 +167,7 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
     state = run.optimizer.state_dict()
     assert state["step"] == 7
     for name, parameter, layout in run.state.parameters:
-        part = state["parameters"][name]
+        part = state["parameters"].get(name, _FROZEN)
         start, stop = part["rows"]
         tensors = {kind: (x, slice(start, stop)) for kind, x in part["tensors"].items()}
         tensors["weights"] = parameter.detach(), slice(None)

@@ -83,3 +83,30 @@ def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
     run_ranks(saved.world, _save_lion, saved, tmp_path)
     assert all(run_ranks(loaded.world, _load_lion, loaded, tmp_path))
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
+
+
+FROZEN = frozenset({"embedding.weight", "wo.bias"})
+
+
+def _save_frozen(rank: int, layout: Layout, folder: Path) -> None:
+    run = make_run(rank, layout, torch.bfloat16, frozen=FROZEN)
+    fill(run)
+    with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
+        checkpointer.save(20, run.state, tokens=640)
+
+
+def _load_frozen(rank: int, layout: Layout, folder: Path) -> int:
+    run = make_run(rank, layout, torch.bfloat16, frozen=FROZEN)
+    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, run.state)
+    return expect(run)
+
+
+def test_frozen_parameters_are_saved_and_loaded_in_another_layout(tmp_path: Path) -> None:
+    """Catches frozen weights that a checkpoint leaves out, and states asked for that they lack."""
+    there, here = LAYOUTS["isp"], LAYOUTS["isp-wide"]
+    run_ranks(there.world, _save_frozen, there, tmp_path)
+    compared = run_ranks(here.world, _load_frozen, here, tmp_path)
+    assert all(n > 0 for n in compared)
