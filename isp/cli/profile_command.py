@@ -23,7 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     modes = ",".join(Mode)
     add_nproc(parser)
     parser.add_argument(
-        "--modes", default=modes, metavar="LIST", help=f"modes to compare (default: {modes})"
+        "--modes",
+        metavar="LIST",
+        help=f"modes to compare (default: {modes}; of a folder's model, isp)",
     )
     parser.add_argument(
         "--warmup", type=not_negative, default=2, metavar="N", help="steps before those measured"
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
     from isp.cli.launch import launch, world_size
     from isp.config import ConfigError, load_config
+    from isp.parallel.config import Mode
 
     config = load_config(args.config, args.overrides)
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
@@ -66,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
     )
     from isp.train.run import check_devices
 
+    every = tuple(Mode) if config.model.hf is None else (Mode.ISP,)
     options = ProfileOptions(
-        modes=_modes(args.modes),
+        modes=every if args.modes is None else _modes(args.modes),
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
@@ -83,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         check_data(config)
         check_devices(config, args.nproc)
+        _ = config.language_model  # a folder's is made, or refused, now
         folder = make_profile_folder(config)
         numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
         command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]

@@ -176,7 +176,7 @@ def _train(args: argparse.Namespace) -> int:
     topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
     if config.model.hf is not None:
-        _ = config.language_model  # reads the heads of its files
+        _ = config.language_model  # made, or refused, now
     if config.optimizer.param_groups:
         from isp.train.run import check_param_groups
 

@@ -130,13 +130,6 @@ class JobConfig:
                 " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
                 " metrics.jsonl has the same numbers"
             )
-        if self.model.hf is not None:
-            for package in ("transformers", "safetensors"):
-                if importlib.util.find_spec(package) is None:
-                    raise ConfigError(
-                        f"model.hf={self.model.hf} needs the {package} package: bash"
-                        f" tools/setup_env.sh hf (or pip install transformers safetensors)"
-                    )
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from isp.models.protocol import LanguageModel
 from model.config import ModelConfig
 
@@ -11,10 +13,17 @@ __all__ = ["language_model"]
 def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
     """The section itself, or for a folder its traced model, to be computed in `dtype`.
 
-    Raises ValueError for a folder whose model cannot be made, or cannot be driven.
+    Raises ValueError for a folder whose model cannot be made, or cannot be driven, and without the
+    packages that read it.
     """
     if model.hf is None:
         return model
+    for package in ("transformers", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"model.hf={model.hf} needs the {package} package: bash tools/setup_env.sh hf (or"
+                f" pip install transformers safetensors)"
+            )
     from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
 
     return folder_model(

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from isp.config import JobConfig
+from isp.config.models import language_model
+from isp.models.protocol import LanguageModel
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.pipeline import PipelineOrder
@@ -70,6 +72,11 @@ class Case:
             on_cpu=on_cpu,
             documents=data.micro_bsz if data.pack else 1,
         )
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """What `model` describes."""
+        return language_model(self.model, self.dtype)
 
     @property
     def mode(self) -> Mode:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from isp.config.models import language_model
 from isp.layers.module import NamedParameter
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
@@ -40,7 +41,8 @@ def bare(model: ModelConfig) -> ModelConfig:
 def _shape(
     model: ModelConfig, mode: Mode, embed_split_hidden: bool, order: PipelineOrder, rank: int
 ) -> RankShape:
-    return rank_shape(model, mode, order, rank, embed_split_hidden=embed_split_hidden)
+    own = language_model(model, "float32")
+    return rank_shape(own, mode, order, rank, embed_split_hidden=embed_split_hidden)
 
 
 def shape_of(case: Case, rank: int) -> RankShape:

@@ -56,7 +56,7 @@ def predict(case: Case, fabric: Fabric) -> Prediction:
     straggling = fabric.straggling_over(case.topology.world_size) * (step - exposed - bubble)
     documents = case.rows * case.documents * case.micro_num
     lengths = [case.tokens // case.documents] * documents
-    flops = case.model.flops(lengths) * case.topology.data / case.topology.world_size
+    flops = case.language_model.flops(lengths) * case.topology.data / case.topology.world_size
     return Prediction(
         step=step + straggling,
         exposed=exposed + straggling,

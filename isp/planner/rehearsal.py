@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from isp.attention import AttentionMask
 from isp.comm import Channel
 from isp.comm.channel import DryChannel
+from isp.config.models import language_model
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
@@ -36,6 +37,8 @@ from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, kind_of, kinds_of
 from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, TapeRecorder, Tapes
+from isp.traced.model import TracedModel
+from isp.traced.trace import Role as TraceRole
 from isp.weights.declare import WeightHolder, as_chunks
 from isp.weights.trace import Block
 from isp.weights.wp import FullWeights, WPCommunicator
@@ -82,16 +85,16 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
         case.gathers_weights,
         case.parallel.weight.vocab_parallel_loss,
     )
-    dtype = getattr(torch, case.dtype)
-    model = _two_layers(case.model, recomputed)
-    return _rehearsed(model, part, case.rows, case.tokens, dtype, case.on_cpu)
+    model = _alike_layers(case.model, recomputed)
+    return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
 
 
 @lru_cache(maxsize=64)
-def _two_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
+def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
+    """Two layers of the model; all of those that a folder has."""
     return replace(
         model,
-        num_layers=2,
+        num_layers=2 if model.hf is None else model.num_layers,
         checkpoint=float(recomputed),
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
@@ -113,9 +116,9 @@ META = torch.device("meta")
 
 @lru_cache(maxsize=256)
 def _rehearsed(
-    model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: torch.dtype, on_cpu: bool
+    model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
-    """Two layers stand for all: what the first keeps beyond the second is shared."""
+    """What the first of two like layers keeps beyond the second is shared."""
     recorder, facts = TapeRecorder(part.tensor), part.mode.facts
     tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
     layers = (LayerFactory if on_cpu else _CudaLayers)(
@@ -124,10 +127,16 @@ def _rehearsed(
         weight=Channel.solo() if facts.gathers_weights else tensor,
         communicator=_DryWeights(recorder, gathers=part.gathers_weights),
         device=META,
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    (whole,) = model.build(layers, attention=_DryAttention(recorder, on_cpu))
+    own_model = language_model(model, dtype)
+    if isinstance(own_model, TracedModel) and own_model.trace.elements(TraceRole.EXPERT):
+        raise ValueError(
+            f"isp layouts cannot plan model.hf={model.hf}: which experts its tokens go to is known"
+            f" in a run alone; isp profile measures one"
+        )
+    (whole,) = own_model.build(layers, attention=_DryAttention(recorder, on_cpu))
     blocks = whole.weight_blocks()
     recorder.follow(blocks)
     own = tokens // part.tensor if facts.slices_batch else tokens
@@ -147,7 +156,9 @@ def _rehearsed(
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
-    shared = saved[kinds.index(kinds[2])].total - saved[2].total
+    pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
+    first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
+    shared = saved[first].total - saved[second].total
     tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
     by_kind = dict(zip(kinds, tapes, strict=True))
     return Rehearsal(by_kind, shared, saved[-1].total, logits.numel(), whole.splits_logits)
@@ -213,13 +224,16 @@ class _DryAttention:
         self._recorder = recorder
         self._on_cpu = on_cpu
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [B, Sq, H, d], k [B, Sk, K, d] and v [B, Sk, K, e] -> [B, Sq, H, e]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         own = wide if self._on_cpu else q.dtype  # [Note: One node]
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
-        event = Attend(self._recorder.phase, q.shape[2] * q.shape[3], mask.window)
+        features = q.shape[2] * (q.shape[3] + v.shape[3]) // 2
+        event = Attend(self._recorder.phase, features, mask.window)
         tensors = (x.to(own) for x in (q, k, v))
         out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
         self._recorder.attends = False
@@ -239,7 +253,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.event, ctx.recorder = event, recorder
         recorder.note(event)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         sums = out.new_empty(out.shape[:-1], dtype=statistics)
         ctx.save_for_backward(q, k, v, out, sums)
         return out

@@ -104,10 +104,11 @@ def _head(found: Found, own: Candidate | str, fabric: Fabric, world_size: int, r
     if some is not None:
         config = some.config
         model = config.model
-        name = f"{model.preset}, " if model.preset else ""
+        name = f"{model.hf or model.preset}, " if model.hf or model.preset else ""
+        parameters = some.case.language_model.num_parameters
         tokens = rows * config.data.seq_len
         lines += [
-            f"model     {name}{model.num_parameters:,} parameters, {config.training.dtype}",
+            f"model     {name}{parameters:,} parameters, {config.training.dtype}",
             f"step      {rows:,} sequences of {config.data.seq_len:,} tokens, {tokens:,} tokens",
         ]
     lines.append(f"memory    {fabric.device.usable_bytes / GIB:.1f} GiB of a rank for tensors")
@@ -258,7 +259,8 @@ def _refused(found: Found) -> str:
     about_model = [r for r in found.refused if not any(part in r for part in about_batch)]
     reasons: list[str] = []
     seen = {c.case.mode for c in (*found.fitting, *found.too_large)}
-    if absent := [mode.value for mode in Mode if mode not in seen]:
+    of_folder = any("a model's own layers" in reason for reason in about_model)
+    if not of_folder and (absent := [mode.value for mode in Mode if mode not in seen]):
         reasons.append(
             f"{', '.join(absent)}: no sizes share the sequences of a step evenly over data ranks:"
             f" use more sequences (--batch)"

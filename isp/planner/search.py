@@ -217,7 +217,9 @@ def _least_recomputed(
     least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
     if least.memory.total <= room or most.memory.total > room:
         return least if least.memory.total <= room else most
-    between = (with_recompute(*choice) for choice in RECOMPUTE[1:-1])
+    keeps_attention = config.model.hf is None
+    choices = [choice for choice in RECOMPUTE[1:-1] if keeps_attention or not choice[1]]
+    between = (with_recompute(*choice) for choice in choices)
     return next((c for c in between if c.memory.total <= room), most)
 
 
@@ -299,7 +301,7 @@ def _gradient_seconds(case: Case, fabric: Fabric) -> float:
     topology: Topology = case.topology
     if topology.weight_data == 1:
         return 0.0
-    own = case.model.num_parameters / topology.weight / topology.pipeline
+    own = case.language_model.num_parameters / topology.weight / topology.pipeline
     sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
     cargo = Cargo(Purpose.REPLICA_GRADIENT)
     return fabric.seconds(case, Trip("all_reduce", "weight_data", cargo, sent))

@@ -149,10 +149,10 @@ class TapeRecorder:
         """Note when a visit of `blocks` is reached."""
         for b, block in enumerate(blocks):
             for v, visit in enumerate(block.visits):
-                module = visit.at if visit.layer is None else visit.layer
+                module = visit.layer if visit.at is None else visit.at
                 assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
                 assert id(module) not in self._places, f"{visit.name} is called twice"
-                self._places[id(module)] = b, v
+                self._places[id(module)] = self._places[id(visit.layer)] = b, v
                 module.register_forward_pre_hook(self._begins)
                 module.register_forward_hook(self._ends)
             self._lasts.add(id(module))

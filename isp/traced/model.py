@@ -29,9 +29,9 @@ from isp.settings.attention_backend import AttentionBackend
 from isp.traced.hosts import Host, host_of
 from isp.traced.model_folder import check_layout
 from isp.traced.swap import SwappedLinear, SwappedTable
-from isp.traced.trace import Call, Kind, ModelTrace, Role, trace_model
+from isp.traced.trace import Call, Kind, ModelTrace, Role, is_transposed, trace_model
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.trace import recomputed_blocks
+from isp.weights.trace import Passes, recomputed_blocks
 
 __all__ = ["InitialWeights", "TracedChunk", "TracedModel"]
 
@@ -228,11 +228,14 @@ class TracedChunk:
         points = _launch_points(calls) if block is not None else {}
         visits = [
             DeclaredVisit(
-                name=call.module.removeprefix(f"{block}."),
+                name=_visit_name(call),
                 layer=self._holders.get(call.module) if call.kind is not Kind.ATTENTION else None,
-                at=self._points[name] if call.kind is Kind.ATTENTION else None,
+                at=self._points[name]
+                if call.kind is Kind.ATTENTION
+                else self.model.get_submodule(call.module),
                 launch_point=points.get(index),
                 weight_in_backward=call.kind is not Kind.TABLE,
+                passes=self._passes(call),
             )
             for index, call in enumerate(calls)
         ]
@@ -242,6 +245,14 @@ class TracedChunk:
             visits=tuple(visits),
             recomputed=block is not None and self._recomputed[block],
         )
+
+    def _passes(self, call: Call) -> Passes:
+        """What a linear is given is written and read; of a table, the rows."""
+        if call.kind is Kind.ATTENTION:
+            return Passes()
+        rows, columns = self._holders[call.module].layouts["weight"].global_shape
+        transposed = is_transposed(self.model.get_submodule(call.module))
+        return Passes(between=2 * (rows if transposed else columns))
 
     def _swap(self) -> None:
         """Let linears, tables and blocks go through this chunk."""
@@ -385,6 +396,13 @@ def on_meta(model: nn.Module) -> nn.Module:
         value = torch.empty_like(parameter, device="meta")
         empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, empty)
+
+
+def _visit_name(call: Call) -> str:
+    if call.kind is not Kind.ATTENTION:
+        return call.module.removeprefix(f"{call.block}.")
+    window = None if call.sizes is None else call.sizes.window
+    return "attn" if window is None else f"attn of {window} tokens"
 
 
 def _launch_points(calls: list[Call]) -> dict[int, LaunchPoint]:

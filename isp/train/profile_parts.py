@@ -54,7 +54,7 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
     for chunk in step.chunks:
         parts.update(chunk.parts())
         for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
-            module = visit.at if visit.layer is None else visit.layer
+            module = visit.layer if visit.at is None else visit.at
             assert isinstance(module, nn.Module)
             sites.append((visit.name, module))
     return Recorder(step.mesh.log, device, parts, sites)

@@ -52,7 +52,7 @@ class DeclaredVisit:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place, if there is no layer."""
+    """The module whose call marks the place, if that is not the layer itself."""
     launch_point: LaunchPoint | None = None
     """The configuration's name for this place."""
     in_recompute: bool = True

@@ -1,0 +1,99 @@
+"""Plans for a folder's model: what is planned of transfers and memory is what a run has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from isp.cli import main
+from isp.comm import Mesh
+from isp.config import JobConfig, load_config
+from isp.data.batch import MicroBatch
+from isp.parallel import Axis
+from isp.planner.case import Case
+from isp.planner.counts import traffic
+from isp.planner.memory import states
+from isp.train.data import share_micro_batches
+from isp.train.step import TrainStep, make_train_step
+from tests.ranks import run_ranks
+from tests.traced.folders import small_config, write_folder, write_job
+
+WORLD = 4
+LAYOUTS = (
+    ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=2"),
+    ("--parallel.tensor.size=4", "--parallel.weight.size=2", "--training.dtype=float32"),
+    ("--parallel.weight.size=2", "--model.checkpoint=1.0", "--parallel.zero1.size=1"),
+)
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+
+def _batches(config: JobConfig) -> list[MicroBatch]:
+    rows = torch.arange(config.row_tokens)[None]
+    ends = torch.tensor([0, config.row_tokens], dtype=torch.int32)
+    return [MicroBatch(rows, rows, rows, ends) for _ in range(config.data.micro_num)]
+
+
+def _step(rank: int, config: JobConfig) -> TrainStep:
+    mesh = Mesh(config.topology(WORLD), rank)
+    return make_train_step(config, mesh, torch.device("cpu"))
+
+
+def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
+    """The transfers of a step, and the bytes of weights."""
+    found = []
+    for config in configs:
+        step = _step(rank, config)
+        log, tensor = step.mesh.log, step.mesh[Axis.TENSOR]
+        step(_batches(config), 0.1)  # its first gathers were launched before the log was emptied
+        log.collect()
+        share_micro_batches(
+            _batches(config) if tensor.rank == 0 else None,
+            shape=(1, config.row_tokens),
+            micro_num=config.data.micro_num,
+            packed=True,
+            tensor=tensor,
+            device=torch.device("cpu"),
+        )
+        step(_batches(config), 0.1)
+        counts, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for transfer in log.take():
+            counts[transfer.kind, transfer.channel] += 1
+            sent[transfer.kind, transfer.channel] += transfer.sent_bytes
+        step.drain()
+        weights = sum(p.parameter.nbytes for p in step.built.parameters)
+        found.append(({key: (counts[key], sent[key]) for key in counts}, weights))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_planned_transfers_and_weights_are_those_of_a_run(tmp_path: Path, kind: str) -> None:
+    """Catches a plan of isp's own model of these sizes in place of the folder's."""
+    job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False))
+    configs = [load_config(job, words) for words in LAYOUTS]
+    of_ranks = run_ranks(WORLD, _counted, configs)
+    for n, config in enumerate(configs):
+        case = Case.of(config, WORLD, on_cpu=True)
+        for rank in range(WORLD):
+            counted, weights = of_ranks[rank][n]
+            assert {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()} == counted
+            assert states(case, case.place(rank)).weights == weights
+
+
+def test_layouts_of_a_folder_are_searched_and_of_experts_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a search that dies of a key which a folder has not, and numbers out of nothing."""
+    for kind, code in (("gpt2", 0), ("qwen3_moe", 1)):
+        folder = write_folder(tmp_path / kind, kind, weights=False)
+        words = ["isp", "layouts", str(write_job(tmp_path, folder)), "--world=4", "--fabric=cpu"]
+        monkeypatch.setattr("sys.argv", words)
+        assert (main() != 0) == code
+    told = capsys.readouterr()
+    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in told.out
+    assert "--parallel.weight.size" in told.out
+    assert "isp layouts cannot plan model.hf=" in told.err
