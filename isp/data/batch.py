@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
+from isp.data.dataset import IGNORE_INDEX, Dataset, Sample
 
 __all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "held_out_micro_batches"]
 
@@ -66,7 +66,7 @@ class BatchSampler:
     step, and their order, depend on G alone, not on how it is divided between the three.
     """
 
-    dataset: PackedDataset
+    dataset: Dataset
     micro_bsz: int
     micro_num: int
 
@@ -87,7 +87,7 @@ class BatchSampler:
 
 
 def held_out_micro_batches(
-    dataset: PackedDataset,
+    dataset: Dataset,
     *,
     micro_bsz: int,
     data_rank: int,

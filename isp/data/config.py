@@ -1,12 +1,13 @@
 """The data of a run, and its cut into samples: the `data` section of the configuration."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from isp.settings.section import Count, Text, section
 
-__all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig"]
+__all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig", "ExcessLength", "Format"]
 
 BYTE_TOKENIZER = "bytes"
 PYTHON_STDLIB = "python-stdlib"
@@ -23,6 +24,23 @@ def _readable(source: str | list[str]) -> str | list[str]:
     return source
 
 
+class Format(StrEnum):
+    """What the lines of a .jsonl file hold."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    MESSAGES = "messages"
+    TOKENS = "tokens"
+
+
+class ExcessLength(StrEnum):
+    """What becomes of an example that is longer than a sample."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    RAISE = "raise"
+
+
 Source = Annotated[str | list[str], AfterValidator(_readable)]
 
 
@@ -32,6 +50,10 @@ class DataConfig:
 
     source: Source
     """Text files, .jsonl files, folders, globs, Megatron .bin/.idx prefixes, or `python-stdlib`."""
+
+    format: Format = Format.AUTO
+    """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`) in each line of a
+    .jsonl file; `auto`: as the keys of a file's first line say."""
 
     text_key: Text = "text"
     """The key that holds the text in each line of a .jsonl file."""
@@ -48,6 +70,12 @@ class DataConfig:
     eos_token: str | None = None
     """The token that ends a document, where the tokenizer's own files do not tell."""
 
+    chat_template: Text | None = None
+    """A Jinja file that renders `messages`, in place of the template beside the tokenizer."""
+
+    excess_length_strategy: ExcessLength = ExcessLength.TRUNCATE
+    """`messages` and `tokens` longer than `seq_len`: `truncate` at the end, `drop`, or `raise`."""
+
     seq_len: Count = 2048
     """Tokens in a sample."""
 
@@ -58,7 +86,8 @@ class DataConfig:
     """Micro-batches that a rank accumulates in a step."""
 
     pack: bool = True
-    """Keep attention, loss and positions inside each document; false: the plain stream, cut."""
+    """Keep attention, loss and positions inside each document; false: the plain stream, cut, or
+    one example of `messages` or `tokens` in each sample."""
 
     def __post_init__(self) -> None:
         if self.valid_source is not None and self.valid_fraction > 0:

@@ -1,43 +1,21 @@
-"""Fixed-length samples cut from shuffled documents, by index alone, and the datasets of a run.
+"""Fixed-length samples cut from shuffled documents, by index alone.
 
 Shapes: S sequence (`seq_len`), N documents of the store, n documents with a piece in the sample.
 """
 
-import logging
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.config import DataConfig
-from isp.data.documents import find_files, iterate_documents
-from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.stores import (
-    ConcatStore,
-    EndedStore,
-    MemoryStore,
-    SubsetStore,
-    TokenStore,
-    held_out,
-    mixed,
-)
-from isp.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from isp.data.stores import TokenStore, mixed
+from isp.data.tokenizer import TokenArray
 
-__all__ = [
-    "IGNORE_INDEX",
-    "Datasets",
-    "PackedDataset",
-    "Sample",
-    "check_sources",
-    "open_datasets",
-]
-
-logger = logging.getLogger(__name__)
+__all__ = ["IGNORE_INDEX", "Dataset", "PackedDataset", "Sample", "check_ids", "shuffled"]
 
 IGNORE_INDEX = -100
 """The label of a token that the loss leaves out; torch's own default."""
 
-_HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
 _SHUFFLE_ROUNDS = 6
 
 _Int64Array = npt.NDArray[np.int64]
@@ -50,6 +28,21 @@ class Sample(NamedTuple):
     labels: _Int64Array  # [S], the token to predict or IGNORE_INDEX
     positions: _Int64Array  # [S], counted from the start of each document's piece
     document_lengths: _Int64Array  # [n], sums to S
+
+
+class Dataset(Protocol):
+    """Sample i of an endless sequence, as a pure function of i."""
+
+    @property
+    def pack(self) -> bool:
+        """Whether samples hold several documents, each a world of its own."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples after which each has come once."""
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
 
 
 class _Epoch(NamedTuple):
@@ -101,7 +94,7 @@ class PackedDataset:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
         number, place = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(number)
-        start = _shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
+        start = shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
         # One token beyond the sample, where there is one, to be the last label.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
         stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
@@ -129,7 +122,12 @@ class PackedDataset:
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             offset = end - int(self._store.lengths[document])
             piece = self._store.read(document, start - offset, min(stop, end) - offset)
-            self._check_ids(piece, document, start - offset)
+            check_ids(
+                piece,
+                vocab_size=self._vocab_size,
+                where=self._store.where(document),
+                start=start - offset,
+            )
             pieces.append(piece)
             start, place = end, place + 1
         return pieces
@@ -147,19 +145,20 @@ class PackedDataset:
         self._recent = (epoch, *self._recent[:1])
         return epoch
 
-    def _check_ids(self, tokens: TokenArray, document: int, start: int) -> None:
-        """Refuse ids that no row of the embedding stands for, in `tokens` from `start` on."""
-        if tokens.min() >= 0 and tokens.max() < self._vocab_size:
-            return
-        at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-        raise ValueError(
-            f"{self._store.where(document)}, token {start + at} is id {tokens[at]}, and the"
-            f" tokenizer has {self._vocab_size:,} (0..{self._vocab_size - 1}): set data.tokenizer"
-            f" to the one these tokens were made with, or write the file again"
-        )
+
+def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0) -> None:
+    """Refuse ids that no row of the embedding stands for, in the tokens from `start` on."""
+    if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
+        return
+    at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    raise ValueError(
+        f"{where}, token {start + at} is id {tokens[at]}, and the tokenizer has {vocab_size:,}"
+        f" (0..{vocab_size - 1}): set data.tokenizer to the one these tokens were made with, or"
+        f" write the file again"
+    )
 
 
-def _shuffled(index: int, size: int, key: int) -> int:
+def shuffled(index: int, size: int, key: int) -> int:
     """The element at `index` of a permutation of range(size) that `key` chooses, in O(1).
 
     A Feistel network over the next power of 4 mixes the bits; what lands outside is mixed again.
@@ -175,91 +174,3 @@ def _shuffled(index: int, size: int, key: int) -> int:
         index = left << half | right
         if index < size:
             return index
-
-
-class Datasets(NamedTuple):
-    """The run's datasets: `valid` is None where nothing is held out."""
-
-    tokenizer: Tokenizer
-    train: PackedDataset
-    valid: PackedDataset | None
-
-
-def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
-    """The tokenizer and the datasets that `config` names; text is tokenised here, in memory.
-
-    Raises FileNotFoundError or ValueError naming the key, the path and the way out.
-    """
-    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
-    train_store = _open_store(config.source, tokenizer, text_key=config.text_key)
-    valid_store: TokenStore | None = None
-    if config.valid_source is not None:
-        valid_store = _open_store(
-            config.valid_source, tokenizer, text_key=config.text_key, key="data.valid_source"
-        )
-    elif config.valid_fraction > 0.0:
-        train_store, valid_store = _split(train_store, config.valid_fraction)
-    train, valid = (
-        None
-        if store is None
-        else PackedDataset(
-            store,
-            vocab_size=tokenizer.vocab_size,
-            seq_len=config.seq_len,
-            pack=config.pack,
-            seed=store_seed,
-        )
-        for store, store_seed in ((train_store, seed), (valid_store, _HELD_OUT_SEED))
-    )
-    assert train is not None
-    return Datasets(tokenizer, train, valid)
-
-
-def check_sources(config: DataConfig) -> None:
-    """Raise FileNotFoundError or ValueError for a source that is not there; opens no file."""
-    sources = {"data.source": config.source, "data.valid_source": config.valid_source or []}
-    for key, source in sources.items():
-        for item in [source] if isinstance(source, str) else source:
-            prefix = indexed_prefix(item)
-            if prefix is not None:
-                check_pair(prefix)
-            else:
-                find_files(item, key=key)
-
-
-def _open_store(
-    source: str | list[str], tokenizer: Tokenizer, *, text_key: str, key: str = "data.source"
-) -> TokenStore:
-    """The documents of a source: text is tokenised into memory, a .bin/.idx pair is mapped.
-
-    Each document ends with eos. `key` is the name of `source` in messages.
-    """
-    stores: list[TokenStore] = []
-    for item in [source] if isinstance(source, str) else source:
-        opened: TokenStore
-        prefix = indexed_prefix(item)
-        if prefix is not None:
-            opened = IndexedDataset(prefix)
-        else:
-            documents = map(tokenizer.encode, iterate_documents(item, text_key=text_key, key=key))
-            dtype = token_dtype(tokenizer.vocab_size)
-            opened = MemoryStore(f"{key}={item}", documents, dtype=dtype)
-        stores.append(EndedStore(opened, tokenizer.eos_id))
-    store = stores[0] if len(stores) == 1 else ConcatStore(stores)
-    logger.info("%s: %d documents, %d tokens", store.name, len(store.lengths), store.lengths.sum())
-    return store
-
-
-def _split(store: TokenStore, fraction: float) -> tuple[SubsetStore, SubsetStore]:
-    """The documents to train on and those held out; ValueError if either would be empty."""
-    chosen = held_out(len(store.lengths), fraction)
-    if chosen.all() or not chosen.any():
-        raise ValueError(
-            f"data.valid_fraction={fraction} holds out {int(chosen.sum())} of the {len(chosen)} "
-            f"documents of {store.name}: use another fraction, or give data.valid_source"
-        )
-    kept, taken = np.flatnonzero(~chosen), np.flatnonzero(chosen)
-    return (
-        SubsetStore(f"{store.name} without its held-out documents", store, kept),
-        SubsetStore(f"what data.valid_fraction={fraction} holds out of {store.name}", store, taken),
-    )

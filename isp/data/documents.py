@@ -6,11 +6,18 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isp.data.config import PYTHON_STDLIB
 
-__all__ = ["Document", "find_files", "iterate_documents", "read_documents"]
+__all__ = [
+    "Document",
+    "JsonLine",
+    "find_files",
+    "iterate_documents",
+    "read_documents",
+    "read_jsonl",
+]
 
 # What a folder contributes; a file that is named, or matched by a glob, may have any suffix.
 # fmt: off
@@ -31,6 +38,14 @@ class Document(NamedTuple):
     """One document, and how many bytes of its file it took (for a progress bar)."""
 
     text: str
+    num_bytes: int
+
+
+class JsonLine(NamedTuple):
+    """One line of a .jsonl file: what it holds, its place in messages, and how many bytes."""
+
+    record: dict[str, Any]
+    where: str
     num_bytes: int
 
 
@@ -66,7 +81,9 @@ def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
     Raises ValueError naming the file, and the line of a .jsonl file.
     """
     if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, text_key)
+        for line in read_jsonl(path):
+            if text := _text_of_line(line.record, text_key, line.where):
+                yield Document(text, line.num_bytes)
         return
     data = path.read_bytes()
     try:
@@ -133,22 +150,30 @@ def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> lis
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[Document]:
-    """The texts under `text_key`, line by line; blank lines and empty texts are left out."""
+def read_jsonl(path: Path) -> Iterator[JsonLine]:
+    """The objects of a .jsonl file, line by line; blank lines are left out.
+
+    Raises ValueError naming the file and the line that is not a JSON object.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip() and (text := _text_of_line(line, text_key, f"{path}, line {number}")):
-                yield Document(text, len(line))
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield JsonLine(_parsed(line, where), where, len(line))
 
 
-def _text_of_line(line: bytes, text_key: str, where: str) -> str:
-    """The text of one .jsonl line, or ValueError saying `where` and what is wrong with it."""
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}): correct or remove the line") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}: each line must be an object")
+    return record
+
+
+def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
+    """The text of one .jsonl line, or ValueError saying `where` and what is wrong with it."""
     if text_key not in record:
         raise ValueError(
             f"{where} has no key {text_key!r}, only {', '.join(map(repr, record)) or 'none'}: set "

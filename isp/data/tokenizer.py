@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from isp.data.config import BYTE_TOKENIZER
 
-__all__ = ["ByteTokenizer", "HFTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "Encoding", "HFTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -25,6 +25,14 @@ _COMMON_EOS_TOKENS = (
     "<|eot_id|>",
     "[EOS]",
 )
+
+
+class Encoding(NamedTuple):
+    """Tokens of a text, and the characters [start, end) of it that each stands for."""
+
+    tokens: TokenArray  # [T]
+    starts: npt.NDArray[np.int64]  # [T]
+    ends: npt.NDArray[np.int64]  # [T]
 
 
 class Tokenizer(Protocol):
@@ -69,7 +77,7 @@ class HFTokenizer:
     """
 
     def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
-        file = _tokenizer_file(Path(path).expanduser())
+        self.file = file = _tokenizer_file(Path(path).expanduser())
         self._tokenizer = _read_tokenizer(file)
         # Files saved by a fine-tuning script often carry both, and would cut documents silently.
         self._tokenizer.no_truncation()
@@ -85,6 +93,18 @@ class HFTokenizer:
 
     def encode(self, text: str) -> TokenArray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        """As `encode`, with the place of each token in `text`."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        return Encoding(tokens, starts, ends)
+
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the tokens that stand for no text."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     def decode(self, tokens: TokenArray) -> str:
         text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)

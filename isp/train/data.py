@@ -13,7 +13,7 @@ from isp.comm import Channel, Mesh
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import BatchSampler, MicroBatch, Prefetcher, held_out_micro_batches
-from isp.data.dataset import Datasets, check_sources, open_datasets
+from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 
@@ -21,10 +21,11 @@ __all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches"]
 
 
 def check_data(config: JobConfig) -> None:
-    """Raise ValueError or FileNotFoundError for data that are missing; reads none of the text."""
+    """Raise ValueError or FileNotFoundError for missing data; reads first lines at most."""
     data = config.data
-    _check_vocabulary(config, load_tokenizer(data.tokenizer, eos_token=data.eos_token))
-    check_sources(data)
+    tokenizer = load_tokenizer(data.tokenizer, eos_token=data.eos_token)
+    _check_vocabulary(config, tokenizer)
+    check_sources(data, tokenizer)
 
 
 def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:

@@ -48,10 +48,13 @@ _HOW_TO_COMPUTE = (
 _ORDER_OF_DATA = {
     "training.seed",
     "data.source",
+    "data.format",
     "data.text_key",
     "data.valid_fraction",
     "data.tokenizer",
     "data.eos_token",
+    "data.chat_template",
+    "data.excess_length_strategy",
     "data.seq_len",
     "data.pack",
 }

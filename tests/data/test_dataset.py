@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample, _shuffled
+from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample, shuffled
 from isp.data.stores import EndedStore, MemoryStore
 from isp.data.tokenizer import ByteTokenizer
 
@@ -46,7 +46,7 @@ def reference_epoch(
     key = int(generator.integers(1 << 63))
     samples = []
     for place in range(num_samples):
-        start = _shuffled(place, num_samples, key) * seq_len
+        start = shuffled(place, num_samples, key) * seq_len
         labels: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -137,7 +137,7 @@ def test_epochs_and_seeds_shuffle_anew() -> None:
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_pieces_of_one_document_are_shuffled() -> None:
+def test_pieces_of_one_document_areshuffled() -> None:
     """Catches an epoch that reads a single long document from front to back."""
     dataset = make([list(range(200))], 4)
     first = [int(dataset.sample(i).tokens[0]) for i in range(dataset.samples_per_epoch)]
@@ -161,7 +161,7 @@ def test_boundary_of_too_few_tokens() -> None:
 def test_the_shuffle_is_a_permutation(size: int) -> None:
     """Catches samples that come twice in an epoch, or never."""
     for key in (0, 1, 2**63 - 1):
-        assert sorted(_shuffled(i, size, key) for i in range(size)) == list(range(size))
+        assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_the_shuffle_mixes() -> None:
@@ -170,10 +170,10 @@ def test_the_shuffle_mixes() -> None:
     counts = np.zeros((size, size), dtype=int)  # [place, element]
     for key in keys:
         for place in range(size):
-            counts[place, _shuffled(place, size, key * 0x9E3779B9)] += 1
+            counts[place, shuffled(place, size, key * 0x9E3779B9)] += 1
     # Each cell is binomial with a standard deviation of 42; the largest of 100 is below 4 of them.
     assert np.abs(counts - len(keys) / size).max() < 5 * 42
-    steps = np.diff([_shuffled(place, 10_000, 7) for place in range(10_000)])
+    steps = np.diff([shuffled(place, 10_000, 7) for place in range(10_000)])
     assert (np.abs(steps) == 1).mean() < 0.001  # 0.0002 are to be expected
 
 

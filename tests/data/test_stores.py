@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from isp.data.config import DataConfig
-from isp.data.dataset import open_datasets
 from isp.data.indexed import IndexedDataset
 from isp.data.prepare import prepare
+from isp.data.sources import open_datasets
 from isp.data.stores import (
     EOS_PROBES,
     ConcatStore,

@@ -13,8 +13,9 @@ import pytest
 
 from isp.checkpoint import verify
 from isp.config import load_config
-from isp.data.dataset import PackedDataset, open_datasets
+from isp.data.dataset import Dataset
 from isp.data.indexed import IndexedDatasetWriter, token_dtype
+from isp.data.sources import open_datasets
 from isp.metrics import read_metrics
 from tests.train.jobs import ROOT, run_forked, write_job
 
@@ -65,7 +66,7 @@ def test_an_id_out_of_the_vocabulary_ends_the_run_in_a_line(tmp_path: Path) -> N
     assert verify(checkpoint).good
 
 
-def _is_refused(data: PackedDataset, index: int) -> bool:
+def _is_refused(data: Dataset, index: int) -> bool:
     try:
         data.sample(index)
     except ValueError:

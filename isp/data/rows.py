@@ -1,0 +1,162 @@
+"""Samples of whole examples: as many as fit into a row, and the row padded at its end.
+
+Shapes: S sequence (`seq_len`), n documents in the sample.
+"""
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from isp.data.config import ExcessLength
+from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, shuffled
+from isp.data.examples import ExampleStore, check_trained
+
+__all__ = ["ExampleDataset", "best_fit"]
+
+logger = logging.getLogger(__name__)
+
+_Int64Array = npt.NDArray[np.int64]
+
+
+class ExampleDataset:
+    """Sample i of an endless sequence, as a pure function of the store, `seed` and i.
+
+    [Note: Rows] Examples are packed once into rows of `seq_len`, the longest first, each into the
+    row with the least space that holds it; `seed` decides among those of one length. Each epoch
+    shuffles the rows. So an example is never cut to fill a row, every one comes once an epoch, and
+    the order needs no state, as in [Note: Sample order]. What is left of a row is padding, which
+    has no labels and is a document of its own.
+
+    With `pack`, positions and attention are those of each example. Without, a row holds one.
+    Opening reads all labels. `excess_length` says what becomes of examples longer than `seq_len`;
+    those without a trained token, after truncation, are dropped. Both are counted in the log.
+    Raises ValueError if no example is left.
+    """
+
+    def __init__(
+        self,
+        store: ExampleStore,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        seq_len: int,
+        pack: bool,
+        seed: int,
+        excess_length: ExcessLength = ExcessLength.TRUNCATE,
+    ) -> None:
+        self.seq_len = seq_len
+        self.pack = pack
+        self._store = store
+        self._vocab_size = vocab_size
+        self._pad_id = pad_id
+        self._seed = seed
+        self._lengths = np.minimum(store.tokens.lengths, seq_len)
+        chosen = np.random.default_rng(seed).permutation(self._usable(excess_length))
+        longest_first = chosen[np.argsort(-self._lengths[chosen], kind="stable")]
+        self._rows = (
+            best_fit(longest_first.tolist(), self._lengths[longest_first].tolist(), seq_len)
+            if pack
+            else [[document] for document in chosen.tolist()]
+        )
+        self.samples_per_epoch = len(self._rows)
+        logger.info(
+            "%s: %d tokens in %d rows of %d, %.1f%% of them padding",
+            store.tokens.name,
+            (used := int(self._lengths[chosen].sum())),
+            len(self._rows),
+            seq_len,
+            100 * (1 - used / (len(self._rows) * seq_len)),
+        )
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
+        epoch, place = divmod(index, self.samples_per_epoch)
+        key = int(np.random.default_rng([self._seed, epoch]).integers(1 << 63))
+        documents = self._rows[shuffled(place, self.samples_per_epoch, key)]
+        tokens = np.full(self.seq_len, self._pad_id, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
+        start = 0
+        for document in documents:
+            end = start + int(self._lengths[document])
+            tokens[start:end] = self._read(document, labels=False)
+            labels[start : end - 1] = self._read(document, labels=True)[1:]
+            start = end
+        bounds = np.cumsum([*self._lengths[documents], self.seq_len - start])
+        bounds = bounds[: len(bounds) - (start == self.seq_len)] if self.pack else bounds[-1:]
+        lengths = np.diff(bounds, prepend=0)
+        positions = np.arange(self.seq_len) - np.repeat(bounds - lengths, lengths)
+        return Sample(tokens, labels, positions, lengths)
+
+    def _read(self, document: int, *, labels: bool) -> _Int64Array:
+        """An example's tokens, or its labels, as far as they are used."""
+        store = self._store.labels if labels else self._store.tokens
+        ids = store.read(document, 0, int(self._lengths[document])).astype(np.int64)
+        trained = np.where(ids == IGNORE_INDEX, 0, ids) if labels else ids
+        check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
+        return ids
+
+    def _usable(self, excess_length: ExcessLength) -> _Int64Array:
+        """The examples that are trained on."""
+        tokens = self._store.tokens
+        excess = tokens.lengths > self.seq_len
+        if excess_length is ExcessLength.RAISE and excess.any():
+            first = int(np.flatnonzero(excess)[0])
+            raise ValueError(
+                f"{tokens.where(first)} has {tokens.lengths[first]:,} tokens, more than"
+                f" data.seq_len={self.seq_len}, as {int(excess.sum())} examples have:"
+                f" data.excess_length_strategy=truncate or drop, or a larger data.seq_len"
+            )
+        dropped = excess & (excess_length is ExcessLength.DROP)
+        trained = np.array(list(map(self._count_trained, range(len(excess)))), dtype=np.int64)
+        usable = np.flatnonzero(~dropped & (trained > 0))
+        logger.info(
+            "%s: %d examples, %d tokens trained; longer than data.seq_len=%d: %d %s;"
+            " without a trained token: %d dropped",
+            tokens.name,
+            len(usable),
+            trained[usable].sum(),
+            self.seq_len,
+            excess.sum(),
+            "dropped" if excess_length is ExcessLength.DROP else "truncated",
+            (~dropped & (trained == 0)).sum(),
+        )
+        check_trained(len(usable) > 0, f"{tokens.name}, in examples cut to {self.seq_len} tokens,")
+        return usable
+
+    def _count_trained(self, document: int) -> int:
+        """The tokens that have a label; nothing predicts an example's first."""
+        length = int(self._lengths[document])
+        labels = self._store.labels.read(document, min(1, length), length)
+        return int(np.count_nonzero(labels != IGNORE_INDEX))
+
+
+def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of `items`, each put in turn into the row with the least space that holds it.
+
+    No size is above `capacity`. O(log capacity) an item, and a move in a list of at most as many.
+    Source: best fit decreasing, as in Ding et al. 2024, "Fewer Truncations Improve Language
+    Modeling"; the sizes have to come in decreasing order for its bound.
+    """
+    rows: list[list[int]] = []
+    rows_by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # keys of it, sorted
+    for item, size in zip(items, sizes, strict=True):
+        at = bisect_left(spaces, size)
+        if at == len(spaces):
+            row, space = len(rows), capacity
+            rows.append([])
+        else:
+            space = spaces[at]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del rows_by_space[spaces.pop(at)]
+        rows[row].append(item)
+        if left := space - size:
+            if left not in rows_by_space:
+                rows_by_space[left] = []
+                insort(spaces, left)
+            rows_by_space[left].append(row)
+    return rows
