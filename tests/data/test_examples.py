@@ -1,0 +1,161 @@
+"""Examples read from lines: their formats, their labels, and what is told of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isp.data.config import DataConfig, Format
+from isp.data.dataset import IGNORE_INDEX
+from isp.data.examples import file_format, find_format
+from isp.data.rows import ExampleDataset
+from isp.data.sources import Datasets, check_sources, open_datasets
+from isp.data.tokenizer import HFTokenizer, load_tokenizer
+from tests.data.chat_folder import chat_folder, write_lines
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+
+
+def opened(source: str | Path | list[str], **keys: Any) -> Datasets:
+    item = source if isinstance(source, list) else str(source)
+    config = DataConfig(source=item, **{"seq_len": 8, **keys})
+    check_sources(config, load_tokenizer(config.tokenizer))
+    return open_datasets(config, seed=0)
+
+
+def test_labels_are_shifted_once(tmp_path: Path) -> None:
+    """Catches labels shifted twice or not at all, or replaced by the tokens themselves."""
+    lines = [{"input_ids": [5, 6, 7, 8], "labels": [5, -100, 70, 8], "attention_mask": [1] * 4}]
+    sample = opened(write_lines(tmp_path / "a.jsonl", lines), seq_len=6).train.sample(0)
+    assert sample.tokens.tolist() == [5, 6, 7, 8, 256, 256]
+    assert sample.labels.tolist() == [-100, 70, 8, -100, -100, -100]
+    assert sample.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert sample.document_lengths.tolist() == [4, 2]
+
+
+def test_without_labels_all_is_trained(tmp_path: Path) -> None:
+    """Catches input_ids alone that are refused, or not trained."""
+    for extra in ({}, {"labels": None}):
+        path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], **extra}])
+        assert opened(path, seq_len=3).train.sample(0).labels.tolist() == [6, 7, -100]
+
+
+def test_messages_become_rows(tmp_path: Path) -> None:
+    """Catches a template that is not asked for, or labels that do not travel to the sample."""
+    folder = chat_folder(tmp_path / "model")
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
+    data = opened(path, tokenizer=str(folder), seq_len=64)
+    tokenizer = HFTokenizer(folder)
+    turn = tokenizer.encode("bc<|im_end|>").tolist()
+    sample = data.train.sample(0)
+    assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == turn * 2
+    length = int(sample.document_lengths[0])
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nbc<|im_end|>\n"
+    assert sample.tokens[:length].tolist() == tokenizer.encode(text).tolist()
+    assert sample.tokens[length + sample.document_lengths[1]] == tokenizer.eos_id, "padding"
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"text": "x", "messages": TALK}, Format.TEXT),
+        ({"messages": TALK, "input_ids": [1]}, Format.MESSAGES),
+        ({"input_ids": [1]}, Format.TOKENS),
+        ({"other": 1}, Format.TEXT),
+    ],
+)
+def test_the_first_line_tells_the_format(
+    tmp_path: Path, record: dict[str, Any], form: Format
+) -> None:
+    """Catches text files that are taken for something else than before."""
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    assert file_format(path, Format.AUTO, "text") is form
+    assert file_format(path, Format.MESSAGES, "text") is Format.MESSAGES
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    """Catches text that is trained without labels, or refused, beside examples."""
+    tokens = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}])
+    talks = write_lines(tmp_path / "b.jsonl", [{"messages": TALK}])
+    text = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
+    both = [str(tokens), str(talks)]
+    data = opened(both, tokenizer=str(chat_folder(tmp_path / "model")), seq_len=64)
+    assert len(data.train.sample(0).document_lengths) == 3
+    with pytest.raises(ValueError, match=r"data.source mixes text .*c.jsonl \(text\)"):
+        find_format([*both, str(text)], Format.AUTO, text_key="text", key="data.source")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"input_ids": [1, 2], "labels": [1]}, "has 1 labels for 2 input_ids"),
+        ({"input_ids": [1, 300]}, "token 1 is id 300, and the tokenizer has 257"),
+        ({"input_ids": [1, -1]}, "token 1 is id -1"),
+        ({"input_ids": [1, 2], "labels": [-100, 999]}, "'labels', token 1 is id 999"),
+        ({"input_ids": [1, 2.5]}, "no 'input_ids' that is a list of whole numbers"),
+        ({"input_ids": []}, "no 'input_ids'"),
+        ({"input_ids": [1, 2**70]}, "beyond 64 bits"),
+        ({"labels": [1]}, "no 'input_ids'"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "is padded"),
+    ],
+)
+def test_bad_lines_are_told_with_file_and_line(
+    tmp_path: Path, line: dict[str, Any], told: str
+) -> None:
+    """Catches a traceback, and a message that does not say which of a million lines."""
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, line])
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2.*{told}"):
+        opened(path)
+
+
+def test_messages_that_are_not_there(tmp_path: Path) -> None:
+    """Catches a missing key, template or turn that is not told with its way out."""
+    folder = str(chat_folder(tmp_path / "model"))
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"conversations": []}])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2 has no key 'messages', only 'conver"):
+        opened(path, tokenizer=folder)
+    with pytest.raises(ValueError, match=r"data.tokenizer=bytes has no chat template"):
+        opened(path)
+    users = write_lines(tmp_path / "b.jsonl", [{"messages": TALK[:1]}] * 3)
+    with pytest.raises(ValueError, match=r"b.jsonl has no token to train on: no message with"):
+        opened(users, tokenizer=folder)
+    (tmp_path / "c.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"data.format=messages: .*c.txt is no .jsonl file"):
+        opened(tmp_path / "c.txt", tokenizer=folder, format=Format.MESSAGES)
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1 has no 'input_ids'"):
+        opened(users, tokenizer=folder, format=Format.TOKENS)
+
+
+def test_held_out_examples_are_those_of_their_place(tmp_path: Path) -> None:
+    """Catches an example in both parts, or tokens of one and labels of another."""
+    lines = [{"input_ids": [i] * 4, "labels": [-100, i, i, i]} for i in range(200)]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    data = opened(path, seq_len=4, valid_fraction=0.2)
+    assert data.valid is not None
+    seen = []
+    for part in (data.train, data.valid):
+        assert isinstance(part, ExampleDataset)
+        for i in range(part.samples_per_epoch):
+            sample = part.sample(i)
+            assert sample.labels.tolist() == [*[sample.tokens[0]] * 3, -100]
+            seen.append(int(sample.tokens[0]))
+        assert part.samples_per_epoch > 20
+    assert sorted(seen) == list(range(200))
+    other = opened(path, seq_len=4, valid_source=str(path))
+    assert other.valid is not None
+    assert other.valid.samples_per_epoch == 200
+
+
+def test_pack_false_is_a_row_each(tmp_path: Path) -> None:
+    """Catches rows without packing whose positions restart, which attention would not know of."""
+    lines = [{"input_ids": [i] * (i + 2)} for i in range(4)]
+    train = opened(write_lines(tmp_path / "a.jsonl", lines), pack=False).train
+    assert train.samples_per_epoch == 4
+    for i in range(4):
+        sample = train.sample(i)
+        assert sample.positions.tolist() == list(range(8))
+        assert sample.document_lengths.tolist() == [8]
+        assert np.count_nonzero(sample.labels != -100) == sample.tokens[0] + 1

@@ -1,0 +1,214 @@
+"""Whole examples in rows: each once, none cut to fill a row, and in an order without state."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from isp.data.batch import BatchSampler, held_out_micro_batches
+from isp.data.config import ExcessLength
+from isp.data.dataset import IGNORE_INDEX
+from isp.data.examples import ExampleStore
+from isp.data.rows import ExampleDataset, best_fit
+from isp.data.stores import MemoryStore
+
+SEQ_LEN = 16
+PAD = 99
+Ids = tuple[int, ...]
+
+
+def random_examples(seed: int, *, longest: int = SEQ_LEN, number: int = 60) -> list[list[Ids]]:
+    """Pairs of tokens and labels; the labels of a trained token are often of another."""
+    rng = np.random.default_rng(seed)
+    examples = []
+    for _ in range(number):
+        length = int(rng.integers(2, longest + 1))
+        tokens, labels = rng.integers(0, 99, (2, length))
+        labels[rng.random(length) < 0.5] = IGNORE_INDEX
+        labels[1] = 7  # at least one is trained
+        examples.append([tuple(tokens.tolist()), tuple(labels.tolist())])
+    return examples
+
+
+def make(
+    examples: list[list[Ids]],
+    *,
+    pack: bool = True,
+    seed: int = 0,
+    excess_length: ExcessLength = ExcessLength.TRUNCATE,
+) -> ExampleDataset:
+    columns = zip(*examples, strict=True)
+    store = ExampleStore(
+        *(MemoryStore("talks", map(np.array, c), dtype=np.dtype(np.int32)) for c in columns)
+    )
+    return ExampleDataset(
+        store,
+        vocab_size=100,
+        pad_id=PAD,
+        seq_len=SEQ_LEN,
+        pack=pack,
+        seed=seed,
+        excess_length=excess_length,
+    )
+
+
+def unpacked(dataset: ExampleDataset, indices: range) -> Counter[tuple[Ids, Ids]]:
+    """Tokens and shifted labels of every document of these samples but the padding."""
+    found: Counter[tuple[Ids, Ids]] = Counter()
+    for index in indices:
+        sample = dataset.sample(index)
+        assert len(sample.tokens) == SEQ_LEN == sample.document_lengths.sum()
+        assert all(column.dtype == np.int64 for column in sample)
+        end = 0
+        for length in sample.document_lengths.tolist():
+            piece = slice(end, end := end + length)
+            assert sample.positions[piece].tolist() == list(range(length))
+            document = tuple(sample.tokens[piece].tolist()), tuple(sample.labels[piece].tolist())
+            if document[0] == (PAD,) * length:
+                assert end == SEQ_LEN, "padding is at the end alone"
+                assert set(document[1]) == {IGNORE_INDEX}
+            else:
+                found[document] += 1
+    return found
+
+
+def shifted(example: list[Ids]) -> tuple[Ids, Ids]:
+    tokens, labels = example
+    return tokens, (*labels[1:], IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_epoch_holds_every_example_once(seed: int) -> None:
+    """Catches tokens that are lost, repeated, cut, or that have another's labels or positions."""
+    examples = random_examples(seed)
+    dataset = make(examples, seed=seed)
+    size = dataset.samples_per_epoch
+    assert size < len(examples) * 0.7, "rows hold several"
+    for epoch in range(3):
+        found = unpacked(dataset, range(epoch * size, (epoch + 1) * size))
+        assert found == Counter(map(shifted, examples))
+
+
+def test_samples_are_a_function_of_seed_and_index_alone() -> None:
+    """Catches state, an order that is the same in each epoch, and a seed that changes nothing."""
+    examples = random_examples(1)
+    fresh, used, other = make(examples), make(examples), make(examples, seed=1)
+    size = fresh.samples_per_epoch
+    assert other.samples_per_epoch == size
+    indices = np.random.default_rng(0).permutation(4 * size)
+    by_index = {int(i): used.sample(int(i)).tokens.tolist() for i in indices}
+    orders = []
+    for epoch in range(4):
+        rows = [fresh.sample(i).tokens.tolist() for i in range(epoch * size, (epoch + 1) * size)]
+        assert rows == [by_index[i] for i in range(epoch * size, (epoch + 1) * size)]
+        orders.append(rows)
+    assert len({str(order) for order in orders}) == 4
+    assert len({str(sorted(order)) for order in orders}) == 1
+    assert [other.sample(i).tokens.tolist() for i in range(size)] != orders[0]
+
+
+def test_the_global_batch_does_not_depend_on_the_ranks() -> None:
+    """Catches data ranks that read another's rows, or a resumed step with other ones."""
+    dataset = make(random_examples(2))
+
+    def step(number: int, data_size: int) -> list[list[int]]:
+        sampler = BatchSampler(dataset=dataset, micro_bsz=1, micro_num=4 // data_size)
+        parts = [sampler.micro_batches(number, rank, data_size) for rank in range(data_size)]
+        return [batch.labels.tolist() for micro in zip(*parts, strict=True) for batch in micro]
+
+    for number in (0, 7, 30):  # 30 is beyond an epoch
+        assert step(number, 1) == step(number, 2) == step(number, 4)
+
+
+def test_packed_batches_have_the_bounds_of_examples() -> None:
+    """Catches attention that crosses from an example to the next, or into padding."""
+    dataset = make(random_examples(3))
+    batch = BatchSampler(dataset=dataset, micro_bsz=2, micro_num=1).micro_batches(0, 0, 1)[0]
+    assert batch.cu_seqlens is not None
+    starts = (batch.positions[0] == 0).nonzero().squeeze(-1).tolist()
+    assert batch.cu_seqlens.tolist() == [*starts, 2 * SEQ_LEN]
+    ends = [end - 1 for end in batch.cu_seqlens.tolist()[1:]]
+    assert set(batch.labels[0, ends].tolist()) == {IGNORE_INDEX}
+
+
+def test_held_out_examples_count_once() -> None:
+    """Catches a label that two ranks evaluate, or none does."""
+    examples = random_examples(4, number=11)
+    dataset = make(examples, pack=False)
+    batches = [
+        batch
+        for rank in range(2)
+        for batch in held_out_micro_batches(
+            dataset, micro_bsz=1, data_rank=rank, data_size=2, max_samples=100
+        )
+    ]
+    trained = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+    assert trained == sum(sum(x != IGNORE_INDEX for x in labels[1:]) for _, labels in examples)
+
+
+LONG = [(1,) * 20, (*(IGNORE_INDEX,) * 10, *(1,) * 10)]
+LATE = [(2,) * 20, (*(IGNORE_INDEX,) * 16, *(2,) * 4)]
+NONE = [(3,) * 4, (3, *(IGNORE_INDEX,) * 3)]
+FITS = [(4,) * 16, (4,) * 16]
+
+
+def test_what_is_too_long_or_not_trained_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches an example that disappears in silence, or stays without adding to the loss."""
+    examples: list[list[Ids]] = [LONG, LATE, NONE, FITS]
+    with caplog.at_level(logging.INFO):
+        dataset = make(examples)
+    found = unpacked(dataset, range(dataset.samples_per_epoch))
+    cut = shifted([LONG[0][:16], LONG[1][:16]])
+    assert found == Counter([cut, shifted(FITS)])
+    told = "2 examples, 21 tokens trained; longer than data.seq_len=16: 2 truncated;"
+    assert f"{told} without a trained token: 2 dropped" in caplog.text
+    with caplog.at_level(logging.INFO):
+        dataset = make(examples, excess_length=ExcessLength.DROP)
+    assert unpacked(dataset, range(dataset.samples_per_epoch)) == Counter([shifted(FITS)])
+    assert "2 dropped; without a trained token: 1 dropped" in caplog.text
+    with pytest.raises(ValueError, match=r"talks, document 0 has 20 tokens.* 2 examples have"):
+        make(examples, excess_length=ExcessLength.RAISE)
+    with pytest.raises(ValueError, match="has no token to train on"):
+        make([LATE, NONE])
+
+
+def first_row_that_fits(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Best fit, looked for row by row."""
+    rows: list[list[int]] = []
+    spaces: list[int] = []
+    for item, size in enumerate(sizes):
+        fitting = [space for space in spaces if space >= size]
+        if fitting:
+            row = max(i for i, space in enumerate(spaces) if space == min(fitting))
+        else:
+            row = len(rows)
+            rows.append([])
+            spaces.append(capacity)
+        rows[row].append(item)
+        spaces[row] -= size
+    return rows
+
+
+def test_best_fit_is_that_of_the_naive_search() -> None:
+    """Catches a row that overflows, and one that is opened though another has the space."""
+    rng = np.random.default_rng(6)
+    for _ in range(200):
+        capacity = int(rng.integers(1, 30))
+        sizes: npt.NDArray[np.int64] = rng.integers(1, capacity + 1, int(rng.integers(1, 60)))
+        rows = best_fit(range(len(sizes)), sizes.tolist(), capacity)
+        assert sorted(item for row in rows for item in row) == list(range(len(sizes)))
+        filled = [int(sizes[row].sum()) for row in rows]
+        assert max(filled) <= capacity
+        naive = first_row_that_fits(sizes.tolist(), capacity)
+        assert sorted(filled) == sorted(int(sizes[row].sum()) for row in naive)
+
+
+def test_many_examples_are_packed_at_once() -> None:
+    """Catches a search whose time grows with the square: this one takes a part of a second."""
+    sizes = np.sort(np.random.default_rng(0).integers(1, 131_073, 100_000))[::-1].tolist()
+    rows = best_fit(range(len(sizes)), sizes, 131_072)
+    assert sum(sizes) / (len(rows) * 131_072) > 0.99
