@@ -127,7 +127,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     data = commands.add_parser("data", help="work on data", allow_abbrev=False)
     actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_prepare(_command(actions, "prepare", _prepare, "turn text into the .bin/.idx format"))
+    _add_prepare(
+        _command(actions, "prepare", _prepare, "turn text or chats into the .bin/.idx format")
+    )
     saved = commands.add_parser("checkpoint", help="look at checkpoints", allow_abbrev=False)
     actions = saved.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, run, summary in (
@@ -349,9 +351,21 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         help="the token that ends a document; without it, the one the tokenizer declares",
     )
     parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
+    parser.add_argument(
+        "--format",
+        choices=("auto", "text", "messages", "tokens"),
+        default="auto",
+        help="what .jsonl lines hold; auto (default): as the keys of a file's first line say",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file that renders messages, in place of the tokenizer's own template",
+    )
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    from isp.data.config import Format
     from isp.data.prepare import prepare
 
     done = prepare(
@@ -360,10 +374,19 @@ def _prepare(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         text_key=args.text_key,
         eos_token=args.eos_token,
+        form=Format(args.format),
+        chat_template=args.chat_template,
     )
+    files, kind, trained = f"{done.prefix}.bin and .idx", "documents", ""
+    if done.num_trained is not None:
+        files, kind = f"{files}, and .labels of both", "examples"
+        trained = (
+            f", {done.num_trained:,} of them trained; {done.num_dropped:,} without a trained token"
+            " left out"
+        )
     print(
-        f"{done.prefix}.bin and .idx: {done.num_tokens:,} tokens in {done.num_documents:,}"
-        f" documents, from {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
+        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}{trained}, from"
+        f" {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
     )
     return 0
 

@@ -23,6 +23,8 @@ __all__ = [
     "LABEL_DTYPE",
     "ExampleStore",
     "check_trained",
+    "count_trained",
+    "file_format",
     "find_format",
     "labels_prefix",
     "open_examples",
@@ -128,7 +130,7 @@ def open_examples(
                 path, file_format(path, asked, text_key), tokenizer, template
             )
         ]
-        check_trained(any(_is_trained(example.labels) for example in examples), f"{key}={item}")
+        check_trained(any(count_trained(labels) for _, labels in examples), f"{key}={item}")
         dtypes = (token_dtype(tokenizer.vocab_size), LABEL_DTYPE)
         columns = zip(*examples, strict=True)
         stores.append(
@@ -153,6 +155,11 @@ def check_trained(trained: bool, name: str) -> None:
         )
 
 
+def count_trained(labels: TokenArray) -> int:
+    """The tokens of an example that have a label; nothing predicts its first."""
+    return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+
+
 def labels_prefix(prefix: Path) -> Path:
     """The pair with the labels of a pair: [Note: Labels on disk]."""
     return prefix.with_name(prefix.name + ".labels")
@@ -174,10 +181,6 @@ def _open_pairs(prefix: Path) -> ExampleStore:
             " again (`isp data prepare`)"
         )
     return ExampleStore(tokens, labels)
-
-
-def _is_trained(labels: TokenArray) -> bool:
-    return bool((labels[1:] != IGNORE_INDEX).any())  # nothing predicts the first token
 
 
 def _conversation(line: JsonLine, *, template: ChatTemplate) -> Example:

@@ -27,7 +27,14 @@ import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "check_pair", "indexed_prefix", "token_dtype"]
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "check_pair",
+    "indexed_prefix",
+    "remove_pair",
+    "token_dtype",
+]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -70,6 +77,12 @@ def check_pair(prefix: Path) -> None:
         if not path.exists():
             beside = f"{other} is there, but" if other.exists() else f"{other} and"
             raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
+
+
+def remove_pair(prefix: Path) -> None:
+    """Delete the two files of a pair, as far as they are there."""
+    for suffix in (".idx", ".bin"):
+        _with(prefix, suffix).unlink(missing_ok=True)
 
 
 class IndexedDataset:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, shuffled
-from isp.data.examples import ExampleStore, check_trained
+from isp.data.examples import ExampleStore, check_trained, count_trained
 
 __all__ = ["ExampleDataset", "best_fit"]
 
@@ -127,10 +127,7 @@ class ExampleDataset:
         return usable
 
     def _count_trained(self, document: int) -> int:
-        """The tokens that have a label; nothing predicts an example's first."""
-        length = int(self._lengths[document])
-        labels = self._store.labels.read(document, min(1, length), length)
-        return int(np.count_nonzero(labels != IGNORE_INDEX))
+        return count_trained(self._store.labels.read(document, 0, int(self._lengths[document])))
 
 
 def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from isp.data.config import DataConfig
 from isp.data.indexed import IndexedDataset
 from isp.data.prepare import prepare
+from isp.data.rows import ExampleDataset
+from isp.data.sources import open_datasets
+from tests.data.chat_folder import CHATML_MARKED, chat_folder, write_lines
 from tests.data.test_tokenizer import write_tokenizer
 
 
@@ -18,7 +22,7 @@ def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
     summary = prepare(inputs, tmp_path / "out" / "p", text_key="body", progress=False)
     documents = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out" / "p")]
     assert documents == [[*"hé".encode(), 256], [ord("x"), 256], [*b"yz", 256]]
-    assert summary == (tmp_path / "out" / "p", 3, 9, 3 + 14 + 15)
+    assert summary == (tmp_path / "out" / "p", 3, 9, 3 + 14 + 15, None, 0)
 
 
 def test_eos_that_is_already_there(tmp_path: Path) -> None:
@@ -67,3 +71,76 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, output: str) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(ValueError, match=rf"^output=.*{output}: cannot write to .*: name a path"):
         prepare(str(tmp_path / "file"), tmp_path / output, progress=False)
+
+
+def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> None:
+    """Catches labels that are lost on disk, shifted, or of another example."""
+    folder = str(chat_folder(tmp_path / "model"))
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant" if i != 5 else "user", "content": "so " * (i % 7)},
+            ]
+        }
+        for i in range(20)
+    ]
+    source = str(write_lines(tmp_path / "a.jsonl", lines))
+    done = prepare(source, tmp_path / "p", tokenizer=folder, progress=False)
+    opened = [
+        open_datasets(DataConfig(source=item, tokenizer=folder, seq_len=128), seed=0).train
+        for item in (source, str(tmp_path / "p"))
+    ]
+    rows = []
+    for data in opened:
+        assert isinstance(data, ExampleDataset)
+        rows.append([data.sample(i) for i in range(data.samples_per_epoch)])
+    # Numbers of the examples differ by the one left out, so their order does: compare the pieces.
+    pieces = [
+        sorted(
+            (tuple(sample.tokens[a:b]), tuple(sample.labels[a:b]))
+            for sample in samples
+            for b, a in ((end, end - n) for end, n in _ends(sample.document_lengths.tolist()))
+            if (sample.labels[a:b] != -100).any()
+        )
+        for samples in rows
+    ]
+    assert pieces[0] == pieces[1]
+    assert len(pieces[0]) == 19 == done.num_documents
+    trained = sum(len(f"{'so ' * (i % 7)}") + 1 for i in range(20) if i != 5)
+    assert (done.num_trained, done.num_dropped) == (trained, 1)
+
+
+def _ends(lengths: list[int]) -> list[tuple[int, int]]:
+    return [(sum(lengths[: i + 1]), length) for i, length in enumerate(lengths)]
+
+
+def test_labels_of_an_older_pair_do_not_stay(tmp_path: Path) -> None:
+    """Catches text that is trained with the labels of what was there before."""
+    tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "labels": [-100, 2]}]))
+    prepare(tokens, tmp_path / "p", progress=False)
+    assert (tmp_path / "p.labels.idx").exists()
+    (tmp_path / "a.txt").write_text("text")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "p", progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.txt", "p.bin", "p.idx"]
+
+
+def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    """Catches two pairs that were written at different times."""
+    for name, ids in (("p", [1, 2]), ("q", [1, 2, 3])):
+        source = str(write_lines(tmp_path / f"{name}.jsonl", [{"input_ids": ids}]))
+        prepare(source, tmp_path / name, progress=False)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"q.labels.{suffix}").rename(tmp_path / f"p.labels.{suffix}")
+    with pytest.raises(ValueError, match=r"p\.idx and .*p\.labels\.idx have examples of other"):
+        open_datasets(DataConfig(source=str(tmp_path / "p"), seq_len=2), seed=0)
+
+
+def test_examples_that_cannot_be_prepared(tmp_path: Path) -> None:
+    """Catches a pair without anything to train on, and half of one."""
+    folder = str(chat_folder(tmp_path / "model", CHATML_MARKED))
+    users = [{"messages": [{"role": "user", "content": "x"}]}]
+    source = str(write_lines(tmp_path / "a.jsonl", users))
+    with pytest.raises(ValueError, match=r"input=.*a\.jsonl has no token to train on"):
+        prepare(source, tmp_path / "p", tokenizer=folder, progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "model"]
