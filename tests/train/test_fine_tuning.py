@@ -1,0 +1,80 @@
+"""Runs on conversations: the same in every layout, and going on in the middle of an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isp.config import load_config
+from isp.data.rows import ExampleDataset
+from isp.data.sources import open_datasets
+from isp.train.data import check_data
+from tests.data.chat_folder import chat_folder, write_lines
+from tests.train.jobs import numbers, run_folders, run_forked
+
+JOB = """
+job: {{name: job, dump_folder: {folder}/out}}
+model: {{vocab_size: 272, hidden_size: 16, num_layers: 1, num_heads: 2, intermediate_size: 24}}
+data: {{source: {folder}/talks.jsonl, tokenizer: {folder}/model, seq_len: 128, micro_num: 2,
+       valid_fraction: 0.1}}
+parallel: {{tensor: {{size: 2, mode: isp}}, weight: {{size: 2}}}}
+optimizer: {{lr: 1.0e-2}}
+lr_scheduler: {{min_lr_factor: 1.0}}
+training: {{steps: 6, device: cpu, dtype: float64}}
+validation: {{freq: 3, steps: 100}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job of 2 ranks, with its tokenizer and 60 conversations of 50 to 110 tokens."""
+    chat_folder(tmp_path / "model")
+    talks = [
+        {
+            "messages": [
+                {"role": "user", "content": "why" * (1 + i % 7)},
+                {"role": "assistant", "content": "so " * (1 + i % 11)},
+            ]
+        }
+        for i in range(60)
+    ]
+    write_lines(tmp_path / "talks.jsonl", talks)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(folder=tmp_path))
+    return path
+
+
+def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
+    """Catches rows that come twice or never after a stop, and data ranks that change the batch."""
+    run_forked(job)
+    whole = numbers(run_folders(job)[0])
+    train = open_datasets(load_config(job).data, seed=0).train
+    assert isinstance(train, ExampleDataset)
+    assert train.samples_per_epoch > 4, "an epoch goes on after the stop"
+    other = ["--job.name", "other", "--checkpoint.interval=1"]
+    run_forked(job, *other, "--training.steps=2")
+    run_forked(
+        job,
+        *other,
+        "--parallel.tensor.size=1",
+        "--data.micro_num=1",
+        "--checkpoint.auto_resume=true",
+    )
+    first, second = run_folders(job, "other")[0], run_folders(job, "other")[-1]
+    found = numbers(first)
+    assert [record[0] for record in found] == list(range(1, 7))
+    assert first == second
+    for (_, loss, norm, *_), (_, wanted, wanted_norm, *_) in zip(found, whole, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-9)
+        assert norm == pytest.approx(wanted_norm, rel=1e-9)
+    assert whole[0][1] > whole[-1][1]
+
+
+def test_missing_templates_are_told_before_ranks_start(job: Path) -> None:
+    """Catches a run whose ranks all end with the message that one process could give."""
+    (job.parent / "model/chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"has no chat template .*data\.chat_template"):
+        check_data(load_config(job))
+    (job.parent / "own.jinja").write_text("{{ messages[0].content }}")
+    check_data(load_config(job, [f"--data.chat_template={job.parent}/own.jinja"]))
