@@ -1,0 +1,132 @@
+"""A tiny Hugging Face model with a chat template, and conversations to fine-tune it on.
+
+    python tools/make_tiny_chat_model.py outputs/tiny_chat
+    isp train configs/chat.yaml --nproc 4
+
+`FOLDER/model` is what `save_pretrained` writes of a Qwen3 with random weights, a tokenizer trained
+here, and a ChatML template that marks what the assistant writes. `FOLDER/chat.jsonl` holds questions
+about Python's own library with the first line of a docstring, or a signature, as answers. Nothing is
+downloaded; the same Python writes the same files.
+"""
+
+import argparse
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from isp.data.config import PYTHON_STDLIB
+from isp.data.documents import find_files
+
+VOCAB_SIZE = 1024
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def main() -> None:
+    """Write the folder and say what is in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/tiny_chat"))
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    talks = list(conversations())
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
+    (folder / "chat.jsonl").write_text("".join(lines))
+    tokenizer = train_tokenizer(talks)
+    tokenizer.save_pretrained(folder / "model")
+    model = random_model(tokenizer)
+    model.save_pretrained(folder / "model")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{folder}/model: {parameters:,} parameters; {folder}/chat.jsonl: {len(talks):,} lines")
+
+
+def conversations() -> Iterator[list[dict[str, str]]]:
+    """Two questions on each public function and class of the modules of Python's library."""
+    for path in find_files(PYTHON_STDLIB):
+        module = path.parent.name if path.stem == "__init__" else path.stem
+        for node in ast.parse(path.read_bytes()).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            docstring = (ast.get_docstring(node) or "").strip()
+            if not docstring or node.name.startswith("_") or module.startswith("_"):
+                continue
+            kind = "function" if isinstance(node, ast.FunctionDef) else "class"
+            yield [
+                {"role": "user", "content": f"What is {node.name} in {module}?"},
+                {"role": "assistant", "content": docstring.splitlines()[0]},
+                {"role": "user", "content": "How does its definition begin?"},
+                {"role": "assistant", "content": f"{_header(node)}  # a {kind}"},
+            ]
+
+
+def _header(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The first line of a definition."""
+    if isinstance(node, ast.FunctionDef):
+        return f"def {node.name}({ast.unparse(node.args)})"
+    bases = ", ".join(map(ast.unparse, node.bases))
+    return f"class {node.name}({bases})" if bases else f"class {node.name}"
+
+
+def train_tokenizer(talks: list[list[dict[str, str]]]) -> Any:
+    """A byte-level BPE of `VOCAB_SIZE` tokens with the chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (message["content"] for messages in talks for message in messages)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def random_model(tokenizer: Any) -> Any:
+    """A Qwen3 of 4 layers, the same each time."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up the environment, makes a tiny Hugging Face chat model, and fine-tunes it on 4 CPU ranks.
+#
+#   bash tools/quickstart_chat.sh                                as configs/chat.yaml says
+#   bash tools/quickstart_chat.sh --parallel.tensor.mode fsp     the same, in another mode
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash tools/setup_env.sh hf
+.venv/bin/python tools/make_tiny_chat_model.py outputs/tiny_chat
+exec .venv/bin/python -m isp train configs/chat.yaml --nproc 4 "$@"
