@@ -3,10 +3,10 @@
     python tools/make_tiny_chat_model.py outputs/tiny_chat
     isp train configs/chat.yaml --nproc 4
 
-`FOLDER/model` is what `save_pretrained` writes of a Qwen3 with random weights, a tokenizer trained
-here, and a ChatML template that marks what the assistant writes. `FOLDER/chat.jsonl` holds questions
-about Python's own library with the first line of a docstring, or a signature, as answers. Nothing is
-downloaded; the same Python writes the same files.
+`FOLDER/model` is what `save_pretrained` writes of a Qwen3 with random weights, a tokenizer
+trained here, and a ChatML template that marks what the assistant writes. `FOLDER/chat.jsonl` holds
+questions about Python's own library, answered by first lines of docstrings and of definitions.
+Nothing is downloaded; the same Python writes the same files.
 """
 
 import argparse

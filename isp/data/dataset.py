@@ -41,6 +41,10 @@ class Dataset(Protocol):
     def samples_per_epoch(self) -> int:
         """Samples after which each has come once."""
 
+    @property
+    def summary(self) -> str:
+        """How much there is, in a line or several for the log."""
+
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
 
@@ -89,6 +93,14 @@ class PackedDataset:
                 "give more text or a smaller data.seq_len"
             )
         self._recent: tuple[_Epoch, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """How much there is, in a line for the log."""
+        return (
+            f"{self._store.name}: {len(self._documents):,} documents, {self.num_tokens:,} tokens,"
+            f" {self.samples_per_epoch:,} samples of {self.seq_len:,}"
+        )
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""

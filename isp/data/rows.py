@@ -3,7 +3,6 @@
 Shapes: S sequence (`seq_len`), n documents in the sample.
 """
 
-import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +14,6 @@ from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 
 __all__ = ["ExampleDataset", "best_fit"]
-
-logger = logging.getLogger(__name__)
 
 _Int64Array = npt.NDArray[np.int64]
 
@@ -54,7 +51,8 @@ class ExampleDataset:
         self._pad_id = pad_id
         self._seed = seed
         self._lengths = np.minimum(store.tokens.lengths, seq_len)
-        chosen = np.random.default_rng(seed).permutation(self._usable(excess_length))
+        usable, told = self._usable(excess_length)
+        chosen = np.random.default_rng(seed).permutation(usable)
         longest_first = chosen[np.argsort(-self._lengths[chosen], kind="stable")]
         self._rows = (
             best_fit(longest_first.tolist(), self._lengths[longest_first].tolist(), seq_len)
@@ -62,13 +60,9 @@ class ExampleDataset:
             else [[document] for document in chosen.tolist()]
         )
         self.samples_per_epoch = len(self._rows)
-        logger.info(
-            "%s: %d tokens in %d rows of %d, %.1f%% of them padding",
-            store.tokens.name,
-            (used := int(self._lengths[chosen].sum())),
-            len(self._rows),
-            seq_len,
-            100 * (1 - used / (len(self._rows) * seq_len)),
+        padding = 1 - int(self._lengths[chosen].sum()) / (len(self._rows) * seq_len)
+        self.summary = (
+            f"{told}; {len(self._rows):,} samples of {seq_len:,}, {padding:.1%} of them padding"
         )
 
     def sample(self, index: int) -> Sample:
@@ -98,8 +92,8 @@ class ExampleDataset:
         check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
         return ids
 
-    def _usable(self, excess_length: ExcessLength) -> _Int64Array:
-        """The examples that are trained on."""
+    def _usable(self, excess_length: ExcessLength) -> tuple[_Int64Array, str]:
+        """The examples that are trained on, and how many are and are not, in words."""
         tokens = self._store.tokens
         excess = tokens.lengths > self.seq_len
         if excess_length is ExcessLength.RAISE and excess.any():
@@ -112,19 +106,14 @@ class ExampleDataset:
         dropped = excess & (excess_length is ExcessLength.DROP)
         trained = np.array(list(map(self._count_trained, range(len(excess)))), dtype=np.int64)
         usable = np.flatnonzero(~dropped & (trained > 0))
-        logger.info(
-            "%s: %d examples, %d tokens trained; longer than data.seq_len=%d: %d %s;"
-            " without a trained token: %d dropped",
-            tokens.name,
-            len(usable),
-            trained[usable].sum(),
-            self.seq_len,
-            excess.sum(),
-            "dropped" if excess_length is ExcessLength.DROP else "truncated",
-            (~dropped & (trained == 0)).sum(),
+        check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
+        done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
+        return usable, (
+            f"{tokens.name}: {len(usable):,} examples, {int(self._lengths[usable].sum()):,} tokens,"
+            f" {int(trained[usable].sum()):,} of them trained; {int(excess.sum()):,} examples"
+            f" longer than data.seq_len={self.seq_len} {done},"
+            f" {int((~dropped & (trained == 0)).sum()):,} without a trained token dropped"
         )
-        check_trained(len(usable) > 0, f"{tokens.name}, in examples cut to {self.seq_len} tokens,")
-        return usable
 
     def _count_trained(self, document: int) -> int:
         return count_trained(self._store.labels.read(document, 0, int(self._lengths[document])))

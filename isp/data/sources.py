@@ -1,6 +1,5 @@
 """The datasets of a run, opened as its configuration says."""
 
-import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +15,6 @@ from isp.data.stores import ConcatStore, EndedStore, MemoryStore, SubsetStore, T
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "check_sources", "open_datasets"]
-
-logger = logging.getLogger(__name__)
 
 AnyStore = TokenStore | ExampleStore
 
@@ -124,9 +121,7 @@ def _open_store(items: list[str], tokenizer: Tokenizer, *, text_key: str, key: s
             dtype = token_dtype(tokenizer.vocab_size)
             opened = MemoryStore(f"{key}={item}", documents, dtype=dtype)
         stores.append(EndedStore(opened, tokenizer.eos_id))
-    store = stores[0] if len(stores) == 1 else ConcatStore(stores)
-    logger.info("%s: %d documents, %d tokens", store.name, len(store.lengths), store.lengths.sum())
-    return store
+    return stores[0] if len(stores) == 1 else ConcatStore(stores)
 
 
 def _split(store: AnyStore, fraction: float) -> tuple[AnyStore, AnyStore]:

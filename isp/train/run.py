@@ -60,6 +60,10 @@ def main(config: JobConfig) -> None:
         if world.rank == 0:
             folder.describe(to_yaml(config), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
+        if datasets is not None:
+            for name, dataset in (("data", datasets.train), ("valid", datasets.valid)):
+                if dataset is not None:
+                    logger.info("%-11s %s", name, dataset.summary)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
         profiler, snapshots = config.profiler, None

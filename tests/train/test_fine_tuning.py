@@ -49,6 +49,9 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     """Catches rows that come twice or never after a stop, and data ranks that change the batch."""
     run_forked(job)
     whole = numbers(run_folders(job)[0])
+    log = (run_folders(job)[0] / "logs/rank_0.log").read_text()
+    assert "talks.jsonl without its held-out documents: " in log, "how much is trained is told"
+    assert "longer than data.seq_len=128 truncated, 0 without a trained token dropped" in log
     train = open_datasets(load_config(job).data, seed=0).train
     assert isinstance(train, ExampleDataset)
     assert train.samples_per_epoch > 4, "an epoch goes on after the stop"
