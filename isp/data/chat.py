@@ -4,8 +4,9 @@
 Of one that does not, it is what a turn adds to the conversation before it: rendered up to a turn,
 with the prompt that asks for one, and up to its end, the conversation must begin as the whole does,
 or the template is refused. What follows the special token that ends a turn (ChatML's line feed) is
-not the assistant's. transformers renders; tokens are found by the characters they stand for, since
-transformers' own mask leaves out all but the first of the tokens of a character that ends a block.
+not the assistant's; neither is the header of a turn, unless the template knows no such prompt.
+transformers renders; tokens are found by the characters they stand for, since its own mask leaves
+out all but the first of the tokens of a character that ends a block.
 """
 
 import re
@@ -142,9 +143,9 @@ class _Rendering(NamedTuple):
         return text, [self._turn(text, turn) for turn in turns]
 
     def _turn(self, text: str, turn: int) -> _Span:
-        before = self._render(turn, add_generation_prompt=True)[0] if turn else ""
+        before = self._render(turn, add_generation_prompt=True)[0]
         until = self._render(turn + 1)[0]
-        if not (turn and text.startswith(until) and until.startswith(before)):
+        if not (text.startswith(until) and until.startswith(before)):
             raise ValueError(
                 f"{self.where}: the chat template renders a conversation up to message {turn + 1}"
                 f" otherwise than the beginning of the whole, so it cannot be told which tokens"

@@ -61,7 +61,7 @@ def main(config: JobConfig) -> None:
             folder.describe(to_yaml(config), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         if datasets is not None:
-            for name, dataset in (("data", datasets.train), ("valid", datasets.valid)):
+            for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
         data = stack.enter_context(StepData(config, datasets, mesh, device))

@@ -98,15 +98,29 @@ def test_a_character_of_several_tokens_at_the_end_of_a_block(tmp_path: Path) -> 
 
 
 def test_white_space_that_a_tokenizer_leaves_out_of_places(tmp_path: Path) -> None:
-    """Catches a mask with holes under a post-processor that trims offsets, as GPT-2's does."""
+    """Catches a turn that loses its last token where offsets are trimmed, as GPT-2's are."""
     from tokenizers import Tokenizer, processors
 
-    folder = chat_folder(tmp_path)
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    folder = chat_folder(tmp_path, template)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    talk = [{"role": "user", "content": " "}, {"role": "assistant", "content": " a \n b "}]
-    check(load(folder).example(talk, "here"), folder, chatml(talk))
+    parts = [
+        ("user: assistant:", False),
+        (" a  b ", True),
+        ("user: assistant:", False),
+        ("c ", True),
+    ]
+    talk = [
+        {"role": "user", "content": " "},
+        {"role": "assistant", "content": " a  b "},
+        {"role": "user", "content": " "},
+        {"role": "assistant", "content": "c "},
+    ]
+    check(load(folder).example(talk, "here"), folder, parts)
 
 
 def test_a_line_feed_that_ends_a_turn_is_trained(tmp_path: Path) -> None:
@@ -146,6 +160,15 @@ def test_a_template_whose_prefixes_do_not_nest(tmp_path: Path) -> None:
     check(load(folder, other).example(TALK, "here"), folder, chatml(TALK))
 
 
+def test_an_assistant_that_speaks_first(tmp_path: Path) -> None:
+    """Catches a header that is trained because no message comes before it."""
+    folder = chat_folder(tmp_path / "chatml")
+    check(load(folder).example(TALK[2:], "here"), folder, chatml(TALK[2:]))
+    folder = chat_folder(tmp_path / "llama3", LLAMA3)  # which renders no message without its first
+    with pytest.raises(ValueError, match="up to message 1 otherwise"):
+        load(folder).example(TALK[2:], "here")
+
+
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
@@ -155,7 +178,6 @@ def test_a_template_whose_prefixes_do_not_nest(tmp_path: Path) -> None:
         ([{"content": "x"}], "message 1 has no 'role'"),
         ([TALK[1], {"role": "assistant"}], r"message 2 \(assistant\) has no 'content'"),
         ([{"role": "wizard", "content": "x"}], "cannot render the conversation: Unknown role: wiz"),
-        ([TALK[2]], "up to message 1 otherwise"),
     ],
 )
 def test_what_is_no_conversation_is_told_with_its_place(
