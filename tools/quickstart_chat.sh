@@ -2,7 +2,7 @@
 # Sets up the environment, makes a tiny Hugging Face chat model, and fine-tunes it on 4 CPU ranks.
 #
 #   bash tools/quickstart_chat.sh                                as configs/chat.yaml says
-#   bash tools/quickstart_chat.sh --parallel.tensor.mode fsp     the same, in another mode
+#   bash tools/quickstart_chat.sh --parallel.tensor.size 4        each sequence over four ranks
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
