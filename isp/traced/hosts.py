@@ -30,6 +30,9 @@ class Host(Protocol):
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits [B, S', V] of tokens at positions [B, S']."""
 
+    def without_values(self, model: nn.Module) -> nn.Module:
+        """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
+
     def attending(self) -> AbstractContextManager[None]:
         """A context in which code of the model runs."""
 
@@ -52,6 +55,9 @@ class OwnModule:
         with self.attending():
             logits: Tensor = model(ids, positions)
         return logits
+
+    def without_values(self, model: nn.Module) -> nn.Module:
+        return model
 
     def attending(self) -> AbstractContextManager[None]:
         return attend_by(self._target)
@@ -78,6 +84,12 @@ class HuggingFace:
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits
+
+    def without_values(self, model: nn.Module) -> nn.Module:
+        for part in model.modules():  # some kinds of rotary positions look at the largest one
+            if isinstance(getattr(part, "rope_type", None), str):
+                setattr(part, "rope_type", "default")  # noqa: B010
+        return model
 
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -60,9 +60,10 @@ class TracedModel:
         self.attention_backend = attention_backend
         self.model = model
         self._weights = weights
-        self._shape = on_meta(model)
+        self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
-        self.trace = trace_model(on_meta(model).eval(), self.host.connect, self.host.forward)
+        shape = copy.deepcopy(self._shape).eval()
+        self.trace = trace_model(shape, self.host.connect, self.host.forward)
 
     @property
     def hidden_size(self) -> int:

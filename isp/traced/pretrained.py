@@ -49,6 +49,12 @@ def folder_model(
         )
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"model.hf={folder}: the order of its calls depends on values, so it cannot be traced:"
+            f" {first}"
+        ) from error
 
 
 @contextmanager
