@@ -177,3 +177,14 @@ def test_a_model_is_made_without_memory_for_its_parameters() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.model.rotary_emb.inv_freq.max() == 1
+
+
+def test_a_tensor_missing_under_another_name_is_told(tmp_path: Path) -> None:
+    """Catches an expert, or a router, that transformers leaves random with a warning alone."""
+    folder = write_folder(tmp_path, "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(name for name in tensors if name.endswith("mlp.gate.weight"))
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=f"ValueError: the weights in .*; missing: {gone}"):
+        run_ranks(1, parts_of, folder, 1)
