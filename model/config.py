@@ -47,6 +47,9 @@ class ModelConfig:
     """Folder of a Hugging Face causal language model, which is run as it is, in isp mode: a
     config.json, which has the sizes, with safetensors, or without for random weights. Of the other
     keys only checkpoint and attention_backend go with it."""
+    init_from: str | None = None
+    """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
+    a run without checkpoints begins from its weights."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits; at least those of the tokenizer."""
     hidden_size: Size = 4096

@@ -27,6 +27,7 @@ __all__ = [
     "local_key",
     "saved_shards",
     "targets_for",
+    "weight_shards",
 ]
 
 MODEL = "model."
@@ -135,6 +136,15 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
     required = [key for key in saved if key.startswith(MODEL)]
     return Targets(shards, sources, required)
+
+
+def weight_shards(state: TrainState) -> Iterator[tuple[str, Shard]]:
+    """The names of all parameters with their weights and their master weights; views."""
+    for shard in _shards(state, weights_only=True):
+        name = shard.key.removeprefix(MODEL)
+        if shard.key.startswith(OPTIMIZER):
+            name = shard.key.removeprefix(OPTIMIZER).removesuffix(f".{MASTER}")
+        yield name, shard
 
 
 def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]:

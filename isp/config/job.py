@@ -34,6 +34,7 @@ from isp.settings import (
 from isp.settings.section import section
 from isp.traced.model_folder import check_layout, check_model_folder, with_sizes
 from model.config import ModelConfig
+from model.huggingface import with_init_from
 from model.presets import with_preset
 
 __all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]
@@ -86,6 +87,12 @@ class JobConfig:
             raise ValueError(
                 f"validation.freq={self.validation.freq} needs held-out text: give"
                 f" data.valid_source, or data.valid_fraction=0.01"
+            )
+        if self.model.init_from is not None and self.checkpoint.initial_load_path is not None:
+            raise ValueError(
+                f"checkpoint.initial_load_path={self.checkpoint.initial_load_path} and"
+                f" model.init_from={self.model.init_from} both give the weights to begin from:"
+                f" leave one out (`isp config` prints the sizes to give instead of init_from)"
             )
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
@@ -184,19 +191,21 @@ def to_yaml(config: JobConfig) -> str:
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable) -> list[str]:
-    """Put what `model.hf` or `model.preset` names below what is given; what is wrong with it."""
+    """Put what `model.hf`, `.init_from` or `.preset` names below what is given; what is wrong."""
     model = values.get("model")
     if not isinstance(model, dict):
         return []
-    key = "hf" if isinstance(model.get("hf"), str) else "preset"
+    named = [key for key in ("hf", "init_from", "preset") if isinstance(model.get(key), str)]
     try:
-        if key == "hf":
+        if "hf" in named:
             defaults = {path[-1]: default for path, default in _defaults_of("model", keys)}
             values["model"] = with_sizes(model, defaults, _BESIDE_FOLDER)
-        elif isinstance(model.get("preset"), str):
+        elif "init_from" in named:
+            values["model"] = with_init_from(model)
+        elif named:
             values["model"] = with_preset(model)
     except ValueError as error:
-        return [place(fault, ("model", key), origins) for fault in str(error).splitlines()]
+        return [place(line, ("model", named[0]), origins) for line in str(error).splitlines()]
     return []
 
 

@@ -87,5 +87,12 @@ class RopeScaling:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
         return self._mscale(1.0)
 
+    def base_factor(self, head_dim: int) -> float:
+        """The factor on the base that ntk makes of heads of `head_dim` features."""
+        original = self.original_max_position_embeddings
+        length = max(self.target_length or self.factor * original, original)
+        stretch = self.factor * length / original - (self.factor - 1)
+        return float(stretch ** (head_dim / (head_dim - 2)))
+
     def _mscale(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0

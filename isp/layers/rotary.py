@@ -22,7 +22,7 @@ __all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
     """Radians per token of each rotated pair, [d/2] in float64."""
     if scaling.type is RopeScalingType.NTK:
-        base *= _ntk_base_factor(head_dim, scaling)
+        base *= scaling.base_factor(head_dim)
     inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # [d/2]
     match scaling.type:
         case RopeScalingType.NONE | RopeScalingType.NTK:
@@ -34,13 +34,6 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Ten
         case RopeScalingType.LLAMA3:
             kept = _llama3_kept(inverse, scaling)
     return inverse * kept + inverse / scaling.factor * (1 - kept)
-
-
-def _ntk_base_factor(head_dim: int, scaling: RopeScaling) -> float:
-    original = scaling.original_max_position_embeddings
-    length = max(scaling.target_length or scaling.factor * original, original)
-    stretch = scaling.factor * length / original - (scaling.factor - 1)
-    return float(stretch ** (head_dim / (head_dim - 2)))
 
 
 def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.parallel.layout import ParameterLayout
-from isp.traced.model_folder import read_json
+from isp.settings.json_file import read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 
@@ -83,13 +83,17 @@ class WeightFiles:
 
     def read(self, name: str, layout: ParameterLayout) -> Tensor:
         """This rank's part of a tensor, in CPU memory; nothing else of it is read."""
+        before = (slice(None),) * layout.dim
+        parts = [self.read_block(name, (*before, slice(a, b))) for a, b in layout.intervals()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
+
+    def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        """A block of a tensor, in CPU memory; nothing else of it is read."""
         try:
-            view = self._handle(self._files[name]).get_slice(name)
-            before = (slice(None),) * layout.dim
-            parts = [view[(*before, slice(a, b))] for a, b in layout.intervals()]
+            found: Tensor = self._handle(self._files[name]).get_slice(name)[block]
         except SafetensorError as error:
             raise self._damaged(self._files[name], error) from None
-        return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
+        return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
         try:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from isp.parallel.config import ParallelConfig
+from isp.settings.json_file import read_json
 
-__all__ = ["check_layout", "check_model_folder", "read_json", "with_sizes"]
+__all__ = ["check_layout", "check_model_folder", "with_sizes"]
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -26,19 +27,6 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 _LOOKS_AT_THE_ROW = ("dynamic", "longrope")
 """Kinds of rotary positions that depend on the largest position that the model is given."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.  Raises ValueError, naming the file, for anything else."""
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path.parent} has no {path.name}: is it a model's folder?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
-    return found
 
 
 def with_sizes(

@@ -31,6 +31,7 @@ from isp.run.folder import (
     run_name,
     try_writing,
 )
+from isp.train.begin_from import check_folder
 
 __all__ = ["Start", "check_changes", "check_start", "open_run", "saved_values"]
 
@@ -40,6 +41,7 @@ _SEQUENCES = "sequences_per_step"
 _HOW_TO_COMPUTE = (
     "model.preset",
     "model.hf",
+    "model.init_from",
     "model.init_std",
     "model.attention_backend",
     "model.checkpoint",
@@ -182,6 +184,8 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
         if not checkpoint.initial_load_model_only:
             check_changes(initial, config, topology)
         check_shapes(initial, parameter_shapes(config.language_model))
+    elif config.model.init_from is not None:
+        check_folder(config.model)
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:

@@ -15,6 +15,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
+from isp.train.begin_from import load_folder
 from isp.train.resume import Start, check_changes, saved_values
 from isp.train.step import TrainStep
 
@@ -63,7 +64,8 @@ class RunCheckpoints:
         """Load what the run begins from, and how far that has come.
 
         That are the run's own checkpoints if there are any, else those that
-        `checkpoint.initial_load_path` names, else the model's initial weights.
+        `checkpoint.initial_load_path` names, else the weights in the folder `model.init_from`, else
+        the model's initial weights.
         """
         checkpoint, own = self._config.checkpoint, None
         if start.resumes:
@@ -77,6 +79,11 @@ class RunCheckpoints:
             self.checkpointer.load(initial, self._state, weights_only=True)
             self._train_step.weights_changed()
             logger.info("begins at step 0 with the weights of %s", initial.describe())
+        elif (source := self._config.model.init_from) is not None:
+            what = f"loading model.init_from={source}"
+            attempt(self._mesh.host, what, lambda: load_folder(self._state, self._config.model))
+            self._train_step.weights_changed()
+            logger.info("begins at step 0 with the weights of %s", source)
         elif start.resumes:
             folder = self.checkpointer.folder.path
             logger.info("no checkpoint in %s: begins from the initial weights", folder)

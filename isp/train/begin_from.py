@@ -1,0 +1,69 @@
+"""The weights of a Hugging Face folder, `model.init_from`, on each rank what it has of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from isp.checkpoint.boxes import Piece
+from isp.checkpoint.state import TrainState, weight_shards
+from isp.models.build import parameter_shapes
+from isp.settings.json_file import read_json
+from isp.traced.folder import WeightFiles
+from model.config import ModelConfig
+from model.huggingface import CONFIG_FILE
+from model.weight_names import WeightTable
+
+__all__ = ["check_folder", "load_folder"]
+
+
+class _Folder(NamedTuple):
+    files: WeightFiles
+    table: WeightTable
+
+
+def check_folder(model: ModelConfig) -> None:
+    """Raise ValueError unless the folder `model.init_from` has the weights of `model`.
+
+    Reads the heads of its files and no weights.
+    """
+    _opened(model)
+
+
+def load_folder(state: TrainState, model: ModelConfig) -> None:
+    """Read weights, and master weights, from the folder `model.init_from` into this rank's shards.
+
+    Nothing else is read. Raises ValueError for a file that is damaged.
+    """
+    folder = _opened(model)
+    for name, shard in weight_shards(state):
+        for piece in shard.pieces:
+            _fill(piece, name, folder)
+    if state.optimizer is not None:
+        state.optimizer.load_state_dict(state.optimizer.state_dict())
+
+
+def _opened(model: ModelConfig) -> _Folder:
+    assert model.init_from is not None
+    path = Path(model.init_from)
+    try:
+        family = read_json(path / CONFIG_FILE)["model_type"]
+        table = WeightTable(model, family, parameter_shapes(model))
+        files = WeightFiles(path)
+        files.check(table.shapes, aliases=table.aliases)
+    except ValueError as error:
+        raise ValueError(f"model.init_from={path}: {error}") from None
+    return _Folder(files, table)
+
+
+def _fill(piece: Piece, name: str, folder: _Folder) -> None:
+    """Read a block of parameter `name`, which may come from rows of several of their tensors."""
+    begin, end = piece.offsets[0], piece.offsets[0] + piece.sizes[0]
+    across = [slice(a, a + n) for a, n in zip(piece.offsets[1:], piece.sizes[1:], strict=True)]
+    first = 0
+    for theirs, start, rows in folder.table.pieces[name]:
+        a, b = max(begin, first), min(end, first + rows)
+        if a < b:
+            block = (slice(start + a - first, start + b - first), *across)
+            piece.data[a - begin : b - begin].copy_(folder.files.read_block(theirs, block))
+        first += rows

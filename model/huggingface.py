@@ -1,0 +1,326 @@
+"""Models of Hugging Face that the decoder computes: their config.json, read and written.
+
+A folder is read to begin from, and a run is written as one. Loads no torch.
+
+Source: `configuration_*.py` of llama, mistral, qwen2 and qwen3 and `modeling_rope_utils.py` in
+transformers; of InternLM2, the file that is published beside its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.settings.json_file import read_json
+from model.config import ModelConfig
+
+__all__ = [
+    "CONFIG_FILE",
+    "INTERNLM2",
+    "config_json",
+    "model_values",
+    "with_init_from",
+]
+
+CONFIG_FILE = "config.json"
+_LLAMA, _MISTRAL, _QWEN2, _QWEN3, INTERNLM2 = "llama", "mistral", "qwen2", "qwen3", "internlm2"
+_ARCHITECTURES = {
+    _LLAMA: "LlamaForCausalLM",
+    _MISTRAL: "MistralForCausalLM",
+    _QWEN2: "Qwen2ForCausalLM",
+    _QWEN3: "Qwen3ForCausalLM",
+    INTERNLM2: "InternLM2ForCausalLM",
+}
+_WINDOWED = (_MISTRAL, _QWEN2, _QWEN3)
+"""Families that can say a sliding window."""
+
+_OF_THE_WEIGHTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "norm_eps",
+    "qkv_bias",
+    "qk_norm",
+    "tie_embeddings",
+)
+"""Keys that belong to the weights: a folder's hold, other values are refused."""
+
+# -- config.json to keys -----------------------------------------------------------------------
+
+
+def with_init_from(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A `model` section with the values of its `init_from` folder where it gives none itself.
+
+    Raises ValueError, a line for each fault, if the folder is not of a model that the decoder
+    computes, or the section has other values of `_OF_THE_WEIGHTS`.
+    """
+    if section.get("init_from") is None:
+        return dict(section)
+    folder = Path(section["init_from"])
+    if section.get("preset") is not None:
+        raise ValueError(
+            f"model.preset={section['preset']}: model.init_from={folder} gives the sizes: leave the"
+            f" preset out"
+        )
+    if not folder.is_dir():
+        raise ValueError(f"model.init_from={folder} is no folder: name that of a model's weights")
+    try:
+        found = model_values(read_json(folder / CONFIG_FILE))
+    except ValueError as error:
+        raise ValueError(f"model.init_from={folder}: {error}") from None
+    own = {
+        key: value
+        for key, value in section.items()
+        if not (value is None and key in ("num_kv_heads", "head_dim"))
+    }
+    faults = [
+        f"model.{key}={_shown(own[key])}: the model in {folder} has {_shown(found[key])}: leave it"
+        f" out"
+        for key in _OF_THE_WEIGHTS
+        if key in own and own[key] != found[key]
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return {**found, **own}
+
+
+def model_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `model` that a config.json stands for.
+
+    Raises ValueError for what the decoder does not compute, naming it.
+    """
+    family = found.get("model_type")
+    if family not in _ARCHITECTURES:
+        raise ValueError(
+            f"{CONFIG_FILE} has model_type={family}; the decoder computes"
+            f" {', '.join(_ARCHITECTURES)}: model.hf trains other models as they are"
+        )
+    _refuse(found)
+    heads, hidden = _count(found, "num_attention_heads"), _count(found, "hidden_size")
+    head_dim = found.get("head_dim") or (128 if family == _QWEN3 else hidden // heads)
+    theta, scaling = _rope_values(found)
+    return {
+        "vocab_size": _count(found, "vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": _count(found, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": found.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "intermediate_size": _count(found, "intermediate_size"),
+        "norm_eps": found.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "sliding_window": _window(found),
+        "qkv_bias": family == _QWEN2,
+        "qk_norm": family == _QWEN3,
+        "tie_embeddings": bool(found.get("tie_word_embeddings", False)),
+    }
+
+
+def _refuse(found: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that the decoder does not have."""
+    without = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "bias": (False, None),
+        "attention_dropout": (0, None),
+        "partial_rotary_factor": (1, None),
+        "quantization_config": (None,),
+    }
+    for key, computed in without.items():
+        if found.get(key) not in computed:
+            raise ValueError(
+                f"{CONFIG_FILE} has {key}={_shown(found[key])}, which the decoder does not compute:"
+                f" model.hf trains the model as it is"
+            )
+
+
+def _count(found: Mapping[str, Any], key: str) -> int:
+    value = found.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{CONFIG_FILE} has {key}={_shown(value)}, which must be a whole number")
+    return value
+
+
+def _window(found: Mapping[str, Any]) -> int | None:
+    """The window of all layers; None if there is none."""
+    family, window = found["model_type"], found.get("sliding_window")
+    if family not in _WINDOWED or (family != _MISTRAL and not found.get("use_sliding_window")):
+        return None
+    kinds = found.get("layer_types")
+    if kinds is None and family != _MISTRAL and window is not None:
+        first, layers = found.get("max_window_layers", 28), found["num_hidden_layers"]
+        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if kinds is None or window is None:
+        return window
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"{CONFIG_FILE} has a window in {kinds.count('sliding_attention')} of {len(kinds)}"
+            f" layers; the decoder has one in all or in none: model.hf trains the model as it is"
+        )
+    return window if kinds[0] == "sliding_attention" else None
+
+
+def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """`rope_theta` and `rope_scaling`, from what transformers 4 and 5 write."""
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", found.get("rope_theta") or 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = {"linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}
+    if kind == "default" and rope.get("partial_rotary_factor", 1) == 1:
+        return theta, None
+    if kind not in known or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            f"{CONFIG_FILE} has rotary positions {_shown(dict(rope))}; the decoder computes"
+            f" default, {', '.join(known)} on whole heads: model.hf trains the model as it is"
+        )
+    values: dict[str, Any] = {"type": known[kind]}
+    context = found.get("max_position_embeddings")
+    original = rope.get("original_max_position_embeddings") or context
+    if kind == "dynamic":
+        # The base grows with a row that is longer than the context; up to it nothing changes.
+        values |= {"target_length": context}
+        original = context
+    if kind != "linear":
+        values |= {"original_max_position_embeddings": original}
+    factor = rope.get("factor")
+    if factor is None and original and context:
+        factor = context / original
+    values["factor"] = factor if factor is None else float(factor)
+    for key in _SCALING_KEYS[RopeScalingType(values["type"])]:
+        if rope.get(key) is not None:
+            values[key] = rope[key] if isinstance(rope[key], bool) else float(rope[key])
+    return theta, values
+
+
+_SCALING_KEYS = {
+    RopeScalingType.LINEAR: (),
+    RopeScalingType.NTK: (),
+    RopeScalingType.YARN: (
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    ),
+    RopeScalingType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
+}
+"""Fields beside `factor` and the original context, by names that are the same there and here."""
+
+
+# -- keys to config.json -----------------------------------------------------------------------
+
+
+def config_json(
+    model: ModelConfig, *, dtype: str, context: int, like: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of a model that was trained on rows of `context` tokens.
+
+    `like` is that of the folder which the run began from; what holds still is kept. Raises
+    ValueError for a decoder that no family of transformers computes.
+    """
+    kept = dict(like or {})
+    if like is None or (model.sliding_window and like["model_type"] not in _WINDOWED):
+        tokens = {key: kept[key] for key in kept if key.endswith("_token_id")}
+        found, was = {**_fresh(model), **tokens}, None
+    else:
+        found, was = kept, model_values(kept)
+    if was is None or was["sliding_window"] != model.sliding_window:
+        found.update(_window_json(model, found["model_type"]))
+        found.pop("layer_types", None)
+    scaling = None if was is None or was["rope_scaling"] is None else was["rope_scaling"]
+    before = None if scaling is None else RopeScaling(**scaling)
+    if was is None or (was["rope_theta"], before) != (model.rope_theta, model.rope_scaling):
+        found.pop("rope_parameters", None)
+        found.update(_rope_json(model))
+        found["max_position_embeddings"] = max(
+            context, found.get("max_position_embeddings", 0), _reach(model.rope_scaling)
+        )
+    found.pop("dtype", None)
+    return {**found, "torch_dtype": dtype}
+
+
+def _fresh(model: ModelConfig) -> dict[str, Any]:
+    family = _family(model)
+    return {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _family(model: ModelConfig) -> str:
+    """The family that computes what `model` does."""
+    if model.qkv_bias and model.qk_norm:
+        raise ValueError(
+            "no model of transformers that is written here has both model.qkv_bias and"
+            " model.qk_norm: train with one of them"
+        )
+    if model.qk_norm:
+        return _QWEN3
+    if model.qkv_bias:
+        return _QWEN2
+    plain = model.sliding_window is None and model.hidden_size % model.num_heads == 0
+    return _LLAMA if plain else _MISTRAL
+
+
+def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
+    window = model.sliding_window
+    if family == _MISTRAL:
+        return {"sliding_window": window}
+    if family in _WINDOWED:
+        used = window is not None
+        layers = 0 if used else model.num_layers
+        return {
+            "use_sliding_window": used,
+            "sliding_window": window,
+            "max_window_layers": layers,
+        }
+    return {}
+
+
+def _rope_json(model: ModelConfig) -> dict[str, Any]:
+    """As transformers 4 wrote it, which 5 reads, too."""
+    scaling, theta = model.rope_scaling, model.rope_theta
+    if scaling is not None and scaling.type is RopeScalingType.NTK:
+        # Their `dynamic` changes with the length of a row; at one length it is another base.
+        scaling, theta = None, theta * scaling.base_factor(model.head_size)
+    if scaling is None or scaling.type is RopeScalingType.NONE:
+        return {"rope_theta": theta, "rope_scaling": None}
+    values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
+    if scaling.type is not RopeScalingType.LINEAR:
+        original = scaling.original_max_position_embeddings
+        values["original_max_position_embeddings"] = original
+    given = {key: vars(scaling)[key] for key in _SCALING_KEYS[scaling.type]}
+    values |= {key: value for key, value in given.items() if value is not None}
+    return {"rope_theta": theta, "rope_scaling": values}
+
+
+def _reach(scaling: RopeScaling | None) -> int:
+    """The context that a scaling was made for."""
+    if scaling is None:
+        return 0
+    return int(scaling.factor * scaling.original_max_position_embeddings)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
