@@ -301,11 +301,11 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
 def _rope_json(model: ModelConfig) -> dict[str, Any]:
     """As transformers 4 wrote it, which 5 reads, too."""
     scaling, theta = model.rope_scaling, model.rope_theta
-    if scaling is not None and scaling.type is RopeScalingType.NTK:
-        # Their `dynamic` changes with the length of a row; at one length it is another base.
-        scaling, theta = None, theta * scaling.base_factor(model.head_size)
     if scaling is None or scaling.type is RopeScalingType.NONE:
         return {"rope_theta": theta, "rope_scaling": None}
+    if scaling.type is RopeScalingType.NTK:
+        # Their `dynamic` changes with the length of a row; at one length it is another base.
+        return {"rope_theta": theta * scaling.base_factor(model.head_size), "rope_scaling": None}
     values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
     if scaling.type is not RopeScalingType.LINEAR:
         original = scaling.original_max_position_embeddings

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -33,7 +31,7 @@ from isp.checkpoint.state import (
     saved_shards,
     targets_for,
 )
-from isp.checkpoint.storage import CheckedWriter, SafeReader, read_metadata
+from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
 
@@ -183,7 +181,7 @@ class Checkpointer:
     def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
         """Write this rank's share. Returns (bytes, sha256) of each file it wrote."""
         writer = CheckedWriter(self.folder.temporary(step))
-        with _quiet():
+        with quietly():
             save(
                 shards,
                 storage_writer=writer,
@@ -285,7 +283,7 @@ class Checkpointer:
         )
 
     def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quietly():
             load(
                 dict(shards),
                 storage_reader=reader,
@@ -306,11 +304,3 @@ def _own_channel(world: Channel, timeout_seconds: float) -> Channel:
         use_local_synchronization=True,
     )
     return Channel(group, name="checkpoint")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that one process is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -13,7 +13,8 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Collection, Generator
+import warnings
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from isp.checkpoint.manifest import FileRecord, open_regular
 
-__all__ = ["CheckedWriter", "SafeReader", "read_metadata"]
+__all__ = ["CheckedWriter", "SafeReader", "quietly", "read_metadata"]
 
 METADATA = ".metadata"
 
@@ -127,6 +128,14 @@ def _is_tensor(value: object) -> bool:
         and isinstance(vars(properties).get("dtype"), torch.dtype)
         and isinstance(size, torch.Size)
     )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -130,13 +130,16 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_prepare(
         _command(actions, "prepare", _prepare, "turn text or chats into the .bin/.idx format")
     )
-    saved = commands.add_parser("checkpoint", help="look at checkpoints", allow_abbrev=False)
+    saved = commands.add_parser(
+        "checkpoint", help="look at or export checkpoints", allow_abbrev=False
+    )
     actions = saved.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, run, summary in (
         ("inspect", _inspect, "show what checkpoints hold"),
         ("verify", _verify, "read checkpoints and compare their checksums"),
     ):
         _add_checkpoint(_command(actions, name, run, summary))
+    _add_export(_command(actions, "export", _export, "write a checkpoint as a Hugging Face folder"))
     return parser
 
 
@@ -410,3 +413,30 @@ def _verify(args: argparse.Namespace) -> int:
     verdict = verify(args.path)
     print(verdict.text)
     return 0 if verdict.good else 1
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    parser.add_argument(
+        "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="of the weights; default: training.dtype of the run",
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from isp.train.export import export
+
+    done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
+    print(
+        f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
+        f" {done.source}; from_pretrained of transformers loads it"
+    )
+    if done.tokenizer is None:
+        print("note: the run names no tokenizer to copy", file=sys.stderr)
+    return 0

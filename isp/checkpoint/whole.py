@@ -1,0 +1,62 @@
+"""The weights of a checkpoint in one process, one whole tensor after another."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from isp.checkpoint.agreement import CheckpointError
+from isp.checkpoint.boxes import BoxLoadPlanner, Shard
+from isp.checkpoint.choice import Candidates, CheckpointInfo, choose
+from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.state import MODEL, model_key
+from isp.checkpoint.storage import SafeReader, quietly, read_metadata
+from isp.comm import Channel
+
+__all__ = ["WholeWeights"]
+
+
+class WholeWeights:
+    """The weights of the checkpoint at `path`, of the newest good one if there are several.
+
+    Every byte is verified first. Raises ValueError if there is none, CheckpointError if none is
+    good.
+    """
+
+    def __init__(self, path: Path) -> None:
+        found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+        info = choose(lambda: found, Channel.solo("checkpoint"))
+        assert info is not None
+        self.info: CheckpointInfo = info
+        try:
+            self._metadata = read_metadata(info.path, info.manifest.files)
+        except pickle.UnpicklingError as fault:
+            raise CheckpointError(f"{info.path} is damaged: {fault}") from None
+        self._saved = {
+            key.removeprefix(MODEL): value
+            for key, value in self._metadata.state_dict_metadata.items()
+            if key.startswith(MODEL) and isinstance(value, TensorStorageMetadata)
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter, by name."""
+        return {name: tuple(saved.size) for name, saved in self._saved.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A parameter, whole, in CPU memory, in the dtype that it was trained in."""
+        saved, key = self._saved[name], model_key(name)
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+        with quietly():
+            load(
+                {key: Shard.whole(key, whole)},
+                storage_reader=SafeReader(self.info.path, self._metadata),
+                planner=BoxLoadPlanner({key: key}),
+                no_dist=True,
+            )
+        return whole

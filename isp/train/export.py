@@ -1,0 +1,161 @@
+"""A checkpoint of any layout as a folder that transformers' `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from isp.checkpoint.folder import describe_contents
+from isp.checkpoint.state import check_shapes
+from isp.checkpoint.whole import WholeWeights
+from isp.models.build import parameter_shapes
+from isp.settings.json_file import read_json
+from isp.traced.folder import WeightFiles, WeightWriter, copy_tokenizer
+from model.config import ModelConfig
+from model.huggingface import CONFIG_FILE, config_json
+from model.weight_names import WeightTable
+
+__all__ = ["Exported", "export"]
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    source: Path
+    """The checkpoint."""
+    num_tensors: int
+    dtype: str
+    model_type: str
+    tokenizer: Path | None
+    """The folder that the tokenizer's files are from; None if the run named none."""
+
+
+def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: int = 0) -> Exported:
+    """Write the weights of the checkpoint at `path` to `folder`, in `dtype` or as trained.
+
+    One tensor is in memory at a time, and what waits for a file of `file_bytes` (0: as large as
+    transformers makes them). Raises ValueError, before it writes anything, if `folder` is not
+    empty, `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
+    """
+    if describe_contents(folder) not in ("is empty", "does not exist"):
+        raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
+    weights = WholeWeights(path)
+    kept = weights.info.manifest.shared.get("config")
+    if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
+        raise ValueError(f"{weights.info.path} does not say which model it is of")
+    source, trained = _source(kept), kept["training"]["dtype"]
+    out = trained if dtype is None else dtype
+    plan = _plan(weights, kept, source, out)
+    options = {"file_bytes": file_bytes} if file_bytes else {}
+    with WeightWriter(folder, **options) as writer:
+        for name, tensor in plan.tensors:
+            writer.add(name, tensor)
+    (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n")
+    tokenizer = _copy_companions(kept, source, folder)
+    return Exported(weights.info.path, plan.num_tensors, out, plan.config["model_type"], tokenizer)
+
+
+class _Plan(NamedTuple):
+    config: dict[str, Any]
+    tensors: Iterator[tuple[str, Tensor]]
+    num_tensors: int
+
+
+def _source(kept: Mapping[str, Any]) -> Path | None:
+    """The folder of the model that the run began from, if it is still there."""
+    model = kept["model"]
+    named = model.get("hf") or model.get("init_from")
+    folder = None if named is None else Path(named)
+    return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
+
+
+def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, dtype: str) -> _Plan:
+    """What is to be written: nothing is read of a tensor before it is its turn."""
+    if kept["model"].get("hf") is not None:
+        if source is None:
+            raise ValueError(
+                f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
+            )
+        return _plan_as_named(weights, source, dtype)
+    like = None if source is None else read_json(source / CONFIG_FILE)
+    model = _model(weights, kept["model"])
+    context = kept["data"]["seq_len"]
+    described = config_json(model, dtype=dtype, context=context, like=like)
+    shapes = parameter_shapes(model)
+    check_shapes(weights.info, shapes)
+    table = WeightTable(model, described["model_type"], shapes)
+    tensors = ((name, _in_dtype(tensor, dtype)) for name, tensor in _renamed(weights, table))
+    return _Plan(described, tensors, len(table.shapes))
+
+
+def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
+    """Of a run of `model.hf`, whose parameters have the names that they have in the folder."""
+    described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
+    described.pop("dtype", None)
+    files, names = WeightFiles(source), list(weights.shapes)
+    buffers = [name for name in _buffer_names(source) if name in files.names]
+    tensors = chain(
+        ((name, _in_dtype(weights.read(name), dtype)) for name in names),
+        ((name, files.read_block(name, (slice(None),))) for name in buffers),
+    )
+    return _Plan(described, tensors, len(names) + len(buffers))
+
+
+def _buffer_names(source: Path) -> list[str]:
+    """The buffers that belong to the weights in a folder; training leaves them as they are."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    kept = model.state_dict(keep_vars=True).keys()
+    return [name for name, _ in model.named_buffers() if name in kept]
+
+
+def _model(weights: WholeWeights, values: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(
+            f"{weights.info.path} is of a model that this version does not read:"
+            f" {'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        ) from None
+
+
+def _renamed(weights: WholeWeights, table: WeightTable) -> Iterator[tuple[str, Tensor]]:
+    for ours in table.pieces:
+        whole = weights.read(ours)
+        for theirs, runs in table.rows_of(ours).items():
+            yield theirs, torch.cat([whole[a:b] for a, b in runs])
+
+
+def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
+    """Whole numbers stay as they are."""
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
+def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> Path | None:
+    """Copy tokenizer and model code. Returns where the tokenizer is from."""
+    if source is not None:
+        for code in source.glob("*.py"):  # of models that are not in transformers
+            shutil.copyfile(code, folder / code.name)
+        copy_tokenizer(source, folder)
+        if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
+            return source
+    named = Path(kept["data"]["tokenizer"])
+    if named.is_dir():
+        copy_tokenizer(named, folder)
+    elif named.is_file():
+        copy_tokenizer(named.parent, folder)
+        shutil.copyfile(named, folder / "tokenizer.json")
+    else:
+        return None
+    return named

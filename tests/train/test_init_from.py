@@ -1,0 +1,326 @@
+"""Models of Hugging Face in the decoder: loaded in every layout, trained, and written again."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from isp.checkpoint import Checkpointer, TrainState
+from isp.checkpoint.whole import WholeWeights
+from isp.cli import main
+from isp.comm import Channel
+from isp.config import JobConfig, load_config
+from isp.layers.factory import LayerFactory
+from isp.parallel import Axis, Mode
+from isp.settings import CheckpointConfig
+from isp.train.begin_from import load_folder
+from isp.train.export import export
+from isp.train.resume import saved_values
+from isp.weights.wp import LocalWeights
+from model.config import ModelConfig
+from model.decoder import Decoder
+from tests.model.folders import FAMILIES, Logits, loaded, make_folder
+from tests.ranks import run_ranks
+from tests.train.jobs import run_folders, run_forked, tensors, write_job
+from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, make_run
+
+pytest.importorskip("transformers", minversion="5")
+
+NAMES = [*FAMILIES, "internlm2"]
+LAYOUTS = {
+    "one": Layout(),
+    "isp": Layout(tensor=2, weight=4, data=2),
+    "mtp": Layout(mode=Mode.MTP, tensor=2, data=2),
+    "msp": Layout(mode=Mode.MSP, tensor=2, data=2),
+    "stages": Layout(tensor=2, weight=2, pipeline=2, micro=2),
+}
+
+SAVED = [*(("isp", name) for name in NAMES), ("mtp", "internlm2"), ("mtp", "qwen2")]
+ONE = Layout().topology()
+
+
+def _config(folder: Path, source: Path, **model: Any) -> JobConfig:
+    """A configuration that begins from `source`."""
+    path = folder / "config.yaml"
+    values = {
+        "model": {"init_from": str(source), **model},
+        "data": {"source": str(path), "seq_len": SEQ_LEN},
+        "training": {"dtype": "float64"},
+    }
+    path.write_text(json.dumps(values))
+    return load_config(path)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Logits]]:
+    """A folder of each family, and what computes its logits."""
+    root = tmp_path_factory.mktemp("folders")
+    found = {}
+    for index, name in enumerate(NAMES):
+        folder = root / str(index)
+        found[name] = folder, make_folder(name, folder)
+    return found
+
+
+def _go(rank: int, configs: dict[str, JobConfig], saved: Path) -> dict[Any, Any]:
+    """Loss, gradient norm and logits of a first step, of all families in all layouts."""
+    meshes, found = Meshes(rank), {}
+    for of, layout in LAYOUTS.items():
+        if rank >= layout.world:
+            continue
+        for name, config in configs.items():
+            task = Task(model=config.model, packed=False)
+            if of == "stages" and not config.model.tie_embeddings:
+                continue
+            run = make_run(meshes.of(layout), layout, task)
+            state = TrainState(
+                parameters=run.parameters,
+                optimizer=run.optimizer,
+                topology=run.step.mesh.topology,
+            )
+            load_folder(state, config.model)
+            run.step.weights_changed()
+            if (of, name) in SAVED:
+                _save(run, state, config, saved / of / name)
+            seen: list[Any] = []
+            handle = run.step.chunks[-1].register_forward_hook(
+                lambda _, args, y, seen=seen: seen.append(y.detach().numpy().copy())
+            )
+            found[of, name] = (*run.numbers([0])[0], seen[0] if seen else None)
+            handle.remove()
+            run.close()
+    return found
+
+
+def _save(run: Any, state: TrainState, config: JobConfig, folder: Path) -> None:
+    mesh = run.step.mesh
+    with Checkpointer(folder, CheckpointConfig(), world=mesh[Axis.WORLD]) as checkpointer:
+        shared = saved_values(config, mesh.topology)
+        checkpointer.save(1, state, tokens=0, shared=shared, wait=True)
+
+
+def _decoder(model: ModelConfig) -> Decoder:
+    """The decoder of a single process, without weights."""
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    (chunk,) = model.build(layers)
+    return chunk
+
+
+def _logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """[1, S] -> [1, S, V]."""
+    with torch.no_grad():
+        logits: torch.Tensor = decoder(tokens, torch.arange(tokens.shape[1])[None], None)
+    return logits
+
+
+def test_every_layout_computes_what_transformers_does(folders, tmp_path) -> None:
+    """A row in another place: a segment, a KV group, a rank's interval, or an angle of its own.
+
+    Exported again from two layouts, every tensor is the one that was read, bit for bit, in several
+    files of which none holds much.
+    """
+    configs = {name: _config(tmp_path, folder) for name, (folder, _) in folders.items()}
+    of_ranks = run_ranks(4, _go, configs, tmp_path, timeout_seconds=110)
+    for (of, name), (loss, norm, _) in of_ranks[0].items():
+        layout, (_, reference) = LAYOUTS[of], folders[name]
+        task = Task(model=configs[name].model, packed=False)
+        batches = [task.batch(0, place) for place in range(layout.global_batch)]
+        wanted_loss, wanted_norm = _plainly(reference, batches)
+        assert math.isclose(loss, wanted_loss, rel_tol=1e-9), (of, name)
+        assert math.isclose(norm, wanted_norm, rel_tol=1e-9), (of, name)
+        last = layout.world - layout.world // layout.pipeline  # the first rank of the last stage
+        parts = [of_ranks[last + i][of, name][2] for i in range(layout.tensor)]
+        logits = np.concatenate(parts, axis=1 if layout.mode is Mode.ISP else 2)
+        wanted = reference(batches[0].tokens).detach().numpy()
+        assert np.abs(logits - wanted).max() < 1e-9 * np.abs(wanted).max(), (of, name)
+    for of, name in SAVED:
+        folder, again = folders[name][0], tmp_path / "again" / of / name
+        done = export(tmp_path / of / name, again, file_bytes=9000)
+        there, here = _tensors(folder), _tensors(again)
+        assert done.num_tensors == len(here) > 10
+        assert len(list(again.glob("model-*.safetensors"))) > 3
+        assert there.keys() == here.keys(), name
+        assert all(torch.equal(there[key], here[key]) for key in there), name
+        if name != "internlm2":
+            state = loaded(again).model.state_dict()
+            assert all(torch.equal(state[key], there[key]) for key in there), name
+
+
+def _plainly(reference: Logits, batches: list[Any]) -> tuple[float, float]:
+    """Loss and gradient norm of a step."""
+    assert isinstance(reference, torch.nn.Module)
+    reference.zero_grad()
+    logits = torch.cat([reference(batch.tokens) for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    gradients = [p.grad.flatten() for p in reference.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(gradients).norm().item()
+
+
+def test_a_trained_model_is_the_same_in_transformers(folders, tmp_path, capsys) -> None:
+    """An export of other weights than the last step's, or of a stale configuration."""
+    source, _ = folders["llama, tied"]
+    job = _job(tmp_path, source)
+    words = ["--data.seq_len=64", "--training.dtype=float64", "--model.rope_theta=500.0"]
+    sizes_of_isp = ["--parallel.tensor.size=2", "--parallel.weight.size=4"]
+    run_forked(job, *words, *sizes_of_isp, "--training.steps=20", num_ranks=4)
+    (run,) = run_folders(job)
+    assert main(["checkpoint", "export", str(run), "--hf", str(tmp_path / "hf")]) == 0
+    assert "step_20" in capsys.readouterr().out
+    weights = WholeWeights(run)
+    config = load_config(job, words).model
+    ours = _decoder(config)
+    start = _decoder(config)
+    load_folder(TrainState(parameters=list(start.shards()), optimizer=None, topology=ONE), config)
+    with torch.no_grad():
+        for item in ours.shards():
+            item.parameter.copy_(weights.read(item.name))
+    theirs = loaded(tmp_path / "hf")
+    tokens = torch.arange(3, 11)[None]
+    for _ in range(12):
+        logits, wanted = theirs(tokens), _logits(ours, tokens)
+        assert (logits - wanted).abs().max() < 1e-9 * wanted.abs().max()
+        assert (wanted - _logits(start, tokens)).abs().max() > 1e-2  # it was trained
+        tokens = torch.cat([tokens, wanted[:, -1:].argmax(-1)], dim=1)
+    generated = theirs.model.generate(
+        tokens[:, :8], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(generated, tokens)
+
+
+def test_a_run_that_goes_on_reads_no_folder(folders, tmp_path) -> None:
+    """Weights that are begun from anew when a run is started again."""
+    source = tmp_path / "source"
+    shutil.copytree(folders["qwen2"][0], source)
+    job = _job(tmp_path, source)
+    run_forked(job, "--training.steps=2")
+    before = WholeWeights(*run_folders(job)).read("norm.weight")
+    (source / "model.safetensors").unlink()
+    run_forked(job, "--training.steps=3")
+    weights = WholeWeights(*run_folders(job))
+    assert weights.info.step == 3
+    assert 0 < (weights.read("norm.weight") - before).abs().max() < 0.05
+
+
+def test_master_weights_are_what_was_read(folders, tmp_path) -> None:
+    """Master weights that are those of the random beginning, or were rounded on their way."""
+    source, _ = folders["qwen2"]
+    run_forked(_job(tmp_path, source), "--training.dtype=bfloat16", "--optimizer.lr=0.0")
+    (run,) = run_folders(tmp_path / "job.yaml")
+    weights = WholeWeights(run)
+    wanted = _tensors(source)["model.norm.weight"]
+    assert torch.equal(weights.read("norm.weight"), wanted.bfloat16())
+    master = tensors(run, weights.info.step)["optimizer.norm.weight.master"]
+    assert torch.equal(master, wanted.float())
+    assert not torch.equal(master, wanted.bfloat16().float())
+
+
+def _job(folder: Path, source: Path) -> Path:
+    """The job of `tests.train.jobs`, begun from the model in `source`."""
+    job = write_job(folder)
+    text = job.read_text()
+    sizes = text[text.index("model:") : text.index("data:")]
+    job.write_text(text.replace(sizes, f"model: {{init_from: {source}}}\n"))
+    return job
+
+
+def _cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _changed(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        found = _tensors(folder)
+        change(found)
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return act
+
+
+def _described(**changes: object) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return act
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no folder": (shutil.rmtree, "is no folder"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "cut short": (_cut_short, "model.safetensors is damaged or cut short"),
+    "missing": (_changed(lambda found: found.pop(NORM)), f"missing: {NORM}"),
+    "extra": (
+        _changed(lambda found: found.update(extra=torch.zeros(1))),
+        "not of the model: extra",
+    ),
+    "shape": (
+        _changed(lambda found: found.update({NORM: torch.zeros(3)})),
+        f"{NORM} is [3], not [32]",
+    ),
+    "sizes": (_described(num_hidden_layers=3), "missing: model.layers.2."),
+    "family": (_described(model_type="gemma"), "model_type=gemma; the decoder computes llama,"),
+    "bias": (_described(attention_bias=True), "has attention_bias=true"),
+    "a size that is none": (_described(hidden_size="32"), "hidden_size=32, which must be a"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_wrong_folder_is_refused_before_ranks_start(name, folders, tmp_path, capsys) -> None:
+    """A folder that is found wrong by a traceback of some rank, or not at all."""
+    source, (damage, words) = tmp_path / "source", DAMAGES[name]
+    shutil.copytree(folders["llama"][0], source)
+    job = _job(tmp_path, source)
+    damage(source)
+    assert main(["train", str(job), "--nproc", "2"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert f"model.init_from={source}" in said
+    assert said.count("error") == 1
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_cannot_be_is_refused(folders, tmp_path, capsys) -> None:
+    """An export that writes over a model, or leaves half a one."""
+    source = folders["llama"][0]
+    for words, fault in (
+        ((str(tmp_path), "--hf", str(source)), "holds a Hugging Face model"),
+        ((str(tmp_path), "--hf", str(tmp_path / "new")), "is not a checkpoint"),
+    ):
+        assert main(["checkpoint", "export", *words]) == 2
+        said = capsys.readouterr().err
+        assert fault in said
+        assert "Traceback" not in said
+    assert not (tmp_path / "new").exists()
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
