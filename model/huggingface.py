@@ -323,4 +323,7 @@ def _reach(scaling: RopeScaling | None) -> int:
 
 
 def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool | None) else str(value)
+    """As YAML and JSON have it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -67,7 +67,7 @@ def _decoder(
     return Decoder(config, layers, DistributedAttention(local, layers.attention_channel))
 
 
-def _filled(config: ModelConfig) -> Decoder:
+def filled(config: ModelConfig) -> Decoder:
     """With weights of which none is 0 or 1: biases and norms count too."""
     model = _decoder(config)
     init_weights(model, 3)
@@ -113,7 +113,7 @@ def _tokens(config: ModelConfig, rows: int, bounds: list[int]) -> tuple[Tensor, 
 def test_logits_and_every_gradient_match_plain_torch(changes, packed):
     """Catches an option that is dropped, misread, or not part of the backward pass."""
     config = replace(CONFIG, **changes)
-    model = _filled(config)
+    model = filled(config)
     bounds, rows = (PACKED, 1) if packed else (WHOLE, 2)
     tokens, labels, positions = _tokens(config, rows, bounds)
     scaling = config.rope_scaling or RopeScaling()
@@ -234,7 +234,7 @@ def test_logits_match_transformers(family, config):
             rope_parameters=rope,
         )
     ).double()
-    model = _filled(config)
+    model = filled(config)
     _copy_to_transformers(_weights(model), theirs, config)
     tokens, _, positions = _tokens(config, 2, WHOLE)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.whole import WholeWeights
@@ -206,6 +206,26 @@ def test_a_trained_model_is_the_same_in_transformers(folders, tmp_path, capsys) 
     assert torch.equal(generated, tokens)
 
 
+def test_an_export_has_one_tensor_at_a_time(folders, tmp_path, monkeypatch) -> None:
+    """A model that is read whole before its first file is written."""
+    run_forked(_job(tmp_path, folders["qwen3"][0]), "--training.steps=1")
+    files: list[int] = []
+
+    def read(self: WholeWeights, name: str) -> torch.Tensor:
+        files.append(len(list((tmp_path / "hf").iterdir())))
+        return whole(self, name)
+
+    whole = WholeWeights.read
+    monkeypatch.setattr(WholeWeights, "read", read)
+    export(tmp_path / "out" / "job" / "latest", tmp_path / "hf", dtype="bfloat16", file_bytes=4000)
+    assert files[0] == 0
+    assert files == sorted(files)
+    assert len(set(files)) > 8
+    found = _tensors(tmp_path / "hf")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_a_run_that_goes_on_reads_no_folder(folders, tmp_path) -> None:
     """Weights that are begun from anew when a run is started again."""
     source = tmp_path / "source"
@@ -223,7 +243,8 @@ def test_a_run_that_goes_on_reads_no_folder(folders, tmp_path) -> None:
 def test_master_weights_are_what_was_read(folders, tmp_path) -> None:
     """Master weights that are those of the random beginning, or were rounded on their way."""
     source, _ = folders["qwen2"]
-    run_forked(_job(tmp_path, source), "--training.dtype=bfloat16", "--optimizer.lr=0.0")
+    still = ["--optimizer.lr=1e-30", "--training.steps=1"]
+    run_forked(_job(tmp_path, source), "--training.dtype=bfloat16", *still)
     (run,) = run_folders(tmp_path / "job.yaml")
     weights = WholeWeights(run)
     wanted = _tensors(source)["model.norm.weight"]

@@ -1,0 +1,241 @@
+"""config.json to keys and back, and which rows of which tensors a parameter is."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from isp.config import ConfigError, load_config, to_yaml
+from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.models.build import parameter_shapes
+from model.config import ModelConfig
+from model.huggingface import config_json, model_values
+from model.presets import PRESETS
+from model.weight_names import WeightTable
+from tests.model.test_decoder import CONFIG, SCALINGS, filled
+
+LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN_2_5_7B: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+MISTRAL: dict[str, Any] = {
+    **LLAMA_3_1_8B,
+    "model_type": "mistral",
+    "rope_scaling": None,
+    "sliding_window": 4096,
+}
+INTERNLM2_7B: dict[str, Any] = {
+    "bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "internlm2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 92544,
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "preset"),
+    [(LLAMA_3_1_8B, "llama3.1-8b"), (QWEN_2_5_7B, "qwen2.5-7b"), (INTERNLM2_7B, "internlm2-7b")],
+)
+def test_published_configurations_are_the_presets(found, preset) -> None:
+    """A key read by another name, or a default of ours in the place of theirs."""
+    theirs, ours = _model(model_values(found)), _model(PRESETS[preset])
+    if preset.startswith("internlm2"):  # no other rotation up to the context
+        assert theirs.rope_scaling.base_factor(128) == 1.0
+        theirs = replace(theirs, rope_scaling=None)
+    assert theirs == replace(ours, num_kv_heads=ours.kv_heads, head_dim=ours.head_size)
+
+
+@pytest.mark.parametrize(
+    ("found", "changes", "key", "value"),
+    [
+        (LLAMA_3_1_8B, {"num_key_value_heads": None}, "num_kv_heads", 32),
+        (LLAMA_3_1_8B, {"sliding_window": 5}, "sliding_window", None),
+        (LLAMA_3_1_8B, {"head_dim": 64}, "head_dim", 64),
+        (MISTRAL, {}, "sliding_window", 4096),
+        (QWEN_2_5_7B, {"model_type": "qwen3"}, "head_dim", 128),
+        (QWEN_2_5_7B, {"use_sliding_window": True}, "sliding_window", None),
+        (
+            QWEN_2_5_7B,
+            {"use_sliding_window": True, "max_window_layers": 0},
+            "sliding_window",
+            131072,
+        ),
+        (MISTRAL, {"rope_parameters": {"rope_theta": 7.0}}, "rope_theta", 7.0),
+    ],
+)
+def test_what_a_family_leaves_out(found, changes, key, value) -> None:
+    """A default of one family taken for another's."""
+    assert model_values({**found, **changes})[key] == value
+
+
+@pytest.mark.parametrize(
+    ("found", "changes", "words"),
+    [
+        (LLAMA_3_1_8B, {"model_type": "gemma"}, "model_type=gemma"),
+        (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act=gelu"),
+        (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias=true"),
+        (INTERNLM2_7B, {"bias": True}, "bias=true"),
+        (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        (LLAMA_3_1_8B, {"quantization_config": {"bits": 4}}, "quantization_config="),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "longrope"}}, "rotary positions"),
+        (
+            LLAMA_3_1_8B,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotary positions",
+        ),
+        (
+            QWEN_2_5_7B,
+            {"use_sliding_window": True, "max_window_layers": 20},
+            "a window in 8 of 28 layers",
+        ),
+        (LLAMA_3_1_8B, {"vocab_size": None}, "vocab_size=null"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused(found, changes, words) -> None:
+    """An option that is read over: the run would train another model than the folder's."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        model_values({**found, **changes})
+
+
+def test_a_folder_fills_sizes_and_others_are_refused(tmp_path) -> None:
+    """A size of the file that silently wins over the folder's, or is lost on the way to a rank."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model:\n  init_from: {tmp_path}\n  rope_theta: 4.0e+6\n  num_kv_heads: null\n"
+        "data: {source: x}\n"
+    )
+    config = load_config(path)
+    assert (config.model.num_layers, config.model.kv_heads) == (32, 8)
+    assert config.model.rope_theta == 4e6
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+    faults = ["--model.num_layers=3", "--model.tie_embeddings"]
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, faults)
+    assert "--model.num_layers: model.num_layers=3: the model in" in str(refused.value)
+    assert "model.tie_embeddings=true: the model in" in str(refused.value)
+    with pytest.raises(ConfigError, match=re.escape("model.preset=tiny: model.init_from=")):
+        load_config(path, ["--model.preset=tiny"])
+    with pytest.raises(ConfigError, match="both give the weights"):
+        load_config(path, ["--checkpoint.initial_load_path=there"])
+
+
+MADE = [
+    CONFIG,
+    replace(CONFIG, tie_embeddings=True, sliding_window=5),
+    replace(CONFIG, qkv_bias=True, sliding_window=5),
+    replace(CONFIG, qk_norm=True, head_dim=6, num_heads=5, num_kv_heads=1),
+    replace(CONFIG, head_dim=6, num_heads=5, num_kv_heads=5),
+    *(replace(CONFIG, rope_scaling=scaling) for scaling in SCALINGS),
+]
+
+
+@pytest.mark.parametrize("model", MADE)
+def test_a_decoder_of_our_own_is_the_same_in_transformers(model, tmp_path) -> None:
+    """A configuration that means another model there: of a run that began from no folder."""
+    pytest.importorskip("transformers", minversion="5")
+    from tests.model.folders import loaded
+
+    ours = filled(model)
+    described = config_json(model, dtype="float64", context=24)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    table = WeightTable(model, described["model_type"], parameter_shapes(model))
+    tensors = {
+        theirs: torch.cat([item.parameter.detach()[a:b] for a, b in runs])
+        for item in ours.shards()
+        for theirs, runs in table.rows_of(item.name).items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(24)[None] % 50
+    logits = ours(tokens, torch.arange(24)[None], None)
+    assert (loaded(tmp_path)(tokens) - logits).abs().max() < 1e-9 * logits.abs().max()
+    assert described["torch_dtype"] == "float64"
+
+
+@pytest.mark.parametrize("model", MADE)
+def test_what_is_written_is_read_again(model) -> None:
+    """A key that one direction forgets."""
+    again = _model(model_values(config_json(model, dtype="float32", context=24)))
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.type is RopeScalingType.NTK:
+        base = model.rope_theta * scaling.base_factor(model.head_size)
+        model = replace(model, rope_theta=base, rope_scaling=None)
+    same = replace(again, init_std=model.init_std)
+    assert same == replace(model, num_kv_heads=model.kv_heads, head_dim=model.head_size)
+
+
+def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
+    """A folder written with the context, or the tokens, of the one that it began from."""
+    model = _model(model_values(LLAMA_3_1_8B))
+    like = {**LLAMA_3_1_8B, "eos_token_id": [1, 2], "dtype": "bfloat16"}
+    same = config_json(model, dtype="float32", context=10**6, like=like)
+    del like["dtype"]
+    assert same == {**like, "torch_dtype": "float32"}
+    longer = replace(model, rope_theta=4e6, rope_scaling=None, sliding_window=7)
+    other = config_json(longer, dtype="float32", context=10**6, like=like)
+    assert other["eos_token_id"] == [1, 2]
+    assert other["max_position_embeddings"] == 10**6
+    assert _model(model_values(other)) == longer
+    with pytest.raises(ValueError, match="both"):
+        config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
+
+
+def _model(values: dict[str, Any]) -> ModelConfig:
+    scaling = values.get("rope_scaling")
+    return ModelConfig(
+        **{**values, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
+    )
