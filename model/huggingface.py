@@ -171,6 +171,11 @@ def _window(found: Mapping[str, Any]) -> int | None:
 def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """`rope_theta` and `rope_scaling`, from what transformers 4 and 5 write."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(
+            f"{CONFIG_FILE} has rotary positions {rope}, by kinds of layers; the decoder has one"
+            f" kind: model.hf trains the model as it is"
+        )
     theta = float(rope.get("rope_theta", found.get("rope_theta") or 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = {"linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}

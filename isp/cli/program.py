@@ -437,6 +437,6 @@ def _export(args: argparse.Namespace) -> int:
         f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
         f" {done.source}; from_pretrained of transformers loads it"
     )
-    if done.tokenizer is None:
-        print("note: the run names no tokenizer to copy", file=sys.stderr)
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0

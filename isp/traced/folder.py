@@ -137,6 +137,8 @@ class WeightWriter:
         self._waiting_bytes = 0
         self._written: list[list[str]] = []
         self._total = 0
+        for left in folder.glob(".part-*.safetensors"):  # by a writer that was killed
+            left.unlink()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor, whole, in CPU memory."""

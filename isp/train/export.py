@@ -34,8 +34,8 @@ class Exported(NamedTuple):
     num_tensors: int
     dtype: str
     model_type: str
-    tokenizer: Path | None
-    """The folder that the tokenizer's files are from; None if the run named none."""
+    notes: tuple[str, ...]
+    """What it lacks, in sentences."""
 
 
 def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: int = 0) -> Exported:
@@ -59,8 +59,16 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
         for name, tensor in plan.tensors:
             writer.add(name, tensor)
     (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n")
-    tokenizer = _copy_companions(kept, source, folder)
-    return Exported(weights.info.path, plan.num_tensors, out, plan.config["model_type"], tokenizer)
+    notes = []
+    if source is None and kept["model"].get("init_from") is not None:
+        notes.append(
+            f"model.init_from={kept['model']['init_from']} is not there: {CONFIG_FILE} has the keys"
+            f" of the run alone"
+        )
+    if not _copy_companions(kept, source, folder):
+        notes.append("the run names no tokenizer to copy")
+    family = plan.config["model_type"]
+    return Exported(weights.info.path, plan.num_tensors, out, family, tuple(notes))
 
 
 class _Plan(NamedTuple):
@@ -142,20 +150,18 @@ def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
     return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
-def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> Path | None:
-    """Copy tokenizer and model code. Returns where the tokenizer is from."""
+def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
+    """Copy tokenizer and model code. Returns whether there was a tokenizer."""
     if source is not None:
         for code in source.glob("*.py"):  # of models that are not in transformers
             shutil.copyfile(code, folder / code.name)
         copy_tokenizer(source, folder)
-        if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
-            return source
+        if any(folder.glob("tokenizer*")):
+            return True
     named = Path(kept["data"]["tokenizer"])
     if named.is_dir():
         copy_tokenizer(named, folder)
     elif named.is_file():
         copy_tokenizer(named.parent, folder)
         shutil.copyfile(named, folder / "tokenizer.json")
-    else:
-        return None
-    return named
+    return any(folder.glob("tokenizer*"))

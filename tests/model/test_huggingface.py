@@ -141,6 +141,11 @@ def test_what_a_family_leaves_out(found, changes, key, value) -> None:
             {"use_sliding_window": True, "max_window_layers": 20},
             "a window in 8 of 28 layers",
         ),
+        (
+            LLAMA_3_1_8B,
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "by kinds of layers",
+        ),
         (LLAMA_3_1_8B, {"vocab_size": None}, "vocab_size=null"),
     ],
 )

@@ -45,7 +45,14 @@ LAYOUTS = {
     "stages": Layout(tensor=2, weight=2, pipeline=2, micro=2),
 }
 
-SAVED = [*(("isp", name) for name in NAMES), ("mtp", "internlm2"), ("mtp", "qwen2")]
+CASES = {
+    "one": ["mistral", "qwen3"],
+    "isp": NAMES,
+    "mtp": ["llama", "qwen2", "qwen3", "internlm2"],
+    "msp": ["qwen2, tied", "internlm2"],
+    "stages": ["llama, tied"],
+}
+SAVED = [*(("isp", name) for name in NAMES[::2]), ("mtp", "qwen2"), ("mtp", "internlm2")]
 ONE = Layout().topology()
 
 
@@ -80,7 +87,7 @@ def _go(rank: int, configs: dict[str, JobConfig], saved: Path) -> dict[Any, Any]
             continue
         for name, config in configs.items():
             task = Task(model=config.model, packed=False)
-            if of == "stages" and not config.model.tie_embeddings:
+            if name not in CASES[of]:
                 continue
             run = make_run(meshes.of(layout), layout, task)
             state = TrainState(
@@ -183,8 +190,12 @@ def test_a_trained_model_is_the_same_in_transformers(folders, tmp_path, capsys) 
     sizes_of_isp = ["--parallel.tensor.size=2", "--parallel.weight.size=4"]
     run_forked(job, *words, *sizes_of_isp, "--training.steps=20", num_ranks=4)
     (run,) = run_folders(job)
+    (source / "tokenizer.json").write_text("{}")
     assert main(["checkpoint", "export", str(run), "--hf", str(tmp_path / "hf")]) == 0
-    assert "step_20" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "step_20" in said.out
+    assert said.err == ""
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     weights = WholeWeights(run)
     config = load_config(job, words).model
     ours = _decoder(config)
@@ -324,6 +335,33 @@ def test_a_wrong_folder_is_refused_before_ranks_start(name, folders, tmp_path, c
     assert said.count("error") == 1
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_the_folder_that_was_begun_from(folders, tmp_path, capsys) -> None:
+    """A run whose beginning was moved away, and cannot be had any more, or in silence only."""
+    source, reference = folders["internlm2"]
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    changed = load_file(moved / "model.safetensors")
+    for name in ("model.tok_embeddings.weight", "output.weight"):
+        changed[name] = changed[name].repeat(3, 1)[:260].contiguous()  # as the bytes need
+    save_file(changed, moved / "model.safetensors", metadata={"format": "pt"})
+    _described(vocab_size=260)(moved)
+    job = _job(tmp_path, moved)
+    still = ["--optimizer.lr=1e-30", "--training.steps=1", "--training.dtype=float64"]
+    run_forked(job, *still)
+    shutil.rmtree(moved)
+    assert main(["checkpoint", "export", str(tmp_path / "out" / "job"), "--hf", "x"]) == 2
+    latest = str(tmp_path / "out" / "job" / "latest")
+    assert main(["checkpoint", "export", latest, "--hf", str(tmp_path / "hf")]) == 0
+    said = capsys.readouterr()
+    assert ": llama, " in said.out
+    assert f"note: model.init_from={moved} is not there" in said.err
+    assert "note: the run names no tokenizer" in said.err
+    tokens = torch.arange(12)[None]
+    wanted = reference(tokens)
+    logits = loaded(tmp_path / "hf")(tokens)[..., : wanted.shape[-1]]
+    assert (logits - wanted).abs().max() < 1e-9 * wanted.abs().max()
 
 
 def test_an_export_that_cannot_be_is_refused(folders, tmp_path, capsys) -> None:
