@@ -57,6 +57,17 @@ def folder_model(
         ) from error
 
 
+def kept_buffers(folder: str) -> list[tuple[str, Tensor]]:
+    """The buffers that belong to the weights of a folder's model, by name; no step changes them.
+
+    Raises ValueError as `folder_model` does.
+    """
+    model = _made(folder, torch.float32)
+    if list(_kept_buffers(model)):
+        _weights_of(model, Path(folder)).fill(model, (), 0)
+    return list(_kept_buffers(model))
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """In this context parameters lose their memory as modules take them; buffers keep theirs."""

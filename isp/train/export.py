@@ -18,7 +18,8 @@ from isp.checkpoint.state import check_shapes
 from isp.checkpoint.whole import WholeWeights
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
-from isp.traced.folder import WeightFiles, WeightWriter, copy_tokenizer
+from isp.traced.folder import WeightWriter, copy_tokenizer
+from isp.traced.pretrained import kept_buffers
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import WeightTable
@@ -108,23 +109,9 @@ def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     """Of a run of `model.hf`, whose parameters have the names that they have in the folder."""
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
     described.pop("dtype", None)
-    files, names = WeightFiles(source), list(weights.shapes)
-    buffers = [name for name in _buffer_names(source) if name in files.names]
-    tensors = chain(
-        ((name, _in_dtype(weights.read(name), dtype)) for name in names),
-        ((name, files.read_block(name, (slice(None),))) for name in buffers),
-    )
+    names, buffers = list(weights.shapes), kept_buffers(str(source))
+    tensors = chain(((name, _in_dtype(weights.read(name), dtype)) for name in names), buffers)
     return _Plan(described, tensors, len(names) + len(buffers))
-
-
-def _buffer_names(source: Path) -> list[str]:
-    """The buffers that belong to the weights in a folder; training leaves them as they are."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    kept = model.state_dict(keep_vars=True).keys()
-    return [name for name, _ in model.named_buffers() if name in kept]
 
 
 def _model(weights: WholeWeights, values: Mapping[str, Any]) -> ModelConfig:
