@@ -230,7 +230,7 @@ def config_json(
     """The config.json of a model that was trained on rows of `context` tokens.
 
     `like` is that of the folder which the run began from; what holds still is kept. Raises
-    ValueError for a decoder that no family of transformers computes.
+    ValueError if it has become another model's, and for a decoder that no family computes.
     """
     kept = dict(like or {})
     if like is None or (model.sliding_window and like["model_type"] not in _WINDOWED):
@@ -238,6 +238,7 @@ def config_json(
         found, was = {**_fresh(model), **tokens}, None
     else:
         found, was = kept, model_values(kept)
+        _check_same(model, was)
     if was is None or was["sliding_window"] != model.sliding_window:
         found.update(_window_json(model, found["model_type"]))
         found.pop("layer_types", None)
@@ -251,6 +252,16 @@ def config_json(
         )
     found.pop("dtype", None)
     return {**found, "torch_dtype": dtype}
+
+
+def _check_same(model: ModelConfig, was: Mapping[str, Any]) -> None:
+    own = {**vars(model), "num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+    for key in _OF_THE_WEIGHTS:
+        if own[key] != was[key]:
+            raise ValueError(
+                f"model.init_from={model.init_from} is another model now: its {CONFIG_FILE} says"
+                f" {key}={_shown(was[key])}, the run had {_shown(own[key])}"
+            )
 
 
 def _fresh(model: ModelConfig) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from isp.settings import (
     TrainingConfig,
     ValidationConfig,
 )
+from isp.settings.packages import require_hf
 from isp.settings.section import section
 from isp.traced.model_folder import check_layout, check_model_folder, with_sizes
 from model.config import ModelConfig
@@ -137,6 +138,8 @@ class JobConfig:
                 " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
                 " metrics.jsonl has the same numbers"
             )
+        if self.model.init_from is not None:
+            require_hf(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(

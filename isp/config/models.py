@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from isp.models.protocol import LanguageModel
+from isp.settings.packages import require_hf
 from model.config import ModelConfig
 
 __all__ = ["language_model"]
@@ -18,12 +17,7 @@ def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
     """
     if model.hf is None:
         return model
-    for package in ("transformers", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"model.hf={model.hf} needs the {package} package: bash tools/setup_env.sh hf (or"
-                f" pip install transformers safetensors)"
-            )
+    require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
 
     return folder_model(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isp.checkpoint.boxes import Piece
 from isp.checkpoint.state import TrainState, weight_shards
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
-from isp.traced.folder import WeightFiles
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE
 from model.weight_names import WeightTable
+
+if TYPE_CHECKING:  # most runs need no safetensors
+    from isp.traced.folder import WeightFiles
 
 __all__ = ["check_folder", "load_folder"]
 
@@ -44,6 +46,8 @@ def load_folder(state: TrainState, model: ModelConfig) -> None:
 
 
 def _opened(model: ModelConfig) -> _Folder:
+    from isp.traced.folder import WeightFiles
+
     assert model.init_from is not None
     path = Path(model.init_from)
     try:

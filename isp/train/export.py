@@ -18,8 +18,7 @@ from isp.checkpoint.state import check_shapes
 from isp.checkpoint.whole import WholeWeights
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
-from isp.traced.folder import WeightWriter, copy_tokenizer
-from isp.traced.pretrained import kept_buffers
+from isp.settings.packages import require_hf
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import WeightTable
@@ -46,6 +45,9 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     transformers makes them). Raises ValueError, before it writes anything, if `folder` is not
     empty, `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
     """
+    require_hf("isp checkpoint export", "safetensors")
+    from isp.traced.folder import WeightWriter
+
     if describe_contents(folder) not in ("is empty", "does not exist"):
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
     weights = WholeWeights(path)
@@ -107,6 +109,9 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
 
 def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     """Of a run of `model.hf`, whose parameters have the names that they have in the folder."""
+    require_hf("an export of model.hf", "transformers", "safetensors")
+    from isp.traced.pretrained import kept_buffers
+
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
     described.pop("dtype", None)
     names, buffers = list(weights.shapes), kept_buffers(str(source))
@@ -139,6 +144,8 @@ def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
 
 def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
     """Copy tokenizer and model code. Returns whether there was a tokenizer."""
+    from isp.traced.folder import copy_tokenizer
+
     if source is not None:
         for code in source.glob("*.py"):  # of models that are not in transformers
             shutil.copyfile(code, folder / code.name)

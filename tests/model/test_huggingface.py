@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -235,8 +236,21 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
     assert other["eos_token_id"] == [1, 2]
     assert other["max_position_embeddings"] == 10**6
     assert _model(model_values(other)) == longer
+    with pytest.raises(ValueError, match="vocab_size=5, the run had 128256"):
+        config_json(model, dtype="float32", context=8, like={**like, "vocab_size": 5})
     with pytest.raises(ValueError, match="both"):
         config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
+
+
+def test_a_missing_package_is_told(tmp_path, monkeypatch) -> None:
+    """An ImportError of some rank in its place."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: {{init_from: {tmp_path}}}\ndata: {{source: x}}\n")
+    config = load_config(path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the safetensors package: bash tools/setup_env"):
+        config.require_packages()
 
 
 def _model(values: dict[str, Any]) -> ModelConfig:
