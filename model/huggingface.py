@@ -51,6 +51,21 @@ _OF_THE_WEIGHTS = (
 )
 """Keys that belong to the weights: a folder's hold, other values are refused."""
 
+_SCALING_KEYS = {
+    RopeScalingType.LINEAR: (),
+    RopeScalingType.NTK: (),
+    RopeScalingType.YARN: (
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    ),
+    RopeScalingType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
+}
+"""Fields beside `factor` and the original context, by names that are the same there and here."""
+
 # -- config.json to keys -----------------------------------------------------------------------
 
 
@@ -87,6 +102,9 @@ def with_init_from(section: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if faults:
         raise ValueError("\n".join(faults))
+    scaling = own.get("rope_scaling")
+    if isinstance(scaling, dict) and "type" not in scaling:  # a value of the folder's is changed
+        own["rope_scaling"] = {**(found["rope_scaling"] or {}), **scaling}
     return {**found, **own}
 
 
@@ -203,22 +221,6 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
         if rope.get(key) is not None:
             values[key] = rope[key] if isinstance(rope[key], bool) else float(rope[key])
     return theta, values
-
-
-_SCALING_KEYS = {
-    RopeScalingType.LINEAR: (),
-    RopeScalingType.NTK: (),
-    RopeScalingType.YARN: (
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-    ),
-    RopeScalingType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
-}
-"""Fields beside `factor` and the original context, by names that are the same there and here."""
 
 
 # -- keys to config.json -----------------------------------------------------------------------

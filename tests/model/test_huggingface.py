@@ -167,6 +167,8 @@ def test_a_folder_fills_sizes_and_others_are_refused(tmp_path) -> None:
     config = load_config(path)
     assert (config.model.num_layers, config.model.kv_heads) == (32, 8)
     assert config.model.rope_theta == 4e6
+    further = load_config(path, ["--model.rope_scaling.factor=16.0"]).model.rope_scaling
+    assert (further.type, further.factor, further.low_freq_factor) == ("llama3", 16.0, 1.0)
     path.write_text(to_yaml(config))
     assert load_config(path) == config
     faults = ["--model.num_layers=3", "--model.tie_embeddings"]
