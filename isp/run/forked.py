@@ -1,0 +1,110 @@
+"""Ranks as forked processes over gloo, for what a command computes on CPU by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+import torch.multiprocessing as mp
+
+__all__ = ["RankError", "run_ranks"]
+
+
+class RankError(RuntimeError):
+    """A rank failed, died, or did not answer in time; says which, and its traceback."""
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0
+) -> list[Any]:
+    """`fn(rank, *args)` on each of `world_size` ranks; their results in rank order.
+
+    Ranks begin with a copy of this process's memory, so arguments need not be picklable; results
+    must be. Nothing is left running. Raises RankError for the first rank that fails.
+    """
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world_size, folder, timeout_seconds, sender, fn, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout_seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout_seconds: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        missing = [p for i, p in enumerate(pipes) if i not in results]
+        arrived = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
+        if not arrived:
+            ranks = [i for i in range(len(pipes)) if i not in results]
+            raise RankError(f"ranks {ranks} did not answer within {timeout_seconds:.0f} s")
+        for rank in [i for i, pipe in enumerate(pipes) if pipe in arrived]:
+            try:
+                results[rank], error = pipes[rank].recv()
+            except EOFError:
+                raise RankError(_describe_death(rank, processes[rank])) from None
+            if error:
+                raise RankError(f"rank {rank} failed:\n{error}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _describe_death(rank: int, process: Any) -> str:
+    process.join(5)
+    code = process.exitcode
+    if code is None or code >= 0:
+        return f"rank {rank} died without an answer"
+    hint = ": the system may be out of memory" if -code == signal.SIGKILL else ""
+    return f"rank {rank} died without an answer, by {signal.Signals(-code).name}{hint}"
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_seconds: float,
+    sender: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    error, result = "", None
+    try:
+        store = FileStore(os.path.join(folder, "store"), world_size)
+        # The limit ends ranks whose parent was killed in the middle.
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+        result = fn(rank, *args)
+    except BaseException:
+        error = traceback.format_exc()
+    sender.send((result, error))
+    sender.close()
+    time.sleep(60)  # to be killed when all have answered: a neighbour may still be connecting
+    os._exit(0)  # without tearing groups down: a failed neighbour would make that hang

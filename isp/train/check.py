@@ -1,0 +1,367 @@
+"""`isp check`: layouts of a small model against the plain one, in float64 on CPU.
+
+Compared are the loss, every gradient, their norm, the weights after a step, and how often each
+weight is gathered and its gradient reduced, with what the plan says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Mesh
+from isp.comm.cargo import Purpose
+from isp.comm.log import Transfer
+from isp.models.build import BuiltModel, build_model
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.zero1 import StepResult
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.parallel.topology import Topology
+from isp.run.forked import RankError, run_ranks
+from isp.settings import OptimizerConfig
+from isp.train.check_reference import (
+    Outputs,
+    Reference,
+    Subject,
+    make_reference,
+    make_rows,
+)
+from isp.train.step import TrainStep
+from isp.weights.declare import declared_visits
+from isp.weights.plan import ActKind, Plan
+from isp.weights.trace import sequential_actions
+
+__all__ = ["CASES", "TOLERANCE", "Case", "Check", "Differences", "Layout", "Verdict"]
+
+TOLERANCE = 1e-9
+"""Largest difference that is none, of float64 sums in other orders."""
+
+_TOKENS = 48
+"""Of a row, at least: several documents, the longest of which exceed a small model's window."""
+
+_LEAST_SCALE = 1e-6
+"""Tensors smaller than this part of the largest one are held against that part of it: a gradient
+that is zero in exact arithmetic is the noise of larger ones."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a layout."""
+
+    tensor: int
+    weight: int
+    mode: Mode = Mode.ISP
+
+    def __str__(self) -> str:
+        if self.mode is Mode.ISP:
+            return f"isp {self.tensor}x{self.weight}"
+        return f"{self.mode} {self.tensor}"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Its section of a configuration."""
+        return ParallelConfig(
+            tensor=TensorConfig(size=self.tensor, mode=self.mode),
+            weight=WeightConfig(size=self.weight),
+        )
+
+
+class Case(NamedTuple):
+    """One way to train in a layout."""
+
+    packed: bool
+    """Rows of several documents, one row a micro-batch; else rows together in one."""
+    recomputed: bool
+    """All blocks; else none."""
+
+    def __str__(self) -> str:
+        return (
+            f"{'packed' if self.packed else 'not packed'}"
+            f", {'recomputed' if self.recomputed else 'not recomputed'}"
+        )
+
+
+CASES = tuple(Case(packed, recomputed) for packed in (True, False) for recomputed in (False, True))
+
+
+class Differences(NamedTuple):
+    """Differences from the plain model, each a part of the tensor's largest element."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, float]
+    """By name, in the order of declaration."""
+    weights: dict[str, float]
+    """After the step."""
+    outputs: dict[str, float]
+    """Of modules, in the order of the forward."""
+    gathers: int
+    """Gathers of weights and reductions of their gradients that a rank took part in."""
+    miscounted: tuple[str, ...]
+    """Weights that were gathered or reduced more or less often than planned, as sentences."""
+
+    @property
+    def agree(self) -> bool:
+        """Whether there are none."""
+        numbers = self.loss, self.grad_norm, *self.gradients.values(), *self.weights.values()
+        return not self.miscounted and all(number <= TOLERANCE for number in numbers)
+
+    @property
+    def worst_gradient(self) -> tuple[str, float]:
+        """Its name and its difference."""
+        return max(self.gradients.items(), key=lambda item: item[1])
+
+    @property
+    def first_output(self) -> str | None:
+        """The first module in the forward whose output differs."""
+        return next((n for n, found in self.outputs.items() if found > TOLERANCE), None)
+
+
+class Verdict(NamedTuple):
+    """What came of a layout."""
+
+    layout: Layout
+    cases: dict[Case, Differences]
+    failure: str = ""
+    """The error of a rank, if one failed."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the layout computes what the plain model does."""
+        return not self.failure and all(found.agree for found in self.cases.values())
+
+
+class Check:
+    """A subject, and the plain model's steps that its layouts are compared with.
+
+    All layouts run on as many ranks, the least common multiple of their sizes, so that those that
+    use fewer have replicas. Raises ValueError for a layout that the model cannot be split in.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        layouts: Sequence[Layout],
+        *,
+        cases: Sequence[Case] = CASES,
+        optimizer: OptimizerConfig | None = None,
+        max_norm: float = 1.0,
+    ) -> None:
+        self.subject = subject
+        self.cases = tuple(cases)
+        # lion's step is a sign: the noise of a gradient that is zero would be the whole of it
+        self.optimizer = replace(optimizer or OptimizerConfig(), name="adamw")
+        self.max_norm = max_norm
+        self.num_ranks = math.lcm(
+            *(n for layout in layouts for n in (layout.tensor, layout.weight))
+        )
+        width = math.lcm(*(layout.tensor for layout in layouts))
+        self.row_tokens = -(-_TOKENS // width) * width
+        model = subject.driven(0.0)
+        for layout in layouts:
+            model.check_layout(layout.parallel, self.row_tokens)
+        self.references = {packed: self._reference(packed) for packed, _ in self.cases}
+
+    def run(self, layout: Layout, *, timeout_seconds: float = 300.0) -> Verdict:
+        """Compare one layout, on ranks of its own."""
+        try:
+            found = run_ranks(self.num_ranks, self.on_rank, layout, timeout_seconds=timeout_seconds)
+        except RankError as error:
+            return Verdict(layout, {}, str(error))
+        return self.verdict(layout, found)
+
+    def verdict(self, layout: Layout, of_ranks: Sequence[Sequence[Differences]]) -> Verdict:
+        """The verdict on a layout, from what `on_rank` gave on each rank."""
+        of_cases = zip(*of_ranks, strict=True)
+        return Verdict(layout, dict(zip(self.cases, map(_worst, of_cases), strict=True)))
+
+    def on_rank(self, rank: int, layout: Layout) -> list[Differences]:
+        """The differences that one of `num_ranks` ranks sees, case by case."""
+        mesh = Mesh(Topology.create(self.num_ranks, layout.parallel), rank)
+        return [self._compare(mesh, layout, case) for case in self.cases]
+
+    def _reference(self, packed: bool) -> Reference:
+        rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
+        return make_reference(self.subject.plain(), rows, self.optimizer, self.max_norm)
+
+    def _compare(self, mesh: Mesh, layout: Layout, case: Case) -> Differences:
+        """One step on this rank, next to the plain model's."""
+        reference = self.references[case.packed]
+        count = len(reference.rows.tokens) // mesh[Axis.DATA].size
+        first = mesh[Axis.DATA].rank * count
+        batches = reference.rows.micro_batches(first, count, packed=case.packed)
+        mesh.log.collect()
+        built = build_model(
+            self.subject.driven(float(case.recomputed)),
+            layout.parallel,
+            mesh,
+            seed=0,
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+        )
+        with torch.no_grad():
+            for name, parameter, cut in built.parameters:
+                parameter.copy_(cut.shard(reference.start[name]))
+        gradients = MainGradients(built.trained, mesh)
+        optimizer = _WatchedOptimizer(gradients, mesh, self.optimizer, max_norm=self.max_norm)
+        step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
+        work, outputs, watched = step.start(batches), Outputs(), _modules(built)
+        noted: dict[str, float] = {}
+        for index, batch in enumerate(batches):
+            with outputs.of(watched):
+                loss = step.forward(work, index)
+            row = first + index if case.packed else first
+            part = slice(row, row + len(batch.tokens))
+            _note(noted, outputs.take(), reference.outputs, part, mesh)
+            step.backward(loss, last=index == len(batches) - 1)
+        outcome = step.finish(work, self.optimizer.lr)
+        step.drain()
+        parameters = {item.name: item.parameter.detach() for item in built.trained}
+        transfers = mesh.log.take()
+        counts = _counted(transfers)
+        return Differences(
+            loss=_relative(outcome.loss, reference.loss),
+            grad_norm=_relative(outcome.grad_norm, reference.grad_norm),
+            gradients=_apart(built, optimizer.reduced, reference.gradients),
+            weights=_apart(built, parameters, reference.weights),
+            outputs={name: noted[name] for name in reference.outputs if name in noted},
+            gathers=sum(counts.values()),
+            miscounted=tuple(_miscounted(built, counts, len(batches))),
+        )
+
+
+class _WatchedOptimizer(Zero1Optimizer):
+    """Keeps a copy of the reduced gradients, which a step uses up."""
+
+    reduced: dict[str, Tensor]
+    """This rank's shards, by name."""
+
+    def step(self, lr: float, *, wait: bool = True) -> StepResult:
+        items = self._gradients.parameters
+        self.reduced = {i.name: self._gradients.grad(i.parameter).clone() for i in items}
+        return super().step(lr, wait=wait)
+
+
+def _modules(built: BuiltModel) -> dict[str, nn.Module]:
+    """All modules of the chunks' parts, by their names in the model."""
+    return {
+        f"{name}.{below}" if below else name: module
+        for chunk in built.chunks
+        for name, part in chunk.parts().items()
+        for below, module in part.named_modules()
+    }
+
+
+def _note(
+    noted: dict[str, float],
+    found: Mapping[str, list[Tensor]],
+    expected: Mapping[str, Tensor],
+    rows: slice,
+    mesh: Mesh,
+) -> None:
+    """Add to `noted` how far the outputs of `rows` are from those expected of this rank's tokens.
+
+    What a mode has in other shapes than [B, S', ..] is left out.
+    """
+    tensor = mesh[Axis.TENSOR]
+    for name, parts in found.items():
+        if name in expected and len(parts) == 1:
+            whole = expected[name][rows]
+            if mesh.topology.mode.facts.slices_batch:
+                whole = whole.chunk(tensor.size, 1)[tensor.rank]
+            if whole.shape == parts[0].shape:
+                scale = expected[name].abs().max().item()
+                apart = _largest(parts[0] - whole) / max(scale, 1e-300)
+                noted[name] = max(noted.get(name, 0.0), apart)
+
+
+def _apart(
+    built: BuiltModel, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """How far this rank's shards are from their parts of the expected tensors, by name."""
+    least = _LEAST_SCALE * max(tensor.abs().max().item() for tensor in expected.values())
+    return {
+        item.name: _largest(found[item.name] - item.layout.shard(expected[item.name]))
+        / max(expected[item.name].abs().max().item(), least)
+        for item in built.trained
+    }
+
+
+def _largest(difference: Tensor) -> float:
+    """The largest element; infinite if one is no number."""
+    if not difference.numel():
+        return 0.0
+    largest = difference.detach().abs().max().item()
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _relative(found: float, expected: float) -> float:
+    apart = abs(found - expected) / abs(expected)
+    return apart if math.isfinite(apart) else math.inf
+
+
+def _counted(transfers: Iterable[Transfer]) -> Counter[tuple[Purpose, str]]:
+    """The transfers of weights and of their gradients, by what they carried."""
+    wanted = Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT
+    return Counter((t.cargo.purpose, t.label) for t in transfers if t.cargo.purpose in wanted)
+
+
+def _miscounted(
+    built: BuiltModel, counts: Counter[tuple[Purpose, str]], micro_num: int
+) -> Iterator[str]:
+    """Sentences about transfers that are more or fewer than the plan has."""
+    planned = _planned(built, micro_num)
+    words = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
+    for key in sorted(planned.keys() | counts.keys()):
+        if counts[key] != planned[key]:
+            yield f"{key[1]} was {words[key[0]]} {counts[key]} times, not {planned[key]}"
+
+
+def _planned(built: BuiltModel, micro_num: int) -> Counter[tuple[Purpose, str]]:
+    """The transfers of a step and of what it launches for the next one, from the plan.
+
+    A weight is gathered once for each of its lifetimes, which are at most one a pass; a gradient is
+    reduced once for each use.
+    """
+    planned: Counter[tuple[Purpose, str]] = Counter()
+    if built.communicator is None:
+        return planned
+    plan: Plan = built.communicator.plan(sequential_actions(micro_num))
+    acts = [*plan.start, *plan.start]
+    acts += [act for step in plan.steps for act in (*step.before, *step.after)]
+    for act in acts:
+        if act.kind is ActKind.GATHER:
+            planned.update((Purpose.WEIGHT, parameter) for parameter in act.parameters)
+    for _, _, visit in declared_visits(tuple(chunk.weight_blocks() for chunk in built.chunks)):
+        layer = visit.layer
+        if layer is not None:
+            for local, parameter in (("weight", layer.weight), ("bias", layer.bias)):
+                if parameter is not None and parameter.requires_grad:
+                    key = (Purpose.WEIGHT_GRADIENT, f"{layer.name}.{local}.grad")
+                    planned[key] += micro_num
+    return planned
+
+
+def _worst(of_ranks: Iterable[Differences]) -> Differences:
+    """The largest differences of all ranks."""
+    found = list(of_ranks)
+
+    def largest(of: Callable[[Differences], dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for one in found for name in of(one))
+        return {name: max(of(one).get(name, 0.0) for one in found) for name in names}
+
+    return Differences(
+        loss=max(one.loss for one in found),
+        grad_norm=max(one.grad_norm for one in found),
+        gradients=largest(lambda one: one.gradients),
+        weights=largest(lambda one: one.weights),
+        outputs=largest(lambda one: one.outputs),
+        gathers=found[0].gathers,
+        miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
+    )

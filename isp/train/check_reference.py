@@ -1,0 +1,205 @@
+"""The plain model, unsharded, with each document by itself: what every layout is compared with.
+
+R rows, S sequence, V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
+from isp.models.protocol import LanguageModel
+from isp.optim.update_rules import group_values
+from isp.settings import OptimizerConfig
+
+__all__ = ["Outputs", "Plain", "Reference", "Rows", "Subject", "make_reference", "make_rows"]
+
+
+class Plain(Protocol):
+    """A model on one rank, without anything of the runtime."""
+
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[B, S], [B, S] -> [B, S, V]."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name, shared ones once."""
+
+    def modules(self) -> dict[str, nn.Module]:
+        """By name, those that have an output to compare."""
+
+
+class Subject(Protocol):
+    """A small model that is checked: plain, and as the runtime sees it."""
+
+    name: str
+    vocab_size: int
+
+    def plain(self) -> Plain:
+        """A copy, with the weights to begin from."""
+
+    def driven(self, checkpoint: float) -> LanguageModel:
+        """A copy to be built for a layout, of whose blocks this fraction is recomputed."""
+
+
+class Rows(NamedTuple):
+    """The global batch of a step."""
+
+    tokens: Tensor
+    """[R, S]."""
+    labels: Tensor
+    """[R, S], `IGNORED` where there is nothing to predict."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Of the documents of each row, in tokens."""
+
+    def micro_batches(self, first: int, count: int, *, packed: bool) -> list[MicroBatch]:
+        """`count` rows from number `first` on: one by one if they are packed, else together."""
+        if not packed:
+            part = slice(first, first + count)
+            positions = torch.arange(self.tokens.shape[1]).expand(count, -1)
+            return [MicroBatch(self.tokens[part], self.labels[part], positions, None)]
+        return [self._packed(row) for row in range(first, first + count)]
+
+    def _packed(self, row: int) -> MicroBatch:
+        lengths = torch.tensor(self.lengths[row])
+        positions = torch.cat([torch.arange(n) for n in self.lengths[row]]).unsqueeze(0)
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        part = slice(row, row + 1)
+        return MicroBatch(self.tokens[part], self.labels[part], positions, cu_seqlens)
+
+
+def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool, seed: int = 0) -> Rows:
+    """Random tokens; if packed, documents of unequal lengths, of which one is a single token.
+
+    A few labels are missing, so no two ranks have as many.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[torch.rand(rows, length, generator=generator) < 0.1] = IGNORED
+    labels[:, -1] = IGNORED
+    lengths = []
+    for row in range(rows):
+        ends = [length]
+        if packed:
+            cuts = (torch.randperm(length - 2, generator=generator)[:2] + 2).tolist()
+            ends = sorted({1, *cuts, length} if row == 0 else {*cuts, length})
+        labels[row, [end - 1 for end in ends]] = IGNORED
+        lengths.append(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
+    return Rows(tokens, labels, tuple(lengths))
+
+
+class Reference(NamedTuple):
+    """What the plain model gives for a step."""
+
+    rows: Rows
+    loss: float
+    grad_norm: float
+    start: dict[str, Tensor]
+    """The weights before the step, by name."""
+    gradients: dict[str, Tensor]
+    """Before they are clipped."""
+    weights: dict[str, Tensor]
+    """After the step."""
+    outputs: dict[str, Tensor]
+    """[R, S, ..] of each module that gives such, in the order of the forward."""
+
+
+def make_reference(
+    plain: Plain, rows: Rows, optimizer: OptimizerConfig, max_norm: float
+) -> Reference:
+    """A step of the plain model with torch's AdamW, each document of `rows` by itself."""
+    parameters = plain.parameters()
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    valid = int((rows.labels != IGNORED).sum())
+    outputs = Outputs()
+    total = torch.zeros((), dtype=torch.float64)
+    with outputs.of(plain.modules()):
+        for row, lengths in enumerate(rows.lengths):
+            end = 0
+            for length in lengths:
+                part = (slice(row, row + 1), slice(end, end + length))
+                logits = plain.logits(rows.tokens[part], torch.arange(length).unsqueeze(0))
+                labels = rows.labels[part].flatten()
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"
+                )
+                (loss / valid).backward()
+                total += loss.detach() / valid
+                end += length
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in parameters.items()
+    }
+    return Reference(
+        rows=rows,
+        loss=total.item(),
+        grad_norm=math.sqrt(sum(g.square().sum().item() for g in gradients.values())),
+        start=start,
+        gradients=gradients,
+        weights=_updated(parameters, optimizer, max_norm),
+        outputs=outputs.as_rows(len(rows.tokens), rows.tokens.shape[1]),
+    )
+
+
+def _updated(
+    parameters: dict[str, nn.Parameter], config: OptimizerConfig, max_norm: float
+) -> dict[str, Tensor]:
+    """The weights after a step of torch's AdamW."""
+    groups = []
+    for name, parameter in parameters.items():
+        values = group_values(name, parameter.dim(), config)
+        if parameter.grad is None:  # a weight of which no token made use decays all the same
+            parameter.grad = torch.zeros_like(parameter)
+        rate = config.lr * values.lr_scale
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
+    if max_norm:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+    torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps).step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+class Outputs:
+    """The outputs of modules, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def of(self, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """Note those of `modules` that are called in this context."""
+        hooks = [m.register_forward_hook(self._noting(name)) for name, m in modules.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take(self) -> dict[str, list[Tensor]]:
+        """What was noted since the last call, by module."""
+        found, self._found = self._found, {}
+        return found
+
+    def as_rows(self, rows: int, length: int) -> dict[str, Tensor]:
+        """The outputs of documents [1, n, ..] as [R, S, ..], where all tokens came by once."""
+        joined = {}
+        for name, parts in self.take().items():
+            whole = torch.cat(parts, 1) if all(p.shape[0] == 1 for p in parts) else parts[0]
+            if whole.shape[:2] == (1, rows * length):
+                joined[name] = whole.view(rows, length, *whole.shape[2:])
+        return joined
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.dim() >= 3:
+                self._found.setdefault(name, []).append(first.detach())
+
+        return note
