@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
-from isp.cli import plan_command, profile_command
+from isp.cli import check_command, plan_command, profile_command
 from isp.cli.failures import report
 from isp.cli.launch import follow_launcher
 from isp.cli.options import add_nproc, positive
@@ -100,6 +100,15 @@ def _build_parser() -> argparse.ArgumentParser:
             "profile",
             profile_command.run,
             "measure what communication costs in each mode",
+            overrides=True,
+        )
+    )
+    check_command.add_options(
+        _command(
+            commands,
+            "check",
+            check_command.run,
+            "compare layouts of a model with the plain model: loss, every gradient, a step",
             overrides=True,
         )
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 import torch.multiprocessing as mp
+from torch._C._distributed_c10d import FileStore
 
 __all__ = ["RankError", "run_ranks"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isp.comm import Mesh
 from isp.comm.cargo import Purpose
@@ -21,7 +21,7 @@ from isp.comm.log import Transfer
 from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.zero1 import StepResult
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.run.forked import RankError, run_ranks
 from isp.settings import OptimizerConfig
@@ -31,6 +31,7 @@ from isp.train.check_reference import (
     Subject,
     make_reference,
     make_rows,
+    modules_of,
 )
 from isp.train.step import TrainStep
 from isp.weights.declare import declared_visits
@@ -63,12 +64,12 @@ class Layout:
             return f"isp {self.tensor}x{self.weight}"
         return f"{self.mode} {self.tensor}"
 
-    @property
-    def parallel(self) -> ParallelConfig:
-        """Its section of a configuration."""
+    def of(self, base: ParallelConfig) -> ParallelConfig:
+        """Its section of a configuration: `base` in these sizes, as one stage."""
+        weight = base.weight if self.mode.facts.gathers_weights else WeightConfig()
         return ParallelConfig(
-            tensor=TensorConfig(size=self.tensor, mode=self.mode),
-            weight=WeightConfig(size=self.weight),
+            tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
+            weight=replace(weight, size=self.weight),
         )
 
 
@@ -150,11 +151,13 @@ class Check:
         layouts: Sequence[Layout],
         *,
         cases: Sequence[Case] = CASES,
+        parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         max_norm: float = 1.0,
     ) -> None:
         self.subject = subject
         self.cases = tuple(cases)
+        self.parallel = parallel or ParallelConfig()
         # lion's step is a sign: the noise of a gradient that is zero would be the whole of it
         self.optimizer = replace(optimizer or OptimizerConfig(), name="adamw")
         self.max_norm = max_norm
@@ -165,7 +168,7 @@ class Check:
         self.row_tokens = -(-_TOKENS // width) * width
         model = subject.driven(0.0)
         for layout in layouts:
-            model.check_layout(layout.parallel, self.row_tokens)
+            model.check_layout(layout.of(self.parallel), self.row_tokens)
         self.references = {packed: self._reference(packed) for packed, _ in self.cases}
 
     def run(self, layout: Layout, *, timeout_seconds: float = 300.0) -> Verdict:
@@ -183,7 +186,7 @@ class Check:
 
     def on_rank(self, rank: int, layout: Layout) -> list[Differences]:
         """The differences that one of `num_ranks` ranks sees, case by case."""
-        mesh = Mesh(Topology.create(self.num_ranks, layout.parallel), rank)
+        mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         return [self._compare(mesh, layout, case) for case in self.cases]
 
     def _reference(self, packed: bool) -> Reference:
@@ -199,7 +202,7 @@ class Check:
         mesh.log.collect()
         built = build_model(
             self.subject.driven(float(case.recomputed)),
-            layout.parallel,
+            layout.of(self.parallel),
             mesh,
             seed=0,
             device=torch.device("cpu"),
@@ -211,7 +214,7 @@ class Check:
         gradients = MainGradients(built.trained, mesh)
         optimizer = _WatchedOptimizer(gradients, mesh, self.optimizer, max_norm=self.max_norm)
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
-        work, outputs, watched = step.start(batches), Outputs(), _modules(built)
+        work, outputs, watched = step.start(batches), Outputs(), modules_of(built.chunks)
         noted: dict[str, float] = {}
         for index, batch in enumerate(batches):
             with outputs.of(watched):
@@ -246,16 +249,6 @@ class _WatchedOptimizer(Zero1Optimizer):
         items = self._gradients.parameters
         self.reduced = {i.name: self._gradients.grad(i.parameter).clone() for i in items}
         return super().step(lr, wait=wait)
-
-
-def _modules(built: BuiltModel) -> dict[str, nn.Module]:
-    """All modules of the chunks' parts, by their names in the model."""
-    return {
-        f"{name}.{below}" if below else name: module
-        for chunk in built.chunks
-        for name, part in chunk.parts().items()
-        for below, module in part.named_modules()
-    }
 
 
 def _note(

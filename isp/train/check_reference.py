@@ -6,7 +6,7 @@ R rows, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -16,11 +16,20 @@ from torch import Tensor, nn
 
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
-from isp.models.protocol import LanguageModel
+from isp.models.protocol import Chunk, LanguageModel
 from isp.optim.update_rules import group_values
 from isp.settings import OptimizerConfig
 
-__all__ = ["Outputs", "Plain", "Reference", "Rows", "Subject", "make_reference", "make_rows"]
+__all__ = [
+    "Outputs",
+    "Plain",
+    "Reference",
+    "Rows",
+    "Subject",
+    "make_reference",
+    "make_rows",
+    "modules_of",
+]
 
 
 class Plain(Protocol):
@@ -166,6 +175,16 @@ def _updated(
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
+def modules_of(chunks: Iterable[Chunk]) -> dict[str, nn.Module]:
+    """All modules of the chunks' parts, by their names in the model."""
+    return {
+        f"{name}.{below}" if below else name: module
+        for chunk in chunks
+        for name, part in chunk.parts().items()
+        for below, module in part.named_modules()
+    }
+
+
 class Outputs:
     """The outputs of modules, in the order in which they come."""
 
@@ -191,9 +210,11 @@ class Outputs:
         """The outputs of documents [1, n, ..] as [R, S, ..], where all tokens came by once."""
         joined = {}
         for name, parts in self.take().items():
-            whole = torch.cat(parts, 1) if all(p.shape[0] == 1 for p in parts) else parts[0]
-            if whole.shape[:2] == (1, rows * length):
-                joined[name] = whole.view(rows, length, *whole.shape[2:])
+            alike = {part.shape[:1] + part.shape[2:] for part in parts} == {
+                (1, *parts[0].shape[2:])
+            }
+            if alike and sum(part.shape[1] for part in parts) == rows * length:
+                joined[name] = torch.cat(parts, 1).view(rows, length, *parts[0].shape[2:])
         return joined
 
     def _noting(self, name: str) -> Callable[..., None]:

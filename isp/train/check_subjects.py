@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from isp.comm import Mesh
+from isp.models.build import build_model
+from isp.parallel import ParallelConfig
+from isp.parallel.topology import Topology
 from isp.traced.folder import read_json
 from isp.traced.model import TracedModel
 from isp.traced.tiny import tiny_model
+from isp.train.check_reference import modules_of
+from model.config import ModelConfig
 
-__all__ = ["HuggingFaceSubject", "read_folder"]
+__all__ = ["DecoderSubject", "HuggingFaceSubject", "read_folder"]
 
 
 class HuggingFaceSubject:
@@ -20,8 +28,9 @@ class HuggingFaceSubject:
 
     def __init__(self, config: Any) -> None:
         self.name: str = config.model_type
-        self._model: Any = tiny_model(config)
-        self.vocab_size: int = self._model.config.vocab_size
+        model: Any = tiny_model(config)
+        self.vocab_size: int = model.config.vocab_size
+        self._model = model
 
     def plain(self) -> _PlainHuggingFace:
         return _PlainHuggingFace(copy.deepcopy(self._model))
@@ -46,6 +55,70 @@ class _PlainHuggingFace:
 
     def modules(self) -> dict[str, nn.Module]:
         return dict(self._model.named_modules())
+
+
+class DecoderSubject:
+    """A small decoder with the options of `config`, which is held against itself on one rank."""
+
+    name = "isp's own decoder"
+
+    def __init__(self, config: ModelConfig) -> None:
+        heads, kv_heads = config.num_heads, config.kv_heads
+        self._config = replace(
+            config,
+            preset=None,
+            vocab_size=160,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4 * min(heads // kv_heads, 4),
+            num_kv_heads=4,
+            head_dim=8,
+            intermediate_size=48,
+            sliding_window=config.sliding_window and min(config.sliding_window, 9),
+            init_std=0.2,
+        )
+        self.vocab_size = self._config.vocab_size
+
+    def plain(self) -> _PlainDecoder:
+        return _PlainDecoder(self.driven(0.0))
+
+    def driven(self, checkpoint: float) -> ModelConfig:
+        distributes = self._config.checkpoint_distribute_activations and checkpoint > 0
+        return replace(
+            self._config, checkpoint=checkpoint, checkpoint_distribute_activations=distributes
+        )
+
+
+class _PlainDecoder:
+    """The decoder on one rank, with vectors that are not uniform."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        parallel = ParallelConfig()
+        built = build_model(
+            config,
+            parallel,
+            Mesh(Topology.create(1, parallel), 0),
+            seed=0,
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+        )
+        (self._chunk,) = built.chunks
+        self._parameters = {item.name: item.parameter for item in built.parameters}
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self._parameters.values():
+                if parameter.dim() < 2:
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.add_(noise, alpha=0.1)
+
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._chunk(ids, positions, None)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters
+
+    def modules(self) -> dict[str, nn.Module]:
+        return modules_of([self._chunk])
 
 
 def read_folder(folder: Path) -> Any:
