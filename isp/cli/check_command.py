@@ -134,15 +134,13 @@ def _line(verdict: Verdict) -> str:
 
 
 def _explanation(verdict: Verdict) -> str:
-    """What differs in a layout, and where first."""
+    """What differs in a layout, and where first, in the first case that has it."""
     if verdict.failure:
         return f"{verdict.layout}: {verdict.failure}"
-    lines = [
-        f"{verdict.layout}, {case}: {'; '.join(_faults(found))}"
-        for case, found in verdict.cases.items()
-        if not found.agree
-    ]
-    return "\n".join(lines)
+    wrong = {case: found for case, found in verdict.cases.items() if not found.agree}
+    case, found = next(iter(wrong.items()))
+    where = f"in {len(wrong)} of {len(verdict.cases)} cases, such as rows {case}"
+    return "\n  ".join([f"{verdict.layout}, {where}:", *_faults(found)])
 
 
 def _faults(found: Differences) -> list[str]:

@@ -38,7 +38,7 @@ from isp.weights.declare import declared_visits
 from isp.weights.plan import ActKind, Plan
 from isp.weights.trace import sequential_actions
 
-__all__ = ["CASES", "TOLERANCE", "Case", "Check", "Differences", "Layout", "Verdict"]
+__all__ = ["CASES", "TOLERANCE", "Case", "Check", "Differences", "Layout", "Verdict", "worst_of"]
 
 TOLERANCE = 1e-9
 """Largest difference that is none, of float64 sums in other orders."""
@@ -182,12 +182,16 @@ class Check:
     def verdict(self, layout: Layout, of_ranks: Sequence[Sequence[Differences]]) -> Verdict:
         """The verdict on a layout, from what `on_rank` gave on each rank."""
         of_cases = zip(*of_ranks, strict=True)
-        return Verdict(layout, dict(zip(self.cases, map(_worst, of_cases), strict=True)))
+        found = [worst_of(of_case) for of_case in of_cases]
+        return Verdict(layout, dict(zip(self.cases, found, strict=True)))
 
-    def on_rank(self, rank: int, layout: Layout) -> list[Differences]:
-        """The differences that one of `num_ranks` ranks sees, case by case."""
+    def on_rank(
+        self, rank: int, layout: Layout, cases: Sequence[Case] | None = None
+    ) -> list[Differences]:
+        """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
-        return [self._compare(mesh, layout, case) for case in self.cases]
+        chosen = self.cases if cases is None else cases
+        return [self._compare(mesh, layout, case) for case in chosen]
 
     def _reference(self, packed: bool) -> Reference:
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
@@ -341,7 +345,7 @@ def _planned(built: BuiltModel, micro_num: int) -> Counter[tuple[Purpose, str]]:
     return planned
 
 
-def _worst(of_ranks: Iterable[Differences]) -> Differences:
+def worst_of(of_ranks: Iterable[Differences]) -> Differences:
     """The largest differences of all ranks."""
     found = list(of_ranks)
 
