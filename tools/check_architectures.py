@@ -122,9 +122,10 @@ A model of transformers is traced, not known by name, so this is a list of what 
 default configuration of each type, shrunk with a layer of every kind, and in brackets others.
 {driven} are driven, {refused} are refused before any process starts.
 
-What is driven gives the loss, every gradient and the weights after a step of AdamW of the unmodified
-model within 1e-9, in float64, with tensor and weight groups of 1, 2 and 4 in every combination,
-packed or not, recomputed or not. Where packed, the unmodified model is given each document by itself.
+What is driven gives the loss, every gradient and the weights after a step of AdamW of the
+unmodified model within 1e-9, in float64, with tensor and weight groups of 1, 2 and 4 in every
+combination, packed or not, recomputed or not. Of packed rows the unmodified model is given each
+document by itself.
 `python tools/check_architectures.py` compares them all, the test suite a part of them, and
 `isp check FOLDER` any model.
 

@@ -169,7 +169,10 @@ class Check:
         model = subject.driven(0.0)
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
-        self.references = {packed: self._reference(packed) for packed, _ in self.cases}
+        self.references = {
+            packed: self._reference(packed)
+            for packed in dict.fromkeys(c.packed for c in self.cases)
+        }
 
     def run(self, layout: Layout, *, timeout_seconds: float = 300.0) -> Verdict:
         """Compare one layout, on ranks of its own."""

@@ -1,0 +1,110 @@
+"""The architectures of transformers against their unmodified models."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from isp.train.check import CASES, Case, Check, Differences, Layout, worst_of
+from isp.train.check_subjects import HuggingFaceSubject
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", minversion="5.23")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import check_architectures as tool  # noqa: E402
+
+REFUSED = {"lfm2 (conv)", "minimax", "qwen3_5_text", "qwen3_next"}
+THROUGHOUT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+OTHERS = [name for name in tool.ARCHITECTURES if name not in REFUSED | {*THROUGHOUT}]
+GROUPS = [OTHERS[start::8] for start in range(8)]
+
+COMBINATIONS = [(layout, packed) for packed, layout in product((True, False), tool.LAYOUTS)]
+
+
+class _Job(NamedTuple):
+    """One step of an architecture."""
+
+    check: Check
+    layout: Layout
+    case: Case
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_alone() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def _chosen(name: str) -> list[tuple[Layout, Case]]:
+    """Two steps of this architecture, in unlike layouts; all occur over the architectures."""
+    number = OTHERS.index(name)
+    places = number % len(COMBINATIONS), (number + 10) % len(COMBINATIONS)
+    found = [(COMBINATIONS[place], (number + place) % 2 == 0) for place in places]
+    return [(layout, Case(packed, recomputed)) for (layout, packed), recomputed in found]
+
+
+def _jobs(name: str, chosen: list[tuple[Layout, Case]]) -> list[_Job]:
+    check = Check(
+        HuggingFaceSubject(tool.config_of(name)),
+        tool.LAYOUTS,
+        cases=list(dict.fromkeys(case for _, case in chosen)),
+    )
+    return [_Job(check, layout, case) for layout, case in chosen]
+
+
+def _on_rank(rank: int, jobs: list[_Job]) -> list[Differences]:
+    return [job.check.on_rank(rank, job.layout, [job.case])[0] for job in jobs]
+
+
+def _assert_equal(jobs: list[_Job]) -> None:
+    of_ranks = run_ranks(4, _on_rank, jobs, timeout_seconds=110)
+    wrong = {}
+    for job, found in zip(jobs, map(worst_of, zip(*of_ranks, strict=True)), strict=True):
+        assert len(found.gradients) == len(job.check.references[job.case.packed].gradients)
+        if not found.agree:
+            where = f"{job.check.subject.name}, {job.layout}, {job.case}"
+            wrong[where] = found.loss, found.worst_gradient, found.miscounted
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_every_architecture_is_its_unmodified_model(names: list[str]) -> None:
+    """Catches a loss, gradient or step that is another in some layout of some architecture."""
+    _assert_equal([job for name in names for job in _jobs(name, _chosen(name))])
+
+
+@pytest.mark.parametrize("name", THROUGHOUT)
+def test_four_architectures_in_every_layout(name: str) -> None:
+    """Catches what only one layout of windows, sinks, latent attention or experts gets wrong."""
+    chosen = [
+        (layout, Case(packed, place % 2 == 0))
+        for place, (layout, packed) in enumerate(COMBINATIONS)
+    ]
+    _assert_equal(_jobs(name, chosen))
+
+
+def test_the_chosen_steps_cover_all() -> None:
+    """Catches an architecture, or a combination of sizes and packing, that nothing runs."""
+    assert sorted({name for group in GROUPS for name in group}) == sorted(OTHERS)
+    chosen = [step for name in OTHERS for step in _chosen(name)]
+    assert {(layout, case.packed) for layout, case in chosen} == set(COMBINATIONS)
+    assert {case for _, case in chosen} == {*CASES}
+
+
+def test_the_table_is_up_to_date() -> None:
+    """Catches an architecture that is driven or refused without the README saying so."""
+    assert tool.README.read_text() == tool.table()
+    assert {name for name in tool.ARCHITECTURES if tool.fact(name).refused} == REFUSED

@@ -1,0 +1,207 @@
+"""`isp check`: what it prints and finds, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from isp.cli import main
+from isp.optim.main_grads import BucketManager
+from isp.parallel import Mode
+from isp.run.forked import RankError, run_ranks
+from isp.traced import model as traced
+from isp.traced.tiny import tiny_config
+from isp.train.check import Check, Layout
+from isp.weights.plan import PlanCursor
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A folder of Gemma 3: windows, soft norms, tied embeddings."""
+    transformers.AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def _rows(text: str) -> dict[str, list[str]]:
+    """The rows of the table, by layout; what explains them comes below."""
+    table = text.partition("\n\n")[0]
+    return {line[:7]: line.split() for line in table.splitlines() if line.startswith("isp ")}
+
+
+def test_a_folder_in_two_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a check that differs from a model that is right, or leaves a layout out."""
+    assert main(["check", folder, "--layouts", "2x4,4x1"]) == 0
+    said = capsys.readouterr()
+    rows = _rows(said.out)
+    assert list(rows) == ["isp 2x4", "isp 4x1"]
+    assert all("ok" in row for row in rows.values())
+    assert "planned" in rows["isp 2x4"]
+    assert "none" in rows["isp 4x1"]  # where nothing is gathered
+    assert "all 2 layouts agree" in said.out
+
+
+def test_a_configuration_in_other_modes() -> None:
+    """Catches a decoder that is another in a mode, with the options of its configuration."""
+    from isp.config import load_config
+    from isp.train.check_subjects import DecoderSubject
+
+    changes = ["--model.qk_norm", "--model.qkv_bias", "--model.sliding_window=7"]
+    config = load_config(QUICKSTART, changes)
+    layouts = [Layout(2, 1, Mode.MSP), Layout(2, 1, Mode.MTP), Layout(2, 2)]
+    check = Check(DecoderSubject(config.model), layouts, parallel=config.parallel)
+    verdicts = [check.run(layout) for layout in layouts]
+    assert [str(v.layout) for v in verdicts if not v.agrees] == []
+    assert [max(found.gathers for found in v.cases.values()) > 0 for v in verdicts] == [0, 0, 1]
+
+
+def test_a_window_that_is_ignored(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that is blind to masks: the first layer of Gemma 3 has a window."""
+    right = traced.AttentionMask
+    monkeypatch.setattr(traced, "AttentionMask", lambda **keys: right(**{**keys, "window": None}))
+    assert main(["check", folder, "--layouts", "2x1"]) == 1
+    said = capsys.readouterr().out
+    assert "DIFFERS" in _rows(said)["isp 2x1"]
+    assert "first in the forward, the output of model.layers.0.self_attn.o_proj" in said
+    assert "1 of 1 layouts differ" in said
+
+
+def test_packing_that_is_lost(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches rows of whose documents each sees those before it."""
+    right = traced.AttentionMask
+    monkeypatch.setattr(
+        traced, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
+    )
+    assert main(["check", folder, "--layouts", "2x1"]) == 1
+    assert "in 2 of 4 cases, such as rows packed" in capsys.readouterr().out
+
+
+def test_gradients_that_are_not_summed(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that looks at losses alone."""
+
+    def launch_nothing(self: BucketManager) -> None:
+        self._launched += 1
+
+    monkeypatch.setattr(BucketManager, "_launch_next", launch_nothing)
+    assert main(["check", folder, "--layouts", "1x2"]) == 1
+    said = capsys.readouterr().out
+    assert float(_rows(said)["isp 1x2"][2]) < 1e-9  # the loss
+    assert "gradients: model.layers.0.self_attn.q_norm.weight" in said  # whole on every rank
+    assert "first in the forward" not in said
+
+
+def test_weights_that_are_gathered_too_often(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan that nobody follows: every number is right, and traffic doubles."""
+    monkeypatch.setattr(PlanCursor, "arrive", lambda *_: None)
+    assert main(["check", folder, "--layouts", "1x2"]) == 1
+    said = capsys.readouterr().out
+    assert {"OTHERS", "DIFFERS"} <= {*_rows(said)["isp 1x2"]}
+    assert "transfers: " in said
+
+
+def _kill_oneself(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _hang(rank)
+
+
+def _hang(rank: int) -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_or_hangs_is_named() -> None:
+    """Catches a check that waits for ever, or does not say why it ended."""
+    with pytest.raises(RankError, match="rank 1 died without an answer, by SIGKILL"):
+        run_ranks(2, _kill_oneself)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
+        run_ranks(2, _hang, timeout_seconds=1)
+
+
+def test_a_rank_that_fails_fails_its_layout(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an error in one layout that ends the check of the others."""
+    real = Check.on_rank
+
+    def fail(self: Check, rank: int, layout: Layout) -> object:
+        if layout.weight == 2:
+            raise RuntimeError("out of luck")
+        return real(self, rank, layout)
+
+    monkeypatch.setattr(Check, "on_rank", fail)
+    assert main(["check", folder, "--layouts", "1x2,1x1"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED" in _rows(said)["isp 1x2"]
+    assert "ok" in _rows(said)["isp 1x1"]
+    assert "RuntimeError: out of luck" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml"),
+        (["{folder}", "--layouts", "2by4"], "'2by4' is no layout"),
+        (["{folder}", "--optimizer.lr", "1"], "--optimizer.lr changes a configuration"),
+        (["{folder}/empty"], "has no config.json"),
+        (["{folder}/unknown"], "model_type 'unheard_of'"),
+        (["{folder}/linear"], "calls attention 0 times"),
+        ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], reason: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a traceback, and an error that comes only after ranks were started."""
+    (Path(folder) / "empty").mkdir()
+    (Path(folder) / "unknown").mkdir()
+    (Path(folder) / "unknown" / "config.json").write_text('{"model_type": "unheard_of"}')
+    linear = transformers.AutoConfig.for_model("qwen3_5_text")
+    linear.save_pretrained(Path(folder) / "linear")
+    assert main(["check", *(word.format(folder=folder) for word in words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert reason in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_small_models_keep_a_layer_of_each_kind() -> None:
+    """Catches a small model without the layers that are hard: rotary or not, dense or experts."""
+
+    def small(kind: str, **keys: object) -> object:
+        return tiny_config(transformers.AutoConfig.for_model(kind, **keys))
+
+    assert small("smollm3").no_rope_layers == [1, 0]
+    assert small("gemma3_text").layer_types == ["sliding_attention", "full_attention"]
+    deep = small("deepseek_v3")
+    assert (deep.num_hidden_layers, deep.first_k_dense_replace) == (2, 1)
+    mixed = small("qwen3_moe", mlp_only_layers=[5], decoder_sparse_step=1)
+    assert (mixed.num_hidden_layers, mixed.mlp_only_layers) == (2, [1])
+    shared = small("mistral")
+    assert shared.num_attention_heads // shared.num_key_value_heads == 4
+    assert small("gpt2").resid_pdrop == 0
+
+
+def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
+    """Catches weights with which a lost gradient would not be missed."""
+    from isp.train.check_subjects import HuggingFaceSubject, read_folder
+
+    torch.manual_seed(0)
+    check = Check(HuggingFaceSubject(read_folder(Path(folder))), [Layout(1, 1)])
+    largest = {n: g.abs().max().item() for n, g in check.references[True].gradients.items()}
+    assert min(largest.values()) > 1e-3 * max(largest.values())
