@@ -31,12 +31,15 @@ class HuggingFaceSubject:
         model: Any = tiny_model(config)
         self.vocab_size: int = model.config.vocab_size
         self._model = model
+        self._traced = TracedModel(model)
 
     def plain(self) -> _PlainHuggingFace:
         return _PlainHuggingFace(copy.deepcopy(self._model))
 
     def driven(self, checkpoint: float) -> TracedModel:
-        return TracedModel(copy.deepcopy(self._model), checkpoint=checkpoint)
+        traced = copy.copy(self._traced)  # to trace takes as long as a step
+        traced.model, traced.checkpoint = copy.deepcopy(self._model), checkpoint
+        return traced
 
 
 class _PlainHuggingFace:
