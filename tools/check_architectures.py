@@ -125,7 +125,7 @@ default configuration of each type, shrunk with a layer of every kind, and in br
 What is driven gives the loss, every gradient and the weights after a step of AdamW of the
 unmodified model within 1e-9, in float64, with tensor and weight groups of 1, 2 and 4 in every
 combination, packed or not, recomputed or not. Of packed rows the unmodified model is given each
-document by itself.
+document by itself. Dropout, which isp does not have, is 0.
 `python tools/check_architectures.py` compares them all, the test suite a part of them, and
 `isp check FOLDER` any model.
 

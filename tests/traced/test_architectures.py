@@ -51,9 +51,11 @@ def _quiet_and_alone() -> Iterator[None]:
 def _chosen(name: str) -> list[tuple[Layout, Case]]:
     """Two steps of this architecture, in unlike layouts; all occur over the architectures."""
     number = OTHERS.index(name)
-    places = number % len(COMBINATIONS), (number + 10) % len(COMBINATIONS)
-    found = [(COMBINATIONS[place], (number + place) % 2 == 0) for place in places]
-    return [(layout, Case(packed, recomputed)) for (layout, packed), recomputed in found]
+    found = []
+    for place in (number, number + 10):
+        layout, packed = COMBINATIONS[place % len(COMBINATIONS)]
+        found.append((layout, Case(packed, recomputed=(number < place) == number % 2)))
+    return found
 
 
 def _jobs(name: str, chosen: list[tuple[Layout, Case]]) -> list[_Job]:
