@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -139,6 +140,10 @@ def _is_dense(config: Any, index: int) -> bool:
     return index < before or index in named or (index + 1) % step != 0
 
 
+_widening: ContextVar[bool] = ContextVar("widening", default=False)
+"""Whether a forward runs in `_Widened`: one inside of another would do all again."""
+
+
 class _Widened(TorchFunctionMode):
     """Makes float64 of what is cast to float32."""
 
@@ -170,7 +175,13 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """A class that is `kind`, whose forward runs in `_Widened`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Widened():
+        if _widening.get():  # a block in a model; where it is recomputed, it comes alone
             return kind.forward(self, *args, **kwargs)
+        token = _widening.set(True)
+        try:
+            with _Widened():
+                return kind.forward(self, *args, **kwargs)
+        finally:
+            _widening.reset(token)
 
     return type(kind.__name__, (kind,), {"forward": forward})

@@ -77,7 +77,7 @@ class Case(NamedTuple):
     """One way to train in a layout."""
 
     packed: bool
-    """Rows of several documents, one row a micro-batch; else rows together in one."""
+    """Rows of several documents, joined, in up to two micro-batches; else rows apart in one."""
     recomputed: bool
     """All blocks; else none."""
 
@@ -226,9 +226,13 @@ class Check:
         for index, batch in enumerate(batches):
             with outputs.of(watched):
                 loss = step.forward(work, index)
-            row = first + index if case.packed else first
-            part = slice(row, row + len(batch.tokens))
-            _note(noted, outputs.take(), reference.outputs, part, mesh)
+            stop = first + batch.tokens.numel() // self.row_tokens
+            expected = {
+                name: whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
+                for name, whole in reference.outputs.items()
+            }
+            _note(noted, outputs.take(), expected, mesh)
+            first = stop
             step.backward(loss, last=index == len(batches) - 1)
         outcome = step.finish(work, self.optimizer.lr)
         step.drain()
@@ -262,23 +266,21 @@ def _note(
     noted: dict[str, float],
     found: Mapping[str, list[Tensor]],
     expected: Mapping[str, Tensor],
-    rows: slice,
     mesh: Mesh,
 ) -> None:
-    """Add to `noted` how far the outputs of `rows` are from those expected of this rank's tokens.
+    """Add to `noted` how far outputs are from those expected, [B, S, ..], at this rank's tokens.
 
     What a mode has in other shapes than [B, S', ..] is left out.
     """
     tensor = mesh[Axis.TENSOR]
     for name, parts in found.items():
         if name in expected and len(parts) == 1:
-            whole = expected[name][rows]
+            whole = expected[name]
+            scale = max(whole.abs().max().item(), 1e-300)
             if mesh.topology.mode.facts.slices_batch:
                 whole = whole.chunk(tensor.size, 1)[tensor.rank]
             if whole.shape == parts[0].shape:
-                scale = expected[name].abs().max().item()
-                apart = _largest(parts[0] - whole) / max(scale, 1e-300)
-                noted[name] = max(noted.get(name, 0.0), apart)
+                noted[name] = max(noted.get(name, 0.0), _largest(parts[0] - whole) / scale)
 
 
 def _apart(

@@ -69,19 +69,23 @@ class Rows(NamedTuple):
     """Of the documents of each row, in tokens."""
 
     def micro_batches(self, first: int, count: int, *, packed: bool) -> list[MicroBatch]:
-        """`count` rows from number `first` on: one by one if they are packed, else together."""
+        """`count` rows from number `first` on; packed in two micro-batches, if there are two."""
         if not packed:
             part = slice(first, first + count)
             positions = torch.arange(self.tokens.shape[1]).expand(count, -1)
             return [MicroBatch(self.tokens[part], self.labels[part], positions, None)]
-        return [self._packed(row) for row in range(first, first + count)]
+        ends = sorted({first + count // 2, first + count} - {first})
+        return [self._packed(a, b) for a, b in zip([first, *ends], ends, strict=False)]
 
-    def _packed(self, row: int) -> MicroBatch:
-        lengths = torch.tensor(self.lengths[row])
-        positions = torch.cat([torch.arange(n) for n in self.lengths[row]]).unsqueeze(0)
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        part = slice(row, row + 1)
-        return MicroBatch(self.tokens[part], self.labels[part], positions, cu_seqlens)
+    def _packed(self, start: int, stop: int) -> MicroBatch:
+        """Rows joined to one, [1, n S]."""
+        lengths = [length for of_row in self.lengths[start:stop] for length in of_row]
+        return MicroBatch(
+            self.tokens[start:stop].reshape(1, -1),
+            self.labels[start:stop].reshape(1, -1),
+            torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+            F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32),
+        )
 
 
 def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool, seed: int = 0) -> Rows:
