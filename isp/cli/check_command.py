@@ -82,9 +82,12 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
         layouts = _layouts(args.layouts, own=False)
         return Check(HuggingFaceSubject(read_folder(path)), layouts), layouts
     config = load_config(path, args.overrides)
-    layouts = _layouts(args.layouts, own=True)
+    folder = config.model.hf
+    layouts = _layouts(args.layouts, own=folder is None)
     check = Check(
-        DecoderSubject(config.model),
+        DecoderSubject(config.model)
+        if folder is None
+        else HuggingFaceSubject(read_folder(Path(folder))),
         layouts,
         parallel=config.parallel,
         optimizer=config.optimizer,

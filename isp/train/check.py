@@ -34,7 +34,7 @@ from isp.train.check_reference import (
     modules_of,
 )
 from isp.train.step import TrainStep
-from isp.weights.declare import declared_visits
+from isp.weights.declare import WeightHolder, declared_visits, weight_names
 from isp.weights.plan import ActKind, Plan
 from isp.weights.trace import sequential_actions
 
@@ -45,6 +45,10 @@ TOLERANCE = 1e-9
 
 _TOKENS = 48
 """Of a row, at least: several documents, the longest of which exceed a small model's window."""
+
+_Counts = Counter[tuple[Purpose, str]]
+
+_WORDS = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
 
 _LEAST_SCALE = 1e-6
 """Tensors smaller than this part of the largest one are held against that part of it: a gradient
@@ -238,7 +242,7 @@ class Check:
         step.drain()
         parameters = {item.name: item.parameter.detach() for item in built.trained}
         transfers = mesh.log.take()
-        counts = _counted(transfers)
+        counts = _counted(built, transfers)
         return Differences(
             loss=_relative(outcome.loss, reference.loss),
             grad_norm=_relative(outcome.grad_norm, reference.grad_norm),
@@ -308,30 +312,32 @@ def _relative(found: float, expected: float) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def _counted(transfers: Iterable[Transfer]) -> Counter[tuple[Purpose, str]]:
+def _counted(built: BuiltModel, transfers: Iterable[Transfer]) -> _Counts:
     """The transfers of weights and of their gradients, by what they carried."""
-    wanted = Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT
-    return Counter((t.cargo.purpose, t.label) for t in transfers if t.cargo.purpose in wanted)
+    counts: _Counts = Counter()
+    names = {f"{layer.name}.{local}": name for layer, local, name in _uses(built)}
+    for transfer in transfers:
+        if transfer.cargo.purpose in _WORDS:
+            name = names[transfer.label.removesuffix(".grad")]  # a shared one has several labels
+            counts[transfer.cargo.purpose, name] += 1
+    return counts
 
 
-def _miscounted(
-    built: BuiltModel, counts: Counter[tuple[Purpose, str]], micro_num: int
-) -> Iterator[str]:
+def _miscounted(built: BuiltModel, counts: _Counts, micro_num: int) -> Iterator[str]:
     """Sentences about transfers that are more or fewer than the plan has."""
     planned = _planned(built, micro_num)
-    words = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
     for key in sorted(planned.keys() | counts.keys()):
         if counts[key] != planned[key]:
-            yield f"{key[1]} was {words[key[0]]} {counts[key]} times, not {planned[key]}"
+            yield f"{key[1]} was {_WORDS[key[0]]} {counts[key]} times, not {planned[key]}"
 
 
-def _planned(built: BuiltModel, micro_num: int) -> Counter[tuple[Purpose, str]]:
+def _planned(built: BuiltModel, micro_num: int) -> _Counts:
     """The transfers of a step and of what it launches for the next one, from the plan.
 
     A weight is gathered once for each of its lifetimes, which are at most one a pass; a gradient is
     reduced once for each use.
     """
-    planned: Counter[tuple[Purpose, str]] = Counter()
+    planned: _Counts = Counter()
     if built.communicator is None:
         return planned
     plan: Plan = built.communicator.plan(sequential_actions(micro_num))
@@ -340,14 +346,22 @@ def _planned(built: BuiltModel, micro_num: int) -> Counter[tuple[Purpose, str]]:
     for act in acts:
         if act.kind is ActKind.GATHER:
             planned.update((Purpose.WEIGHT, parameter) for parameter in act.parameters)
-    for _, _, visit in declared_visits(tuple(chunk.weight_blocks() for chunk in built.chunks)):
-        layer = visit.layer
-        if layer is not None:
-            for local, parameter in (("weight", layer.weight), ("bias", layer.bias)):
-                if parameter is not None and parameter.requires_grad:
-                    key = (Purpose.WEIGHT_GRADIENT, f"{layer.name}.{local}.grad")
-                    planned[key] += micro_num
+    for layer, local, name in _uses(built):
+        parameter = layer.weight if local == "weight" else layer.bias
+        if parameter is not None and parameter.requires_grad:
+            planned[Purpose.WEIGHT_GRADIENT, name] += micro_num
     return planned
+
+
+def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
+    """Each use of a sharded weight or bias: the layer, which of the two, its name in the plan."""
+    declared = tuple(chunk.weight_blocks() for chunk in built.chunks)
+    names = weight_names(declared)
+    for _, _, visit in declared_visits(declared):
+        if visit.layer is not None:
+            yield visit.layer, "weight", names[id(visit.layer.weight)]
+            if visit.layer.bias is not None:
+                yield visit.layer, "bias", f"{visit.layer.name}.bias"
 
 
 def worst_of(of_ranks: Iterable[Differences]) -> Differences:
