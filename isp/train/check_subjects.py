@@ -131,12 +131,13 @@ def read_folder(folder: Path) -> Any:
     """
     kind = read_json(folder / "config.json").get("model_type")
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, logging
     except ImportError:
         raise ValueError(
             f"{folder} needs the package transformers, which is not installed:"
             f" bash tools/setup_env.sh hf (or pip install transformers)"
         ) from None
+    logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (KeyError, OSError, TypeError, ValueError) as error:
