@@ -115,7 +115,7 @@ class DistributedAttention:
     ) -> Tensor:
         """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
         if q.shape[_HEADS] == 0:
-            out = _NoHeads.apply(q, k, v)
+            out = _NoHeads.apply(q, k, v, *([] if sinks is None else [sinks]))
         else:
             repeated = plan.repeated_kv(self.channel.rank)
             if repeated is not None:
@@ -134,22 +134,22 @@ class DistributedAttention:
     ) -> Tensor:
         """Kernels want heads of one size: what v lacks is zero."""
         options = {} if sinks is None else {"sinks": sinks}
-        size = v.shape[-1]
-        if size < k.shape[-1]:
-            v = F.pad(v, (0, k.shape[-1] - size))
-        return self.local_attention(q, k, v, mask=mask, **options)[..., :size]
+        size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
+        if not lacking:
+            return self.local_attention(q, k, v, mask=mask, **options)
+        return self.local_attention(q, k, F.pad(v, (0, lacking)), mask=mask, **options)[..., :size]
 
 
 class _NoHeads(torch.autograd.Function):
-    """Attention of a rank without heads: empty, and joined to k and v all the same.
+    """Attention of a rank without heads: empty, and joined to k, v and sinks all the same.
 
-    Without this node the rank's backward would never reach their exchange, and the others would
-    wait for it forever.
+    Without this node the rank's backward would never reach their exchange, nor the sum of the
+    sinks' gradients, and the others would wait for it forever.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, *sinks)
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
