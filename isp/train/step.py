@@ -186,6 +186,9 @@ class TrainStep:
 
         Each of `steps` is this rank's micro-batches of a global batch.
         """
+        if self._unfinished or self.gradients.owed:
+            self._clear_up()
+        self._unfinished = True
         valid, total = 0.0, 0.0
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
@@ -196,6 +199,7 @@ class TrainStep:
             valid += count.item()
             total += self.over_ranks(work.total)
         self.hook.before_step(self._actions)
+        self._unfinished = False
         return total / max(valid, 1.0)
 
     def _run(self, work: StepWork, *, training: bool) -> None:
