@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -158,17 +160,24 @@ class JobConfig:
         return found
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    sections: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> JobConfig:
     """The configuration in the YAML file at `path`, changed by `overrides`.
 
     Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
-    `--section.key` alone for true. Raises ConfigError with every fault of file and overrides.
+    `--section.key` alone for true. `sections` stand in for those that the file leaves out. Raises
+    ConfigError with every fault of file and overrides.
     """
     keys = KeyTable.of(JobConfig)
     try:
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
-        values = _override(file.values, origins, overrides, keys)
+        values = {**copy.deepcopy(dict(sections)), **file.values}
+        values = _override(values, origins, overrides, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)

@@ -71,6 +71,7 @@ class HuggingFace:
     """
 
     def connect(self, model: nn.Module, attend: Attend) -> None:
+        _check_options(model)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         name = f"isp_{next(_numbers)}"
@@ -95,6 +96,24 @@ class HuggingFace:
         return nullcontext()
 
 
+def _check_options(model: Any) -> None:
+    """Raise ValueError for what was asked of a model and would not happen."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
+            " model.checkpoint, the fraction of blocks that isp recomputes"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True asks for a loss that balances experts, which isp does not"
+            " have: set it to False in the model's configuration"
+        )
+
+
+_BIASES = ("position_bias", "indices", "block_indices")
+"""Further arguments by which a few models say what is attended."""
+
+
 def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     """`attend` as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
 
@@ -111,14 +130,17 @@ def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
+        foreign = [name for name in _BIASES if others.get(name) is not None]
+        if foreign:
+            raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
         if attention_mask is not None:
             raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
         if dropout:
             raise ValueError(
                 f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
-                f" have: set attention_dropout=0 in the model's configuration"
+                f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out = attend(

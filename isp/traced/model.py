@@ -14,22 +14,32 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isp.attention import AttentionMask, DistributedAttention, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
+from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
 from isp.parallel.config import LaunchPoint, ParallelConfig
 from isp.parallel.layout import ParameterLayout
 from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker
+from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.hosts import Host, host_of
 from isp.traced.model_folder import check_layout
 from isp.traced.swap import SwappedLinear, SwappedTable
-from isp.traced.trace import Call, Kind, ModelTrace, Role, is_transposed, trace_model
+from isp.traced.trace import (
+    Call,
+    Kind,
+    ModelTrace,
+    Role,
+    check_drivable,
+    is_transposed,
+    trace_model,
+)
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import Passes, recomputed_blocks
 
@@ -60,9 +70,10 @@ class TracedModel:
         self.attention_backend = attention_backend
         self.model = model
         self._weights = weights
+        check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
-        shape = copy.deepcopy(self._shape).eval()
+        shape = copy.deepcopy(self._shape)
         self.trace = trace_model(shape, self.host.connect, self.host.forward)
 
     @property
@@ -184,14 +195,13 @@ class TracedChunk:
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The logits of this rank's tokens: x and positions [B, S'] -> [B, S', V]."""
-        with self._passing(_Passage("the model", self._outer_calls, _Masks(cu_seqlens))):
+        passage = _Passage("the model", self._outer_calls, _Masks(cu_seqlens))
+        with self._passing(passage), self._random_numbers():
             return self._host.forward(self.model, x, positions)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy of each token: [B, S', V], [B, S'] -> [B, S'], 0 where ignored."""
-        return vocab_parallel_cross_entropy(
-            logits, labels, first=0, channel=self._layers.loss_channel
-        )
+        return vocab_parallel_cross_entropy(logits, labels, channel=Channel.solo("tensor"))
 
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the model."""
@@ -203,13 +213,17 @@ class TracedChunk:
             self._weights.fill(self.model, self._named, seed)
 
     def parts(self) -> dict[str, nn.Module]:
-        """The modules that have parameters: the blocks, and what lies outside of them."""
+        """The blocks, and what has parameters outside of them.
+
+        The whole model is among them if it has some that lie in no module that is called.
+        """
         parts = {block: self.model.get_submodule(block) for block in self.trace.blocks}
         inside = tuple(f"{block}." for block in parts)
         for name, module in self.model.named_modules():
             outside = name not in parts and not name.startswith(inside)
             if outside and any(True for _ in module.parameters(recurse=False)):
-                parts[name] = module
+                called = name in self.trace.called
+                parts[name if called else ""] = module if called else self.model
         return parts
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
@@ -283,9 +297,9 @@ class TracedChunk:
 
         A recompute finds the documents of its own forward, whatever has run since.
         """
-        assert self._passage is not None
-        self._passage.arrive(Kind.BLOCK, block)
-        masks = self._passage.masks
+        passage = self._under_way(block)
+        passage.arrive(Kind.BLOCK, block)
+        masks = passage.masks
 
         def run(*args: Any) -> Any:
             with self._passing(_Passage(block, self._calls[block], masks)), self._host.attending():
@@ -308,9 +322,8 @@ class TracedChunk:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `isp.attention.call.Attend`."""
-        passage = self._passage
-        assert passage is not None
-        self._passed(Kind.ATTENTION, passage.name)
+        passage = self._under_way("attention")
+        passage.arrive(Kind.ATTENTION, passage.name)
         self._points[passage.name](q)
         key = scale, softcap, sinks is not None, q.shape[-1]
         if key not in self._cores:
@@ -320,8 +333,34 @@ class TracedChunk:
         return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)
 
     def _passed(self, kind: Kind, module: str) -> None:
-        assert self._passage is not None
-        self._passage.arrive(kind, module)
+        self._under_way(module).arrive(kind, module)
+
+    def _under_way(self, called: str) -> _Passage:
+        if self._passage is None:
+            raise RuntimeError(
+                f"{called} was called outside of the forward that isp runs: a parallelised model is"
+                f" called by the run's `loss` alone, and recomputed by model.checkpoint, not by"
+                f" gradient checkpointing of its own"
+            )
+        return self._passage
+
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """What a model in training draws (dropout) differs from rank to rank, as its tokens do.
+
+        All of a forward follows from one number of the host's generator, and the rank.
+        """
+        if not self.model.training:
+            yield
+            return
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        seed, device = int(torch.randint(1 << 48, ())), self._layers.device
+        before = generator_states(device)
+        torch.manual_seed(seed + rank)
+        try:
+            yield
+        finally:
+            restore_generators(device, before)
 
     @contextmanager
     def _passing(self, passage: _Passage) -> Iterator[None]:

@@ -14,10 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import Attend
 
-__all__ = ["AttentionSizes", "Call", "Kind", "ModelTrace", "Role", "trace_model"]
+__all__ = [
+    "AttentionSizes",
+    "Call",
+    "Kind",
+    "ModelTrace",
+    "Role",
+    "check_drivable",
+    "trace_model",
+]
 
 _TOKENS = 16
 """Length of the row that a trace runs; no fact depends on it."""
@@ -87,10 +97,31 @@ class ModelTrace(NamedTuple):
 
     multiplied: int
     """Elements of all weights that a token is multiplied by."""
+    called: frozenset[str]
+    """The modules that are called; others only hold what is read elsewhere."""
 
     def elements(self, role: Role) -> int:
         """Elements of all parameters of this role."""
         return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
+
+
+def check_drivable(model: nn.Module) -> None:
+    """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
+
+    A forward of an instance's own would go on calling that instance from a copy.
+    """
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has a forward of its own beside"
+                f" its class's: it was parallelised before, or another library has wrapped it. Give"
+                f" the model as it was made"
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) was compiled: isp drives modules"
+                f" one by one. Give the model as it was before compile()"
+            )
 
 
 def trace_model(
@@ -103,24 +134,34 @@ def trace_model(
     `connect` makes the model's attention calls arrive at a function, `forward` runs the model on
     tokens and positions [B, S]. Raises ValueError, naming the place, for a model that cannot be
     driven: a parameter of a kind that nobody would cut or sum, a block without exactly one call of
-    attention, calls of attention outside of blocks.
+    attention, calls of attention outside of blocks, weights that are read where they are not whole.
     """
     recorder = _Recorder(model)
     connect(model, recorder.attend)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_TOKENS, device="meta").unsqueeze(0)
-    with recorder.listening(), torch.no_grad():
-        forward(model, ids, positions)
+    try:
+        with recorder.listening(), torch.no_grad():
+            forward(model, ids, positions)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} could not be traced: it is called with tokens and positions"
+            f" [1, {_TOKENS}] on the meta device, and said: {error}"
+        ) from error
     calls = tuple(recorder.calls_in_blocks_of_attention())
     _check_blocks(model, calls)
     parameters = dict(model.named_parameters())
     roles = _roles(model, {call.module for call in calls})
+    _check_reads(recorder.reads, roles)
     return ModelTrace(
         calls,
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
         sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
         + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
+        frozenset(recorder.called),
     )
 
 
@@ -147,6 +188,12 @@ class _Recorder:
         self._model = model
         self._calls: list[Call] = []
         self._block: str | None = None
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._open: list[nn.Module] = []
+        self.called: set[str] = set()
+        """The modules that were called."""
+        self.reads: dict[str, str] = {}
+        """The parameters that were read outside of their modules' forward, and by what."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
@@ -166,7 +213,10 @@ class _Recorder:
             for name, entry in _list_entries(self._model):
                 on(entry.register_forward_pre_hook, self._entering(name))
                 on(entry.register_forward_hook, self._entering(None))
+            stack.enter_context(_Reads(self._read))
             for name, module in self._model.named_modules():
+                on(module.register_forward_pre_hook, self._opening(name))
+                on(module.register_forward_hook, lambda *_: self._open.pop() and None)
                 if is_linear(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
                 elif isinstance(module, nn.Embedding):
@@ -188,11 +238,42 @@ class _Recorder:
 
         return enter
 
+    def _opening(self, name: str) -> Callable[..., None]:
+        def opened(module: nn.Module, *_: Any) -> None:
+            self.called.add(name)
+            self._open.append(module)
+
+        return opened
+
+    def _read(self, parameter: nn.Parameter, by: str) -> None:
+        own = self._open[-1].parameters(recurse=False) if self._open else ()
+        name = self._names.get(id(parameter))
+        if name is not None and not any(parameter is mine for mine in own):
+            self.reads[name] = by
+
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
         def called(*_: Any) -> None:
             self._calls.append(Call(kind, name, self._block))
 
         return called
+
+
+class _Reads(TorchFunctionMode):
+    """Tells of parameters of which an operation makes a tensor."""
+
+    def __init__(self, read: Callable[[nn.Parameter, str], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):  # not its dtype or shape
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Parameter):
+                    self._read(leaf, getattr(func, "__name__", str(func)))
+        return out
 
 
 @contextmanager
@@ -232,6 +313,12 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
             f"{type(model).__name__} calls attention outside of the entries of an nn.ModuleList:"
             f" put its blocks into one"
         )
+    for call in calls:
+        if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
+            raise ValueError(
+                f"{call.block} attends with values of {call.sizes.value_size} features and keys of"
+                f" {call.sizes.head_size}: no attention of isp takes values larger than keys"
+            )
     lists = {_list_of(block) for block in found if block}
     for name, entry in _list_entries(model):
         if _list_of(name) in lists and found[name] != 1:
@@ -239,6 +326,17 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
                 f"{name} ({type(entry).__name__}) calls attention {found[name]} times, not once:"
                 f" layers that mix tokens in another way (linear attention, state spaces,"
                 f" convolutions) cannot be split by sequence. {_HOW}"
+            )
+
+
+def _check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
+    """Raise ValueError for a weight that is cut, and read by another than its own module."""
+    for name, by in reads.items():
+        if roles[name] is Role.SHARDED:
+            raise ValueError(
+                f"{name} is read by {by} outside of its module's forward, where a rank has a part"
+                f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
+                f" table's)"
             )
 
 

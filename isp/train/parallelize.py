@@ -5,7 +5,9 @@ B batch, S sequence
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,15 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     A causal language model of transformers (adapters of PEFT put on or not), or a module of
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
-    `optimizer`, `comm`, and of `model` how to compute. Ranks are torchrun's. Raises ValueError,
-    before any process group starts, for a model or sizes that cannot be driven.
+    `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `attention_backend`); the
+    file needs no other sections. Ranks are torchrun's. Weights that are frozen
+    (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
+    or sizes that cannot be driven.
     """
     if not isinstance(config, JobConfig):
-        config = load_config(config)
+        config = load_config(config, sections=_UNREAD)
+    _check_parameters(model)
+    config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(
         model,
         checkpoint=config.model.checkpoint,
@@ -52,11 +58,32 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     return ParallelRun(traced, config, Mesh(topology, world.rank), world.device)
 
 
+_UNREAD: dict[str, dict[str, Any]] = {"model": {}, "data": {"source": "the caller's own"}}
+"""Sections that a run needs and `parallelize` does not."""
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a model without weights, or with nothing to train."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, without values: make the model on the CPU, or load"
+                f" its weights first"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name} is of {parameter.dtype}: isp trains models of floating-point weights, not"
+                f" quantised ones"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("all parameters are frozen: there is nothing to train")
+
+
 class ParallelRun:
     """A model under way: its loss, its steps, its weights.
 
         run = isp.parallelize(model, "config.yaml")
-        for input_ids, labels in data:
+        for input_ids, labels in data:  # e.g. by DistributedSampler(.., run.dp_size, run.dp_rank)
             loss = run.loss(input_ids, labels)
             run.step(loss)
         run.save_pretrained(folder)
@@ -72,7 +99,18 @@ class ParallelRun:
         self.mesh = mesh
         self.device = device
         self.train_step = make_train_step(config, mesh, device, model=traced)
-        self._work: StepWork | None = None
+        self._pending: tuple[Tensor, StepWork] | None = None
+        """The loss to go backward from, and what it was found of."""
+
+    @property
+    def dp_rank(self) -> int:
+        """The data rank, of `dp_size`; those of one rank share their rows."""
+        return self.mesh[Axis.DATA].rank
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks, each with rows of its own."""
+        return self.mesh[Axis.DATA].size
 
     def loss(
         self,
@@ -88,22 +126,27 @@ class ParallelRun:
         where `position_ids` restart. Its gradient is this rank's part; without gradients it is an
         evaluation. Raises ValueError for shapes that do not fit.
         """
+        self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
         if not torch.is_grad_enabled():
             return torch.tensor(self.train_step.evaluate([[batch]]), dtype=torch.float64)
         step = self.train_step
-        self._work = step.start([batch])
-        loss = step.forward(self._work, 0)
-        return loss + (step.over_ranks(self._work.total) - loss.detach())
+        work = step.start([batch])
+        loss = step.forward(work, 0)
+        loss = loss + (step.over_ranks(work.total) - loss.detach())
+        self._pending = loss, work
+        return loss
 
     def step(self, loss: Tensor, lr: float | None = None) -> StepOutcome:
         """Backward, reduction, clipping and update; `lr` None: `optimizer.lr`.
 
-        Raises RuntimeError for a loss that is not of the last call of `loss`.
+        Raises RuntimeError for anything but the loss that the last call of `loss` gave, as it is.
         """
-        work, self._work = self._work, None
-        if work is None:
-            raise RuntimeError("step takes the loss that the last call of loss gave, once")
+        if self._pending is None or self._pending[0] is not loss:
+            raise RuntimeError(
+                "step takes the loss that the last call of loss gave, as it is, once"
+            )
+        (_, work), self._pending = self._pending, None
         self.train_step.backward(loss, last=True)
         return self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
 
@@ -127,12 +170,7 @@ class ParallelRun:
                     writer.add(item.name, self._whole(item))
                 for name, buffer in _kept_buffers(self.model):
                     writer.add(name, buffer.cpu())
-            for owner in (
-                getattr(model, "config", None),
-                getattr(model, "generation_config", None),
-            ):
-                if owner is not None:
-                    owner.save_pretrained(folder)
+            _save_config(self.model, folder, self.config.training.dtype)
         else:
             for item in parameters:
                 self._whole(item)
@@ -163,13 +201,14 @@ class ParallelRun:
                 f" to {-(-length // ranks) * ranks}, with labels of {IGNORED}"
             )
         if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
+            position_ids = torch.arange(length).expand(rows, length)
         for name, given in (("labels", labels), ("position_ids", position_ids)):
             if given is not None and given.shape != input_ids.shape:
                 raise ValueError(
                     f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
                     f" {list(given.shape)}"
                 )
+        position_ids = position_ids.to(input_ids.device)
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if labels is None:
@@ -179,6 +218,18 @@ class ParallelRun:
         starts = begins.flatten().nonzero().squeeze(-1)
         cu_seqlens = torch.cat([starts, starts.new_tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+
+def _save_config(model: Any, folder: Path, dtype: str) -> None:
+    """Write what belongs to a model of transformers beside its weights; nothing for another."""
+    if not hasattr(model, "config"):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _kept_buffers(model: nn.Module) -> Sequence[tuple[str, Tensor]]:

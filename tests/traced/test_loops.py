@@ -1,0 +1,233 @@
+"""What happens in loops of training: failed and abandoned steps, evaluation between, dropout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.config import JobConfig
+from isp.rng import generator_states
+from isp.train.parallelize import ParallelRun
+from tests.ranks import run_each, run_ranks
+from tests.traced.models import Rows, Trained, job, tiny, trained_plainly, worst
+from tests.traced.own import VOCAB, Own
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+
+def _data(steps: int = 3, seed: int = 0) -> list[Rows]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Rows(torch.randint(VOCAB, (1, 64), generator=generator)) for _ in range(steps)]
+
+
+def _raised(fn: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as raised:
+        fn(*args)
+    return str(raised.value)
+
+
+def _evaluate(run: ParallelRun, rows: Rows) -> float:
+    with torch.no_grad():
+        return run.loss(*rows).item()
+
+
+Trouble = Callable[[ParallelRun, Rows], None]
+
+
+def _nothing(run: ParallelRun, rows: Rows) -> None:
+    """The loop as it should be."""
+
+
+def _two_losses(run: ParallelRun, rows: Rows) -> None:
+    first = run.loss(*rows)
+    second = run.loss(*rows)
+    assert "last call" in _raised(run.step, first)
+    assert "as it is" in _raised(run.step, 2 * second)
+
+
+def _evaluation_between(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    assert abs(_evaluate(run, rows) - loss.item()) < TOLERANCE
+    assert "last call" in _raised(run.step, loss)
+
+
+def _failing(run: ParallelRun, rows: Rows) -> None:
+    block: Any = run.model.get_submodule("blocks.1")
+    block.trouble = "failure"
+    assert _raised(_loss, run, rows) == "as told"
+    block.trouble = ""
+    _evaluate(run, rows)
+    block.trouble = "failure"
+    assert _raised(_evaluate, run, rows) == "as told"
+    block.trouble = ""
+
+
+def _failing_in_backward(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step(loss)
+
+
+def _other_order(run: ParallelRun, rows: Rows) -> None:
+    block: Any = run.model.get_submodule("blocks.1")
+    block.trouble = "other order"
+    said = _raised(_loss, run, rows)
+    assert "in blocks.1, linear of blocks.1.k was called where linear of blocks.1.q came" in said
+    block.trouble = ""
+
+
+def _direct_call(run: ParallelRun, rows: Rows) -> None:
+    positions = torch.arange(64).unsqueeze(0)
+    assert "by the run's `loss` alone" in _raised(run.model, rows.input_ids, positions)
+
+
+def _saving(run: ParallelRun, rows: Rows) -> None:
+    _whole_weights(run)
+
+
+def _loss(run: ParallelRun, rows: Rows) -> Tensor:
+    return run.loss(*rows)
+
+
+TROUBLES: dict[str, Trouble] = {
+    "nothing": _nothing,
+    "two losses": _two_losses,
+    "evaluation between": _evaluation_between,
+    "failing": _failing,
+    "failing in backward": _failing_in_backward,
+    "other order": _other_order,
+    "direct call": _direct_call,
+    "saving": _saving,
+}
+
+
+def _whole_weights(run: ParallelRun) -> dict[str, Tensor]:
+    found = {}
+    run.train_step.drain()
+    for item in run.train_step.built.parameters:
+        found[item.name] = run._whole(item).clone()
+    run.train_step.weights_changed()
+    return found
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Trouble]) -> Trained:
+    model, config, data, trouble = case
+    run = isp.parallelize(model, config)
+    losses, norms = [], []
+    for rows in data:
+        trouble(run, rows)
+        outcome = run.step(run.loss(*rows))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trained(losses, norms, _whole_weights(run))
+
+
+def test_what_fails_or_is_left_out_changes_nothing() -> None:
+    """Catches a gradient or gathered weight that is left behind, a plan that goes on from amid."""
+    data, model = _data(), Own().double()
+    wanted = trained_plainly(model, data)
+    cases = {
+        name: (copy.deepcopy(model), job(2, 2, recompute=0.5), data, trouble)
+        for name, trouble in TROUBLES.items()
+    }
+    for name, of_ranks in run_each(2, _train, cases).items():
+        for found in of_ranks:
+            assert worst(found, wanted) < TOLERANCE, name
+
+
+def _masks(rank: int, model: Own, config: JobConfig, rows: Rows) -> dict[str, Any]:
+    run = isp.parallelize(model, config)
+    masks: list[Tensor] = []
+    dropout = model.get_submodule("blocks.0.dropout")
+    dropout.register_forward_hook(lambda *found: masks.append((found[-1] != 0).detach()))
+    torch.manual_seed(7)
+    loss = run.loss(*rows)
+    forward = len(masks)
+    norm = run.step(loss).grad_norm
+    after = generator_states(torch.device("cpu"))["cpu"]
+    model.eval()
+    evaluated = [_evaluate(run, rows) for _ in range(2)]
+    return {"masks": masks, "forward": forward, "norm": norm, "after": after, "eval": evaluated}
+
+
+def test_dropout_differs_between_ranks_and_is_drawn_again_in_a_recompute() -> None:
+    """Catches ranks of one sequence that drop the same features of their tokens, a recompute that
+    drops others, a generator of the user's that the ranks no longer share, an evaluation with it.
+    """
+    rows, model = _data(1)[0], Own(dropout=0.5).double()
+    kept, again = (
+        run_ranks(2, _masks, copy.deepcopy(model), job(2, 2, recompute=share), rows)
+        for share in (0.0, 1.0)
+    )
+    for first, second in (kept, again):
+        assert torch.equal(first["after"], second["after"])
+        assert (first["masks"][0] == second["masks"][0]).double().mean() < 0.6
+        assert first["eval"] == [first["eval"][0]] * 2
+    for short, full in zip(kept, again, strict=True):
+        assert (short["forward"], len(short["masks"])) == (2, 2 + 4)  # two evaluations after it
+        assert torch.equal(full["masks"][2], full["masks"][0])  # a recompute ends where it may
+        assert not torch.equal(full["masks"][1], full["masks"][0])
+        assert abs(short["norm"] - full["norm"]) < TOLERANCE
+
+
+def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
+    runs = [
+        isp.parallelize(model, job(2, weight)) for model, weight in zip(models, (2, 1), strict=True)
+    ]
+    losses: list[list[float]] = [[], []]
+    norms: list[list[float]] = [[], []]
+    for rows in data:
+        pending = [run.loss(*rows) for run in runs]  # both under way at once
+        for index, run in enumerate(runs):
+            outcome = run.step(pending[index])
+            losses[index].append(outcome.loss)
+            norms[index].append(outcome.grad_norm)
+    return [Trained(losses[i], norms[i], _whole_weights(run)) for i, run in enumerate(runs)]
+
+
+def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
+    """Catches attention, masks or plans of a model that another model of the process gets."""
+    data, models = _data(2), [tiny("llama"), tiny("llama", seed=1, num_hidden_layers=2)]
+    wanted = [trained_plainly(model, data) for model in models]
+    for of_rank in run_ranks(2, _two, models, data):
+        for found, expected in zip(of_rank, wanted, strict=True):
+            assert worst(found, expected) < TOLERANCE
+
+
+def test_numbers_stay_what_they_are() -> None:
+    """Catches buffers that follow the weights into another dtype."""
+    model = Own()
+    run = isp.parallelize(model, job(dtype="bfloat16"))
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model.head.weight is model.tokens.weight
+    assert (model.precise.dtype, model.passing.dtype) == (torch.float64, torch.float32)
+    assert 0 < run.step(run.loss(*_data(1)[0])).grad_norm < 1e3
+
+
+def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
+    """Catches updated weights that are read before they have come, as nobody calls their module."""
+    model = Own()
+    parts = isp.parallelize(model, job()).train_step.chunks[0].parts()
+    called = {"tokens", "positions", "norm", "head", "blocks.0", "blocks.1", "blocks.2"}
+    assert parts.keys() == {*called, ""}
+    assert parts[""] is model
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (Rows(torch.zeros(64, dtype=torch.int64)), "[batch, sequence], got [64]"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7)), "labels must be of the"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), None, torch.zeros(2, 8)), "position_ids must"),
+    ],
+)
+def test_wrong_shapes_are_refused(rows: Rows, said: str) -> None:
+    """Catches rows that would be broadcast, or cut in the middle."""
+    assert said in _raised(isp.parallelize(Own(), job()).loss, *rows)

@@ -1,0 +1,146 @@
+"""Models that `isp.parallelize` does not take, and what it says of them; no ranks are started."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isp
+from tests.traced.models import job, tiny
+from tests.traced.own import Own, OwnBlock
+
+
+def _parallelised() -> nn.Module:
+    model = Own()
+    isp.parallelize(model, job())
+    return model
+
+
+def _part_of_one() -> nn.Module:
+    blocks: Any = _parallelised().get_submodule("blocks")
+    return blocks
+
+
+def _wrapped() -> nn.Module:
+    model = Own()
+    whole = model.norm.forward
+    model.norm.forward = lambda x: whole(x)
+    return model
+
+
+def _compiled() -> nn.Module:
+    model = Own()
+    model.blocks[1].compile()
+    return model
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Own()
+
+
+def _frozen() -> nn.Module:
+    return Own().requires_grad_(False)
+
+
+def _quantised() -> nn.Module:
+    model = Own()
+    weight = torch.zeros(32, 32, dtype=torch.int8)
+    model.blocks[0].q.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+class _TiedByHand(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return F.linear(super().forward(ids, positions) @ self.tokens.weight, self.tokens.weight)
+
+
+class _Matrix(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(32))
+
+
+class _NoAttention(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+class _AttendsTwice(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class _LargeValues(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(-1, (4, 8))
+        return x + isp.attention(y[..., :4], y[..., :4], y).flatten(2)
+
+
+def _with_block(kind: type[OwnBlock]) -> nn.Module:
+    model = Own()
+    model.blocks[1] = kind(32, 4, 2, 0.0)
+    return model
+
+
+def _checkpointing() -> nn.Module:
+    model = tiny("llama")
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
+    "part of one": (_part_of_one, "was parallelised before"),
+    "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
+    "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
+    "meta": (_on_meta, "is on the meta device, without values"),
+    "frozen": (_frozen, "all parameters are frozen"),
+    "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
+    "tied by hand": (_TiedByHand, "tokens.weight is read by"),
+    "matrix": (_Matrix, "matrix [32, 32] of _Matrix is neither of"),
+    "attends twice": (lambda: _with_block(_AttendsTwice), "attention 2 times, not once"),
+    "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
+    "no attention": (_NoAttention, "_NoAttention calls no attention"),
+    "other call": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        "could not be traced: it is called with",
+    ),
+    "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
+    "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
+    "balance": (
+        lambda: tiny("deepseek_v3", output_router_logits=True),
+        "asks for a loss that balances experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_driven_are_refused(name: str) -> None:
+    """Catches a model that is driven wrongly, or fails without saying where and why."""
+    make, said = MODELS[name]
+    with pytest.raises(ValueError, match=r".") as raised:
+        isp.parallelize(make(), job())
+    assert said in str(raised.value)
+    assert not dist.is_initialized()
+
+
+def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
+    """Catches a library that asks for text or sizes which its caller brings."""
+    (tmp_path / "own.yaml").write_text("optimizer: {lr: 0.01}")
+    run = isp.parallelize(Own(), tmp_path / "own.yaml")
+    assert run.config.optimizer.lr == 0.01
+    (tmp_path / "own.yaml").write_text("parallel: {tensor: {size: 2, mode: mtp}}")
+    with pytest.raises(ValueError, match=r"parallel\.tensor\.mode=mtp"):
+        isp.parallelize(Own(), tmp_path / "own.yaml")
