@@ -1,0 +1,44 @@
+"""The model of one's own in isp/README.md does what is said of it."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+from safetensors.torch import load_file
+
+from tests.ranks import run_programs
+
+ROOT = Path(__file__).parents[2]
+
+
+def _sample() -> str:
+    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "isp/README.md").read_text(), re.DOTALL)
+    return str(sample)
+
+
+def _losses(rank: int, folder: Path) -> list[float]:
+    with chdir(folder), redirect_stdout(io.StringIO()) as said:
+        exec(_sample(), vars(ModuleType("own")))
+    return [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said.getvalue())]
+
+
+def test_the_script_runs_as_it_is_printed(tmp_path: Path) -> None:
+    """Catches a script that no longer runs, ranks that go apart, weights that nobody can load."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    of_ranks = run_programs(4, _losses, tmp_path)
+    assert of_ranks == [of_ranks[0]] * 4
+    assert len(of_ranks[0]) == 5
+    assert of_ranks[0][-1] < of_ranks[0][0] - 0.1
+    saved = load_file(tmp_path / "outputs/own/model.safetensors")
+    assert saved["blocks.2.down.weight"].shape == (64, 256)
+    assert "head.weight" in saved
+    assert len(saved) == 3 * 12 + 5
+
+
+def test_the_script_is_short() -> None:
+    """Catches an example that has become a program."""
+    assert len([line for line in _sample().splitlines() if line.strip()]) <= 40
