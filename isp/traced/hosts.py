@@ -36,6 +36,9 @@ class Host(Protocol):
     def attending(self) -> AbstractContextManager[None]:
         """A context in which code of the model runs."""
 
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights of a block under the names and in the pieces in which they are saved."""
+
 
 def host_of(model: nn.Module) -> Host:
     """The manners of this model."""
@@ -61,6 +64,9 @@ class OwnModule:
 
     def attending(self) -> AbstractContextManager[None]:
         return attend_by(self._target)
+
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
 
 class HuggingFace:
@@ -94,6 +100,13 @@ class HuggingFace:
 
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole: Any = model
+        found: dict[str, Tensor] = revert_weight_conversion(whole, weights)
+        return found
 
 
 def _check_options(model: Any) -> None:

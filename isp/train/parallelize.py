@@ -6,8 +6,9 @@ B batch, S sequence
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class ParallelRun:
         self, traced: TracedModel, config: JobConfig, mesh: Mesh, device: torch.device
     ) -> None:
         self.model = traced.model
+        self._traced = traced
         self.config = config
         self.mesh = mesh
         self.device = device
@@ -153,8 +155,8 @@ class ParallelRun:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
 
-        All ranks call it; rank 0 writes, one tensor after another. Adapters of PEFT are written as
-        PEFT writes them, alone.
+        All ranks call it; rank 0 writes, block by block, in the dtype of training. Adapters
+        of PEFT are written as PEFT writes them, alone.
         """
         self.train_step.drain()
         folder, first = Path(folder), self.mesh.rank == 0
@@ -166,15 +168,25 @@ class ParallelRun:
                 model.save_pretrained(folder, state_dict=trained)
         elif first:
             with WeightWriter(folder) as writer:
-                for item in parameters:
-                    writer.add(item.name, self._whole(item))
-                for name, buffer in _kept_buffers(self.model):
-                    writer.add(name, buffer.cpu())
+                for weights in self._by_blocks(parameters):
+                    for name, weight in self._traced.host.published(model, weights).items():
+                        writer.add(name, weight)
             _save_config(self.model, folder, self.config.training.dtype)
         else:
             for item in parameters:
                 self._whole(item)
         self.train_step.weights_changed()
+
+    def _by_blocks(self, parameters: Iterable[NamedParameter]) -> Iterator[dict[str, Tensor]]:
+        """All that is saved, in CPU memory: block by block, as some are saved in other pieces."""
+        blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
+
+        def block(item: NamedParameter) -> str | None:
+            return next((b for b in blocks if item.name.startswith(b)), None)
+
+        for _, group in groupby(parameters, key=block):
+            yield {item.name: self._whole(item) for item in group}
+        yield {name: buffer.cpu() for name, buffer in _kept_buffers(self.model)}
 
     def _whole(self, item: NamedParameter) -> Tensor:
         """The whole of a parameter, in CPU memory."""

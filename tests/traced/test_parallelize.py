@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import isp
@@ -80,6 +81,9 @@ def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
         assert worst(Trained(losses, norms, weights), wanted) < TOLERANCE, name
         moved = copy.deepcopy(models[name])
         moved.load_state_dict(loaded.state_dict())
+        moved.save_pretrained(tmp_path / "theirs")
+        theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+        assert load_file(tmp_path / name / "model.safetensors").keys() == theirs.keys()
         assert abs(plain_loss(moved, data[0]).item() - evaluated) < TOLERANCE, name
         assert abs(evaluated - losses[0]) > 1e-3
 
