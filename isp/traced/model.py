@@ -63,13 +63,18 @@ class TracedModel:
         checkpoint: float = 0.0,
         attention_backend: AttentionBackend = AttentionBackend.AUTO,
         weights: InitialWeights | None = None,
+        in_place: bool = True,
     ) -> None:
-        """`weights`: the source of those of a `model` without memory; None: it has them."""
+        """`weights`: the source of those of a `model` without memory; None: it has them.
+
+        Not `in_place`, `build` takes a copy of the model each time.
+        """
         self.host = host_of(model)
         self.checkpoint = checkpoint
         self.attention_backend = attention_backend
         self.model = model
         self._weights = weights
+        self._in_place = in_place
         check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
@@ -125,10 +130,10 @@ class TracedModel:
     ) -> tuple[TracedChunk, ...]:
         """As `isp.models.protocol.LanguageModel.build`.
 
-        The model itself is sharded, in place; a copy of it if its weights come from elsewhere, and
-        on the meta device one without memory.
+        The model itself is sharded if that was asked for, else a copy of it; on the meta device
+        one without memory.
         """
-        model = self.model if self._weights is None else copy.deepcopy(self.model)
+        model = self.model if self._in_place else copy.deepcopy(self.model)
         if layers.device.type == "meta":
             model = copy.deepcopy(self._shape)
         recomputed = recomputed_blocks(len(self.trace.blocks), self.checkpoint)

@@ -19,10 +19,10 @@ from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.folder import WeightFiles
-from isp.traced.model import TracedModel
+from isp.traced.model import InitialWeights, TracedModel
 from isp.traced.tiny import kept_in_float64
 
-__all__ = ["folder_model", "parameters_on_meta"]
+__all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,11 @@ def folder_model(
         _check_dropout(model)
         weights = _weights_of(model, Path(folder))
         return TracedModel(
-            model, checkpoint=checkpoint, attention_backend=attention_backend, weights=weights
+            model,
+            checkpoint=checkpoint,
+            attention_backend=attention_backend,
+            weights=weights,
+            in_place=False,
         )
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
@@ -251,7 +255,7 @@ class _Random:
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """
-        logger.info("weights     random, as there are none in the folder")
+        logger.info("weights     random, as the model begins them")
         shape: Any = copy.deepcopy(self._shape)
         values: dict[str, Tensor] = {}
         owner_before: str | None = None
@@ -261,10 +265,47 @@ class _Random:
                 values, owner_before = _begun(shape, owner, seed), owner
             if values[local].isnan().any():
                 raise ValueError(
-                    f"{type(shape).__name__} does not say how {name} begins: give its folder"
-                    f" safetensors"
+                    f"{type(shape).__name__} does not say how {name} begins: give the model with"
+                    f" weights"
                 )
             shard.copy_(layout.shard(values[local]))
+
+
+def begun_by_the_model(model: nn.Module) -> InitialWeights | None:
+    """The source of the weights of a model on the meta device; None for one that has weights.
+
+    Its buffers get their values, in place. Raises ValueError for a model with only some weights,
+    and for one whose buffers nobody can make.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not empty:
+        return None
+    if len(empty) < sum(1 for _ in model.parameters()):
+        raise ValueError(
+            f"{empty[0]} is on the meta device, other parameters are not: load it, too"
+        )
+    twin, kind = model, type(model)
+    if any(buffer.is_meta for buffer in model.buffers()):
+        config = getattr(model, "config", None)
+        if config is None or hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{kind.__name__} has buffers on the meta device, whose values isp does not know:"
+                f" make it in isp.traced.pretrained.parameters_on_meta(), which leaves them alone"
+            )
+        with parameters_on_meta():
+            twin = kind(config)
+        for name, buffer in twin.named_buffers():
+            owner, _, local = name.rpartition(".")
+            setattr(model.get_submodule(owner), local, buffer.clone())
+    return _Random(copy.deepcopy(twin))
+
+
+def _reset(module: nn.Module) -> None:
+    """Let a module of torch's begin its own parameters."""
+    if any(not parameter.is_meta for parameter in module.parameters(recurse=False)):
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
 
 
 def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
@@ -279,10 +320,11 @@ def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
         module.register_parameter(local, nn.Parameter(value))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream.generator_seed)
-        shape._init_weights(module)
+        begin = getattr(shape, "_init_weights", _reset)
+        begin(module)
         while owner:
             owner = owner.rpartition(".")[0]
-            shape._init_weights(shape.get_submodule(owner))
+            begin(shape.get_submodule(owner))
     values = {local: getattr(module, local).detach() for local in empty}
     for local, parameter in empty.items():
         module.register_parameter(local, parameter)

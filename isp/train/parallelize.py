@@ -25,6 +25,7 @@ from isp.layers.module import NamedParameter
 from isp.parallel import Axis
 from isp.traced.folder import WeightWriter
 from isp.traced.model import TracedModel
+from isp.traced.pretrained import begun_by_the_model
 from isp.train.run import choose_device
 from isp.train.step import StepOutcome, StepWork, make_train_step
 
@@ -38,7 +39,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
     `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `attention_backend`); the
-    file needs no other sections. Ranks are torchrun's. Weights that are frozen
+    file needs no other sections. Ranks are torchrun's. A model on the meta device gets the weights
+    that it would begin with, by `training.seed`, each rank its part alone. Weights that are frozen
     (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
     or sizes that cannot be driven.
     """
@@ -50,6 +52,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
         model,
         checkpoint=config.model.checkpoint,
         attention_backend=config.model.attention_backend,
+        weights=begun_by_the_model(model),
     )
     traced.check_layout(config.parallel, config.row_tokens)
     world = World(choose_device(config), timeout_seconds=config.comm.init_timeout_seconds)
@@ -66,11 +69,6 @@ _UNREAD: dict[str, dict[str, Any]] = {"model": {}, "data": {"source": "the calle
 def _check_parameters(model: nn.Module) -> None:
     """Raise ValueError for a model without weights, or with nothing to train."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device, without values: make the model on the CPU, or load"
-                f" its weights first"
-            )
         if not parameter.is_floating_point():
             raise ValueError(
                 f"{name} is of {parameter.dtype}: isp trains models of floating-point weights, not"

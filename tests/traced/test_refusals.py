@@ -42,11 +42,6 @@ def _compiled() -> nn.Module:
     return model
 
 
-def _on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return Own()
-
-
 def _frozen() -> nn.Module:
     return Own().requires_grad_(False)
 
@@ -105,7 +100,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "part of one": (_part_of_one, "was parallelised before"),
     "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
     "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
-    "meta": (_on_meta, "is on the meta device, without values"),
     "frozen": (_frozen, "all parameters are frozen"),
     "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
