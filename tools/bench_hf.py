@@ -1,0 +1,227 @@
+"""What a Llama of transformers costs in ISP: by `model.hf`, in the own decoder, and unchanged.
+
+    python tools/bench_hf.py --rounds 7
+
+All begin with the weights of one folder and train on the same batch in turn, a step each, the first
+one rotating, so that they see the same disturbances. A step is forward, backward, clipping and
+AdamW, float32 on CPU, a thread a rank. On two ranks (isp, tensor 2 and weight 2, forked) there are
+ISP's two alone, and a step begins and ends with nothing under way. First the losses of a few steps
+have to agree. Shown are medians of the ratios of the same round, of wall time and of processor
+time, which other programs on the machine blur less; of the ranks the slowest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from isp.checkpoint import TrainState
+from isp.comm import Mesh
+from isp.config import JobConfig, load_config
+from isp.data.batch import MicroBatch
+from isp.run.forked import run_ranks
+from isp.train.begin_from import load_folder
+from isp.train.step import make_train_step
+
+SIZES = {
+    "quickstart": {
+        "vocab_size": 272,
+        "hidden_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 432,
+    },
+    "hidden 512": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+    },
+}
+PLAIN, HF, OWN = "transformers", "model.hf", "own decoder"
+KEYS = {HF: "hf", OWN: "init_from"}
+TOLERANCE = 1e-5
+"""Of the losses; sums in another order, float32."""
+Step = Callable[[], float]
+Times = dict[str, list[tuple[float, float]]]
+"""Of each round, seconds of wall and of processor time."""
+
+
+def write_folder(folder: Path, size: str, seq_len: int) -> None:
+    """A Llama with random weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SIZES[size], max_position_embeddings=seq_len)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def job(folder: Path, key: str, ranks: int, seq_len: int) -> JobConfig:
+    """A run of the model in `folder`, named by `model.<key>`."""
+    values = {
+        "model": {key: str(folder)},
+        "data": {"source": str(folder), "seq_len": seq_len},
+        "parallel": {"tensor": {"size": ranks, "mode": "isp"}, "weight": {"size": ranks}},
+        "optimizer": {"lr": 1e-3},
+        "training": {"device": "cpu", "dtype": "float32"},
+    }
+    path = folder / f"{key}-{ranks}-{dist.get_rank()}.yaml"
+    path.write_text(json.dumps(values))
+    return load_config(path)
+
+
+def ours(config: JobConfig, batch: MicroBatch) -> Step:
+    """A training step as the trainer builds it."""
+    mesh = Mesh(config.topology(dist.get_world_size()), dist.get_rank())
+    train_step = make_train_step(config, mesh, torch.device("cpu"))
+    train_step.drain()
+    if config.model.init_from is not None:
+        parameters = train_step.built.parameters
+        optimizer, topology = train_step.optimizer, mesh.topology
+        state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
+        load_folder(state, config.model)
+
+    def step() -> float:
+        train_step.weights_changed()
+        outcome = train_step([batch], config.optimizer.lr)
+        train_step.drain()
+        return outcome.loss
+
+    return step
+
+
+def plain(folder: Path, config: JobConfig, batch: MicroBatch) -> Step:
+    """A training step of the unchanged model, as anybody writes it."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    values, parameters = config.optimizer, list(model.parameters())
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=values.lr,
+        betas=(values.beta1, values.beta2),
+        eps=values.eps,
+        weight_decay=values.weight_decay,
+        fused=True,
+    )
+
+    def step() -> float:
+        adamw.zero_grad()
+        logits = model(input_ids=batch.tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
+        adamw.step()
+        return loss.item()
+
+    return step
+
+
+def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
+    """A training step of each, on the same batch."""
+    jobs = {name: job(folder, key, ranks, seq_len) for name, key in KEYS.items()}
+    torch.manual_seed(0)
+    tokens = torch.randint(jobs[HF].model.vocab_size, (1, seq_len + 1))
+    positions = torch.arange(seq_len).unsqueeze(0)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
+    found = {name: ours(config, batch) for name, config in jobs.items()}
+    if ranks == 1:
+        found[PLAIN] = plain(folder, jobs[HF], batch)
+    return found
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds of wall and of processor time."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(
+    rank: int, folder: Path, ranks: int, options: argparse.Namespace
+) -> tuple[float, Times]:
+    """By how much the losses differ, and the times of this rank."""
+    steps = steps_of(folder, ranks, options.seq_len)
+    names, off = list(steps), 0.0
+    for _ in range(3):
+        losses = [step() for step in steps.values()]
+        off = max(off, max(losses) - min(losses))
+    assert off <= TOLERANCE, f"the losses differ by {off}"
+    times: Times = {name: [] for name in names}
+    for index in range(options.rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(timed(steps[name]))
+    for name in names if options.profile else ():
+        with cProfile.Profile() as profile:
+            steps[name]()
+        if rank == 0:
+            print(name)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+    return off, times
+
+
+def slowest(of_ranks: list[Times]) -> Times:
+    """Of each round the largest over the ranks."""
+    return {
+        name: [
+            (max(wall for wall, _ in of_round), max(cpu for _, cpu in of_round))
+            for of_round in zip(*(times[name] for times in of_ranks), strict=True)
+        ]
+        for name in of_ranks[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--profile", action="store_true", help="show where a step spends its time")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | ranks | losses differ by | pair | ms | wall ratio | processor ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            write_folder(Path(folder), size, options.seq_len)
+            for ranks in options.ranks:
+                of_ranks = run_ranks(
+                    ranks, measure, Path(folder), ranks, options, timeout_seconds=3600.0
+                )
+                times = slowest([found for _, found in of_ranks])
+                for a, b in combinations(times, 2):
+                    show(f"| {size} | {ranks} | {of_ranks[0][0]:.0e}", (a, b), times)
+
+
+def show(before: str, pair: tuple[str, str], times: Times) -> None:
+    """A line of the table."""
+    a, b = (times[name] for name in pair)
+    wall, cpu = (statistics.median(x[i] / y[i] for x, y in zip(a, b, strict=True)) for i in (0, 1))
+    ms = " / ".join(f"{1e3 * statistics.median(x for x, _ in of_one):.0f}" for of_one in (a, b))
+    print(f"{before} | {' / '.join(pair)} | {ms} | {wall:.3f} | {cpu:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
