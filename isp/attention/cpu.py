@@ -129,10 +129,14 @@ class _Masks:
             return None
         which = visible, len(query), len(key)
         if which not in self._made:
-            hidden = ~visible.band(len(query), len(key), self._like.device)
             # finite: a row of which a whole kernel block is hidden must not become inf - inf
             least = torch.finfo(self._like.dtype).min / 2
-            self._made[which] = self._like.new_zeros(hidden.shape).masked_fill_(hidden, least)
+            mask = self._like.new_zeros(len(query), len(key))
+            if visible.high is not None:
+                mask += torch.full_like(mask, least).triu_(visible.high + 1)
+            if visible.low is not None:
+                mask += torch.full_like(mask, least).tril_(visible.low - 1)
+            self._made[which] = mask
         return self._made[which]
 
 
