@@ -33,6 +33,9 @@ class Host(Protocol):
     def without_values(self, model: nn.Module) -> nn.Module:
         """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
 
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """The model's `config.json`; empty if it has none."""
+
     def attending(self) -> AbstractContextManager[None]:
         """A context in which code of the model runs."""
 
@@ -61,6 +64,9 @@ class OwnModule:
 
     def without_values(self, model: nn.Module) -> nn.Module:
         return model
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        return {}
 
     def attending(self) -> AbstractContextManager[None]:
         return attend_by(self._target)
@@ -97,6 +103,11 @@ class HuggingFace:
             if isinstance(getattr(part, "rope_type", None), str):
                 setattr(part, "rope_type", "default")  # noqa: B010
         return model
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        whole: Any = model
+        found: dict[str, Any] = whole.config.to_dict()
+        return found
 
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -28,8 +28,8 @@ from isp.parallel.layout import ParameterLayout
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.settings.attention_backend import AttentionBackend
-from isp.traced.hosts import Host, host_of
-from isp.traced.model_folder import check_layout
+from isp.traced.hosts import Host, OwnModule, host_of
+from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.swap import SwappedLinear, SwappedTable
 from isp.traced.trace import (
     Call,
@@ -80,6 +80,11 @@ class TracedModel:
         """Of the same structure and without memory, for those who plan."""
         shape = copy.deepcopy(self._shape)
         self.trace = trace_model(shape, self.host.connect, self.host.forward)
+        if not self.trace.reads_positions and not isinstance(self.host, OwnModule):
+            raise ValueError(
+                f"{type(model).__name__} does not look at position_ids: it would count the tokens"
+                f" of each rank, and of packed documents, from the wrong place"
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -119,6 +124,7 @@ class TracedModel:
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
         check_layout(parallel, seq_len)
+        check_model_config(self.host.config(self.model), parallel)
 
     def build(
         self,

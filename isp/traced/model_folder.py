@@ -10,7 +10,7 @@ from typing import Any
 from isp.parallel.config import ParallelConfig
 from isp.settings.json_file import read_json
 
-__all__ = ["check_layout", "check_model_folder", "with_sizes"]
+__all__ = ["check_layout", "check_model_config", "check_model_folder", "with_sizes"]
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -59,7 +59,7 @@ def with_sizes(
 
 def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
     """Raise ValueError, naming key, value and way out, for what isp cannot run so."""
-    config, size = _read_config(folder), parallel.tensor.size
+    config = _read_config(folder)
     for name in _DROPOUT:
         if config.get(name):
             raise ValueError(
@@ -71,16 +71,25 @@ def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
             f"model.hf={folder}: output_router_logits=true in config.json adds a loss of the"
             f" routers, which isp does not have: set it to false there"
         )
+    try:
+        check_model_config(config, parallel)
+    except ValueError as error:
+        raise ValueError(f"model.hf={folder}: {error}") from None
+
+
+def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Raise ValueError for what a model of this `config.json` would compute wrongly in silence."""
     chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types")
     if chunk and (kinds is None or "chunked_attention" in kinds):
         raise ValueError(
-            f"model.hf={folder}: attention_chunk_size={chunk} in config.json attends in chunks of"
+            f"attention_chunk_size={chunk} in config.json attends in chunks of"
             f" tokens, which isp does not have: use a model with full or sliding attention"
         )
+    size = parallel.tensor.size
     for name, kind in _rope_kinds(config):
         if kind in _LOOKS_AT_THE_ROW and size > 1:
             raise ValueError(
-                f"model.hf={folder}: {name} of type {kind} in config.json looks at the positions of"
+                f"{name} of type {kind} in config.json looks at the positions of"
                 f" the whole row, of which each of parallel.tensor.size={size} ranks has a part:"
                 f" use size 1, or another type"
             )

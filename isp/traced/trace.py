@@ -99,6 +99,8 @@ class ModelTrace(NamedTuple):
     """Elements of all weights that a token is multiplied by."""
     called: frozenset[str]
     """The modules that are called; others only hold what is read elsewhere."""
+    reads_positions: bool
+    """Whether the positions that it is given count."""
 
     def elements(self, role: Role) -> int:
         """Elements of all parameters of this role."""
@@ -141,7 +143,7 @@ def trace_model(
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_TOKENS, device="meta").unsqueeze(0)
     try:
-        with recorder.listening(), torch.no_grad():
+        with recorder.listening(positions), torch.no_grad():
             forward(model, ids, positions)
     except ValueError:
         raise
@@ -162,6 +164,7 @@ def trace_model(
         sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
         + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
         frozenset(recorder.called),
+        recorder.reads_positions,
     )
 
 
@@ -194,6 +197,7 @@ class _Recorder:
         """The modules that were called."""
         self.reads: dict[str, str] = {}
         """The parameters that were read outside of their modules' forward, and by what."""
+        self.reads_positions = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
@@ -204,7 +208,7 @@ class _Recorder:
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, positions: Tensor) -> Iterator[None]:
         with ExitStack() as stack:
 
             def on(register: Callable[..., Any], fn: Callable[..., Any]) -> None:
@@ -213,7 +217,7 @@ class _Recorder:
             for name, entry in _list_entries(self._model):
                 on(entry.register_forward_pre_hook, self._entering(name))
                 on(entry.register_forward_hook, self._entering(None))
-            stack.enter_context(_Reads(self._read))
+            stack.enter_context(_Reads(self._read, positions))
             for name, module in self._model.named_modules():
                 on(module.register_forward_pre_hook, self._opening(name))
                 on(module.register_forward_hook, lambda *_: self._open.pop() and None)
@@ -245,10 +249,13 @@ class _Recorder:
 
         return opened
 
-    def _read(self, parameter: nn.Parameter, by: str) -> None:
+    def _read(self, tensor: Tensor, by: str) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self.reads_positions = True
+            return
         own = self._open[-1].parameters(recurse=False) if self._open else ()
-        name = self._names.get(id(parameter))
-        if name is not None and not any(parameter is mine for mine in own):
+        name = self._names.get(id(tensor))
+        if name is not None and not any(tensor is mine for mine in own):
             self.reads[name] = by
 
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
@@ -259,11 +266,12 @@ class _Recorder:
 
 
 class _Reads(TorchFunctionMode):
-    """Tells of parameters of which an operation makes a tensor."""
+    """Tells of parameters, and of positions, of which an operation makes a tensor."""
 
-    def __init__(self, read: Callable[[nn.Parameter, str], None]) -> None:
+    def __init__(self, read: Callable[[Tensor, str], None], positions: Tensor) -> None:
         super().__init__()
         self._read = read
+        self._positions = positions
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -271,7 +279,7 @@ class _Reads(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):  # not its dtype or shape
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter):
+                if isinstance(leaf, nn.Parameter) or leaf is self._positions:
                     self._read(leaf, getattr(func, "__name__", str(func)))
         return out
 

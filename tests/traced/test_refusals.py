@@ -95,6 +95,12 @@ def _checkpointing() -> nn.Module:
     return model
 
 
+def _without_positions() -> nn.Module:
+    from transformers import BartConfig, BartForCausalLM
+
+    return BartForCausalLM(BartConfig(vocab_size=96, d_model=32, decoder_layers=1, dropout=0.0))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
     "part of one": (_part_of_one, "was parallelised before"),
@@ -113,6 +119,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
     "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
+    "without positions": (_without_positions, "BartForCausalLM does not look at position_ids"),
+    "chunks": (
+        lambda: tiny("llama4_text", attention_chunk_size=16, num_local_experts=2),
+        "attention_chunk_size=16 in config.json attends in chunks",
+    ),
     "balance": (
         lambda: tiny("deepseek_v3", output_router_logits=True),
         "asks for a loss that balances experts",
@@ -127,6 +138,14 @@ def test_models_that_cannot_be_driven_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r".") as raised:
         isp.parallelize(make(), job())
     assert said in str(raised.value)
+    assert not dist.is_initialized()
+
+
+def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
+    """Catches ranks that turn their part of a row by other angles than the whole would be."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"dynamic .* of parallel\.tensor\.size=2 ranks"):
+        isp.parallelize(tiny("llama", rope_parameters=rope), job(tensor=2))
     assert not dist.is_initialized()
 
 
