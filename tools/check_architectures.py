@@ -40,6 +40,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "dots1": {"first_k_dense_replace": 1, **_EXPERTS},
     "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
+    # a table of positions that takes more than they
+    "opt": {},
     # as published, where the defaults have less
     "lfm2 (conv)": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen2 (window)": {"use_sliding_window": True, "max_window_layers": 16},

@@ -88,10 +88,10 @@ class SwappedTable(_Swapped):
         self.padding_idx = -1 if module.padding_idx is None else module.padding_idx
         original, instead = module.forward, _Lookup(self)
 
-        def forward(ids: Tensor) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
             called()
             with instead:
-                y: Tensor = original(ids)
+                y: Tensor = original(*args, **kwargs)
             return y
 
         setattr(module, "forward", forward)  # noqa: B010
