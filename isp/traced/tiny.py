@@ -54,7 +54,7 @@ def tiny_model(config: Any) -> nn.Module:
 
     try:
         model = AutoModelForCausalLM.from_config(tiny_config(config))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # somebody else's code: anything may come
         raise ValueError(
             f"transformers cannot build a small model of type {config.model_type}:"
             f" {' '.join(str(error).split())[:300]}"

@@ -175,6 +175,7 @@ def test_a_rank_that_fails_fails_its_layout(
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/unknown"], "model_type 'unheard_of'"),
         (["{folder}/linear"], "calls attention 0 times"),
+        (["{folder}/foreign"], "transformers cannot build a small model of type prophetnet"),
         ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
     ],
 )
@@ -187,6 +188,7 @@ def test_bad_input_is_one_line(
     (Path(folder) / "unknown" / "config.json").write_text('{"model_type": "unheard_of"}')
     linear = transformers.AutoConfig.for_model("qwen3_5_text")
     linear.save_pretrained(Path(folder) / "linear")
+    transformers.ProphetNetConfig().save_pretrained(Path(folder) / "foreign")
     assert main(["check", *(word.format(folder=folder) for word in words)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
