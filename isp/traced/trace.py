@@ -99,6 +99,8 @@ class ModelTrace(NamedTuple):
     """Elements of all weights that a token is multiplied by."""
     called: frozenset[str]
     """The modules that are called; others only hold what is read elsewhere."""
+    vocab_size: int
+    """Logits of a token."""
     reads_positions: bool
     """Whether the positions that it is given count."""
 
@@ -144,7 +146,7 @@ def trace_model(
     positions = torch.arange(_TOKENS, device="meta").unsqueeze(0)
     try:
         with recorder.listening(positions), torch.no_grad():
-            forward(model, ids, positions)
+            logits = forward(model, ids, positions)
     except ValueError:
         raise
     except Exception as error:
@@ -164,6 +166,7 @@ def trace_model(
         sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
         + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
         frozenset(recorder.called),
+        logits.shape[-1],
         recorder.reads_positions,
     )
 

@@ -223,11 +223,23 @@ class ParallelRun:
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if labels is None:
             labels = input_ids.masked_fill(begins, IGNORED)
+        self._check_labels(labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
         starts = begins.flatten().nonzero().squeeze(-1)
         cu_seqlens = torch.cat([starts, starts.new_tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise ValueError for one that is no token: its loss would be of nothing."""
+        size = self._traced.trace.vocab_size
+        foreign = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
+        if foreign.numel():
+            raise ValueError(
+                f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
+                f" there is nothing to predict"
+            )
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:

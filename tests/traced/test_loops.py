@@ -226,8 +226,10 @@ def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
         (Rows(torch.zeros(64, dtype=torch.int64)), "[batch, sequence], got [64]"),
         (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7)), "labels must be of the"),
         (Rows(torch.zeros(1, 8, dtype=torch.int64), None, torch.zeros(2, 8)), "position_ids must"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), -1)), "labels has -1: give"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
     ],
 )
-def test_wrong_shapes_are_refused(rows: Rows, said: str) -> None:
-    """Catches rows that would be broadcast, or cut in the middle."""
+def test_wrong_rows_are_refused(rows: Rows, said: str) -> None:
+    """Catches rows that would be broadcast or cut in the middle, and losses of no token."""
     assert said in _raised(isp.parallelize(Own(), job()).loss, *rows)
