@@ -471,11 +471,12 @@ def _launch_points(calls: list[Call]) -> dict[int, LaunchPoint]:
 
 def _shard(model: nn.Module, trace: ModelTrace, layers: LayerFactory) -> Iterator[NamedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used."""
-    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False):
-            uses.setdefault(parameter, []).append((module, local))
-    for name, parameter in list(model.named_parameters()):
+            uses.setdefault(id(parameter), []).append((module, local))
+    for name in [name for name, _ in model.named_parameters()]:
+        parameter = model.get_parameter(name)
         shape = tuple(parameter.shape)
         if trace.roles[name] is Role.SHARDED:
             layout = layers.sharded_layout(shape, dim=0)
@@ -484,8 +485,9 @@ def _shard(model: nn.Module, trace: ModelTrace, layers: LayerFactory) -> Iterato
         shard = nn.Parameter(
             _own_part(parameter, layout, layers), requires_grad=parameter.requires_grad
         )
-        for module, local in uses[parameter]:
+        for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
+        del parameter  # nobody else holds it: whole weights go one by one
         yield NamedParameter(name, shard, layout)
     for module in model.modules():
         for local, buffer in module.named_buffers(recurse=False):

@@ -230,7 +230,6 @@ class ParallelRun:
         cu_seqlens = torch.cat([starts, starts.new_tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
 
-
     def _check_labels(self, labels: Tensor) -> None:
         """Raise ValueError for one that is no token: its loss would be of nothing."""
         size = self._traced.trace.vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import isp
 from isp.config import JobConfig
 from isp.rng import generator_states
+from isp.traced import model as traced_model
 from isp.train.parallelize import ParallelRun
 from tests.ranks import run_each, run_ranks
 from tests.traced.models import Rows, Trained, job, tiny, trained_plainly, worst
@@ -209,6 +211,20 @@ def test_numbers_stay_what_they_are() -> None:
     assert model.head.weight is model.tokens.weight
     assert (model.precise.dtype, model.passing.dtype) == (torch.float64, torch.float32)
     assert 0 < run.step(run.loss(*_data(1)[0])).grad_norm < 1e3
+
+
+def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a whole model that stays in memory until all of its shards are there."""
+    model, alive = Own(), []
+    wholes = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def own_part(*args: Any, real: Callable[..., Tensor] = traced_model._own_part) -> Tensor:
+        alive.append(sum(whole() is not None for whole in wholes))
+        return real(*args)
+
+    monkeypatch.setattr(traced_model, "_own_part", own_part)
+    isp.parallelize(model, job())
+    assert alive == list(range(len(wholes), 0, -1))
 
 
 def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
