@@ -185,7 +185,7 @@ def load_config(
     config = _validate(values, origins, keys)
     if isinstance(config, JobConfig) and not faults:
         return config
-    faults += [] if isinstance(config, JobConfig) else config
+    faults += [] if isinstance(config, JobConfig) else [f for f in config if f not in faults]
     if len(faults) == 1:
         raise ConfigError(f"{path}: {faults[0]}")
     raise ConfigError("\n  ".join([f"{path}: {len(faults)} faults", *faults]))

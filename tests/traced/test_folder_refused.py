@@ -111,8 +111,9 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     for text, told in ((None, "has no config.json"), ("{", "cannot be read"), ("[]", "no object")):
         if text is not None:
             (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=told) as refused:
             load_config(write_job(tmp_path, tmp_path))
+        assert str(refused.value).count("model.hf=") == 1
 
 
 FAULTS = {
