@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def _sample() -> str:
-    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "isp/README.md").read_text(), re.DOTALL)
+    text = (ROOT / "isp/README.md").read_text()
+    (sample,) = [s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "own.py" in s]
     return str(sample)
 
 
