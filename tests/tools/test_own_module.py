@@ -30,7 +30,7 @@ def test_two_ranks_train_as_one_does() -> None:
 
 def test_the_readme_shows_lines_of_the_example() -> None:
     """Catches an example in the README that nothing runs."""
-    samples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    samples = re.findall(r"```python\n(.*?)```", (ROOT / "isp/README.md").read_text(), re.DOTALL)
     (shown,) = (sample for sample in samples if "ISPCommunicator(" in sample)
     lines = [line.strip() for line in EXAMPLE.read_text().splitlines()]
     assert len(shown.splitlines()) > 5
