@@ -3,8 +3,6 @@
 import sys
 from types import ModuleType
 
-from torch import Tensor
-
 from isp.attention.call import attention
 from isp.attention.cpu import CpuAttention
 from isp.attention.distributed import DistributedAttention
@@ -29,18 +27,7 @@ __all__ = [
 class _Callable(ModuleType):
     """Lets people write `isp.attention(q, k, v)`."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """As `isp.attention.call.attention`."""
-        return attention(q, k, v, causal=causal, window=window, scale=scale)
+    __call__ = staticmethod(attention)
 
 
 sys.modules[__name__].__class__ = _Callable

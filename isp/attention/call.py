@@ -5,38 +5,41 @@ B batch, S sequence (S' the tokens of a rank), H heads, K KV heads, d and e size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from isp.attention.local import make_local_attention
+from isp.attention.local import LocalAttention, make_local_attention
 from isp.attention.mask import AttentionMask
 
-__all__ = ["Attend", "attend_by", "attention"]
+__all__ = ["Attend", "AttentionOptions", "attend_by", "attention"]
 
 
-class Attend(Protocol):
-    """Attention, as models that are not isp's ask for it."""
+class AttentionOptions(NamedTuple):
+    """How one layer attends."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
+    causal: bool = True
+    """Whether a token sees only those up to its own place."""
+    window: int | None = None
+    """Tokens that one sees, its own included; None: all."""
+    scale: float | None = None
+    """Of the logits; None: 1 / sqrt(d)."""
+    softcap: float | None = None
+    """c makes c tanh(x / c) of logits x; None: they stay."""
+    sinks: Tensor | None = None
+    """[H], a further logit of each head, without a value."""
 
-        `softcap` c makes c tanh(x / c) of logits x; `sinks` [H] are logits without values.
-        """
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+"""Attention, as models that are not isp's ask for it.
+
+q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
+"""
 
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
@@ -70,6 +73,14 @@ def attention(
     """
     attend = _attend.get()
     if attend is not None:
-        return attend(q, k, v, causal=causal, window=window, scale=scale)
-    local = make_local_attention(device=q.device, dtype=q.dtype, scale=scale)
+        return attend(q, k, v, AttentionOptions(causal, window, scale))
+    local = _alone(q.device, q.dtype, q.shape[-1], scale)
     return local(q, k, v, mask=AttentionMask(causal=causal, window=window))
+
+
+@lru_cache(maxsize=64)
+def _alone(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scale: float | None
+) -> LocalAttention:
+    """Chosen once: what is fastest on a device is found by trying."""
+    return make_local_attention(device=device, dtype=dtype, head_dim=head_dim, scale=scale)

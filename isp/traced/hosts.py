@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from isp.attention.call import Attend, attend_by
+from isp.attention.call import Attend, AttentionOptions, attend_by
 
 __all__ = ["Host", "HuggingFace", "OwnModule", "host_of"]
 
@@ -167,14 +167,8 @@ def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
                 f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        out = attend(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            causal=causal,
-            window=sliding_window,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        return out, None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux)
+        return attend(q, k, v, options), None
 
     return attention_function

@@ -18,8 +18,9 @@ from isp.layers.module import MasterStream, NamedParameter
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.settings.attention_backend import AttentionBackend
+from isp.traced.chunk import InitialWeights
 from isp.traced.folder import WeightFiles
-from isp.traced.model import InitialWeights, TracedModel
+from isp.traced.model import TracedModel
 from isp.traced.tiny import kept_in_float64
 
 __all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta"]
@@ -185,7 +186,7 @@ class _Files:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
-        """As `isp.traced.model.InitialWeights`; in hand is one shard at a time."""
+        """As `isp.traced.chunk.InitialWeights`; in hand is one shard at a time."""
         logger.info("weights     of %s", self._files.folder)
         for name, shard, layout in shards:
             shard.copy_(self._read(name, layout))
@@ -205,7 +206,7 @@ class _ByTransformers:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
-        """As `isp.traced.model.InitialWeights`; every rank has the whole model in CPU memory."""
+        """As `isp.traced.chunk.InitialWeights`; every rank has the whole model in CPU memory."""
         logger.info(
             "weights     of %s, whose files have other names than the model: every rank reads all"
             " of them into CPU memory and keeps its part; a folder that the model's own"
@@ -251,7 +252,7 @@ class _Random:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
-        """As `isp.traced.model.InitialWeights`; in hand is one module's own at a time.
+        """As `isp.traced.chunk.InitialWeights`; in hand is one module's own at a time.
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """

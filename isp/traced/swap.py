@@ -1,4 +1,4 @@
-"""Linears and tables of somebody else's model, made to read a gathered weight as a value.
+"""Somebody else's weights: shards in their places, which linears and tables read as whole values.
 
 The module stays, and so do the names: `module.weight` is this rank's shard, and the instance's
 `forward` multiplies by the whole. O out features, I in features, V vocabulary, D hidden size
@@ -6,20 +6,23 @@ The module stays, and so do the names: `module.weight` is this rank's shard, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isp.layers.embedding import look_up
+from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, WeightGradientRoute, multiply
+from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
-from isp.traced.trace import is_transposed
+from isp.traced.trace import ModelTrace, Role, is_transposed
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["SwappedLinear", "SwappedTable"]
+__all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
 
 
 class _Swapped:
@@ -110,3 +113,38 @@ class _Lookup(TorchFunctionMode):
         if func is F.embedding and args[1] is self._table.weight:
             return look_up(args[0], self._table.weight, self._table)
         return func(*args, **(kwargs or {}))
+
+
+def shard_parameters(
+    model: nn.Module, trace: ModelTrace, layers: LayerFactory
+) -> Iterator[NamedParameter]:
+    """Put this rank's shard in the place of every parameter, wherever it is used."""
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            uses.setdefault(id(parameter), []).append((module, local))
+    for name in [name for name, _ in model.named_parameters()]:
+        parameter = model.get_parameter(name)
+        shape = tuple(parameter.shape)
+        if trace.roles[name] is Role.SHARDED:
+            layout = layers.sharded_layout(shape, dim=0)
+        else:
+            layout = layers.replicated_layout(shape)
+        shard = nn.Parameter(
+            _own_part(parameter, layout, layers), requires_grad=parameter.requires_grad
+        )
+        for module, local in uses.pop(id(parameter)):
+            setattr(module, local, shard)
+        del parameter  # nobody else holds it: whole weights go one by one
+        yield NamedParameter(name, shard, layout)
+    for module in model.modules():
+        for local, buffer in module.named_buffers(recurse=False):
+            if layers.device.type != "meta":
+                setattr(module, local, buffer.to(layers.device))
+
+
+def _own_part(parameter: nn.Parameter, layout: ParameterLayout, layers: LayerFactory) -> Tensor:
+    if parameter.is_meta or layers.device.type == "meta":
+        return torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    part = layout.shard(parameter.detach())
+    return part.to(device=layers.device, dtype=layers.dtype, copy=True).contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from isp.attention.call import Attend
+from isp.attention.call import Attend, AttentionOptions
 
 __all__ = [
     "AttentionSizes",
@@ -202,11 +202,9 @@ class _Recorder:
         """The parameters that were read outside of their modules' forward, and by what."""
         self.reads_positions = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
-        sizes = AttentionSizes(
-            q.shape[2], k.shape[2], q.shape[3], v.shape[3], options.get("window")
-        )
+        sizes = AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], options.window)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 

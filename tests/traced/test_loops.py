@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import isp
 from isp.config import JobConfig
 from isp.rng import generator_states
-from isp.traced import model as traced_model
+from isp.traced import swap
 from isp.train.parallelize import ParallelRun
 from tests.ranks import run_each, run_ranks
 from tests.traced.models import Rows, Trained, job, tiny, trained_plainly, worst
@@ -218,11 +218,11 @@ def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, alive = Own(), []
     wholes = [weakref.ref(parameter) for parameter in model.parameters()]
 
-    def own_part(*args: Any, real: Callable[..., Tensor] = traced_model._own_part) -> Tensor:
+    def own_part(*args: Any, real: Callable[..., Tensor] = swap._own_part) -> Tensor:
         alive.append(sum(whole() is not None for whole in wholes))
         return real(*args)
 
-    monkeypatch.setattr(traced_model, "_own_part", own_part)
+    monkeypatch.setattr(swap, "_own_part", own_part)
     isp.parallelize(model, job())
     assert alive == list(range(len(wholes), 0, -1))
 

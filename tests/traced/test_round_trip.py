@@ -15,7 +15,7 @@ from isp.cli import main
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.parallel import Mode
-from isp.traced.model import TracedChunk
+from isp.traced.chunk import TracedChunk
 from isp.traced.pretrained import folder_model
 from isp.traced.tiny import kept_in_float64
 from isp.weights.wp import LocalWeights

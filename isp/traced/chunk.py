@@ -1,0 +1,277 @@
+"""`TracedChunk`: a traced model on one rank, its calls followed through every pass.
+
+B batch, S sequence, D hidden size, H heads, K KV heads, d and e sizes of heads, V vocabulary;
+S' the tokens of this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isp.attention import DistributedAttention, LocalAttention
+from isp.attention.call import AttentionOptions
+from isp.comm import Channel
+from isp.layers.factory import LayerFactory
+from isp.layers.loss import vocab_parallel_cross_entropy
+from isp.layers.module import NamedParameter
+from isp.parallel.config import LaunchPoint
+from isp.recompute import Recomputer
+from isp.rng import RngStatesTracker, generator_states, restore_generators
+from isp.traced.hosts import Host
+from isp.traced.passage import Masks, Passage, outer_calls
+from isp.traced.swap import SwappedLinear, SwappedTable, shard_parameters
+from isp.traced.trace import (
+    Call,
+    Kind,
+    ModelTrace,
+    is_transposed,
+)
+from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.trace import Passes
+
+__all__ = ["InitialWeights", "TracedChunk"]
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
+
+
+class TracedChunk:
+    """A traced model on this rank: its linears and tables hold shards, its blocks are followed."""
+
+    splits_logits = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trace: ModelTrace,
+        host: Host,
+        layers: LayerFactory,
+        local_attention: Callable[[float | None, float | None, bool, int], LocalAttention],
+        recomputed: tuple[bool, ...],
+        *,
+        weights: InitialWeights | None = None,
+    ) -> None:
+        self.model = model
+        self._weights = weights
+        self.trace = trace
+        self._host = host
+        self._layers = layers
+        self._local_attention = local_attention
+        self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
+        self._recompute = Recomputer(
+            tracker=RngStatesTracker(layers.device), announce=layers.recomputing
+        )
+        self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
+        self._points = {block: nn.Identity() for block in trace.blocks}
+        self._calls = {
+            block: tuple(call for call in trace.calls if call.block == block)
+            for block in trace.blocks
+        }
+        self._outer_calls = tuple(outer_calls(trace))
+        self._passage: Passage | None = None
+        self._holders: dict[str, SwappedLinear | SwappedTable] = {}
+        self._named = tuple(shard_parameters(model, trace, layers))
+        self._swap()
+        host.connect(model, self._attend)
+
+    # -- what the runtime asks ---------------------------------------------------------------
+
+    def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The logits of this rank's tokens: x and positions [B, S'] -> [B, S', V]."""
+        passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
+        with self._passing(passage), self._random_numbers():
+            return self._host.forward(self.model, x, positions)
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of each token: [B, S', V], [B, S'] -> [B, S'], 0 where ignored."""
+        return vocab_parallel_cross_entropy(logits, labels, channel=Channel.solo("tensor"))
+
+    def shards(self) -> Iterator[NamedParameter]:
+        """The parameters, each once, with their names in the model."""
+        yield from self._named
+
+    def init_weights(self, seed: int) -> None:
+        """The weights to begin from are the model's own, or come from their source."""
+        if self._weights is not None:
+            self._weights.fill(self.model, self._named, seed)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The blocks, and what has parameters outside of them.
+
+        The whole model is among them if it has some that lie in no module that is called.
+        """
+        parts = {block: self.model.get_submodule(block) for block in self.trace.blocks}
+        inside = tuple(f"{block}." for block in parts)
+        for name, module in self.model.named_modules():
+            outside = name not in parts and not name.startswith(inside)
+            if outside and any(True for _ in module.parameters(recurse=False)):
+                called = name in self.trace.called
+                parts[name if called else ""] = module if called else self.model
+        return parts
+
+    def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
+        """The weights gathered in a forward, in order."""
+        declared = []
+        for block, group in groupby(self.trace.calls, key=lambda call: call.block):
+            calls = list(group)
+            if block is None:
+                declared += [self._declared(call.module, None, [call]) for call in calls]
+            else:
+                declared.append(self._declared(block, block, calls))
+        return tuple(declared)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _declared(self, name: str, block: str | None, calls: list[Call]) -> DeclaredBlock:
+        points = _launch_points(calls) if block is not None else {}
+        visits = [
+            DeclaredVisit(
+                name=_visit_name(call),
+                layer=self._holders.get(call.module) if call.kind is not Kind.ATTENTION else None,
+                at=self._points[name]
+                if call.kind is Kind.ATTENTION
+                else self.model.get_submodule(call.module),
+                launch_point=points.get(index),
+                weight_in_backward=call.kind is not Kind.TABLE,
+                passes=self._passes(call),
+            )
+            for index, call in enumerate(calls)
+        ]
+        return DeclaredBlock(
+            name=name,
+            module=self.model.get_submodule(name),
+            visits=tuple(visits),
+            recomputed=block is not None and self._recomputed[block],
+        )
+
+    def _passes(self, call: Call) -> Passes:
+        """What a linear is given is written and read; of a table, the rows."""
+        if call.kind is Kind.ATTENTION:
+            return Passes()
+        rows, columns = self._holders[call.module].layouts["weight"].global_shape
+        transposed = is_transposed(self.model.get_submodule(call.module))
+        return Passes(between=2 * (rows if transposed else columns))
+
+    def _swap(self) -> None:
+        """Let linears, tables and blocks go through this chunk."""
+        communicator = self._layers.communicator
+        for kind, name in dict.fromkeys((call.kind, call.module) for call in self.trace.calls):
+            module = self.model.get_submodule(name)
+            called = partial(self._passed, kind, name)
+            if kind is Kind.LINEAR:
+                self._holders[name] = SwappedLinear(module, name, communicator, called)
+            elif kind is Kind.TABLE:
+                assert isinstance(module, nn.Embedding)
+                self._holders[name] = SwappedTable(module, name, communicator, called)
+        layouts = {item.parameter: item.layout for item in self._named}
+        for holder in self._holders.values():
+            holder.layouts = {
+                local: layouts[parameter]
+                for local, parameter in holder.module.named_parameters(recurse=False)
+            }
+        for block in self.trace.blocks:
+            module = self.model.get_submodule(block)
+            module.forward = partial(self._through_block, block, module.forward)
+
+    def _through_block(
+        self, block: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A block's forward, recomputed in backward if that was asked for.
+
+        A recompute finds the documents of its own forward, whatever has run since.
+        """
+        passage = self._under_way(block)
+        passage.arrive(Kind.BLOCK, block)
+        masks = passage.masks
+
+        def run(*args: Any) -> Any:
+            with self._passing(Passage(block, self._calls[block], masks)), self._host.attending():
+                return forward(*args, **kwargs)
+
+        if self._recomputed[block] and torch.is_grad_enabled():
+            return self._recompute(run, *args)
+        return run(*args)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """As `isp.attention.call.Attend`."""
+        causal, window, scale, softcap, sinks = options
+        passage = self._under_way("attention")
+        passage.arrive(Kind.ATTENTION, passage.name)
+        self._points[passage.name](q)
+        key = scale, softcap, sinks is not None, q.shape[-1]
+        if key not in self._cores:
+            self._cores[key] = DistributedAttention(
+                self._local_attention(*key), self._layers.attention_channel
+            )
+        return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)
+
+    def _passed(self, kind: Kind, module: str) -> None:
+        self._under_way(module).arrive(kind, module)
+
+    def _under_way(self, called: str) -> Passage:
+        if self._passage is None:
+            raise RuntimeError(
+                f"{called} was called outside of the forward that isp runs: a parallelised model is"
+                f" called by the run's `loss` alone, and recomputed by model.checkpoint, not by"
+                f" gradient checkpointing of its own"
+            )
+        return self._passage
+
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """What a model in training draws (dropout) differs from rank to rank, as its tokens do.
+
+        All of a forward follows from one number of the host's generator, and the rank.
+        """
+        if not self.model.training:
+            yield
+            return
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        seed, device = int(torch.randint(1 << 48, ())), self._layers.device
+        before = generator_states(device)
+        torch.manual_seed(seed + rank)
+        try:
+            yield
+        finally:
+            restore_generators(device, before)
+
+    @contextmanager
+    def _passing(self, passage: Passage) -> Iterator[None]:
+        before, self._passage = self._passage, passage
+        try:
+            yield
+            passage.finish()
+        finally:
+            self._passage = before
+
+
+def _visit_name(call: Call) -> str:
+    if call.kind is not Kind.ATTENTION:
+        return call.module.removeprefix(f"{call.block}.")
+    window = None if call.sizes is None else call.sizes.window
+    return "attn" if window is None else f"attn of {window} tokens"
+
+
+def _launch_points(calls: list[Call]) -> dict[int, LaunchPoint]:
+    """The places of a block that the configuration has names for."""
+    attention = next(i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION)
+    points = {attention: LaunchPoint.ATTN}
+    if attention > 0:
+        points[0] = LaunchPoint.WQKV
+    for point, index in zip(
+        (LaunchPoint.WO, LaunchPoint.W1), range(attention + 1, len(calls)), strict=False
+    ):
+        points[index] = point
+    return points
