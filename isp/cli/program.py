@@ -12,10 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
-from isp.cli import check_command, plan_command, profile_command
+from isp.cli import (
+    check_command,
+    checkpoint_command,
+    data_command,
+    plan_command,
+    profile_command,
+    topology_command,
+)
 from isp.cli.failures import report
 from isp.cli.launch import follow_launcher
-from isp.cli.options import add_nproc, positive
+from isp.cli.options import add_nproc
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -130,25 +137,39 @@ def _build_parser() -> argparse.ArgumentParser:
             "measure this machine for isp layouts",
         )
     )
-    _add_topology(_command(commands, "topology", _topology, "print the groups of ranks"))
+    topology_command.add_options(
+        _command(commands, "topology", topology_command.run, "print the groups of ranks")
+    )
     _add_report(
         _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")
     )
     data = commands.add_parser("data", help="work on data", allow_abbrev=False)
     actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_prepare(
-        _command(actions, "prepare", _prepare, "turn text or chats into the .bin/.idx format")
+    data_command.add_prepare_options(
+        _command(
+            actions,
+            "prepare",
+            data_command.run_prepare,
+            "turn text or chats into the .bin/.idx format",
+        )
     )
     saved = commands.add_parser(
         "checkpoint", help="look at or export checkpoints", allow_abbrev=False
     )
     actions = saved.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, run, summary in (
-        ("inspect", _inspect, "show what checkpoints hold"),
-        ("verify", _verify, "read checkpoints and compare their checksums"),
+        ("inspect", checkpoint_command.run_inspect, "show what checkpoints hold"),
+        ("verify", checkpoint_command.run_verify, "read checkpoints and compare their checksums"),
     ):
-        _add_checkpoint(_command(actions, name, run, summary))
-    _add_export(_command(actions, "export", _export, "write a checkpoint as a Hugging Face folder"))
+        checkpoint_command.add_options(_command(actions, name, run, summary))
+    checkpoint_command.add_export_options(
+        _command(
+            actions,
+            "export",
+            checkpoint_command.run_export,
+            "write a checkpoint as a Hugging Face folder",
+        )
+    )
     return parser
 
 
@@ -279,173 +300,4 @@ def _report(args: argparse.Namespace) -> int:
 
     done = write_report(args.folder, args.output)
     print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
-    return 0
-
-
-def _shape(text: str) -> tuple[int, int]:
-    outputs, _, inputs = text.partition("x")
-    if not (outputs.isdecimal() and inputs.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write e.g. 16x8")
-    return positive(outputs), positive(inputs)
-
-
-def _add_topology(parser: argparse.ArgumentParser) -> None:
-    from isp.parallel.config import Mode
-
-    sizes = {
-        "--world": "ranks in all",
-        "--tensor": "ranks that share one sequence",
-        "--pipeline": "pipeline stages",
-        "--weight": "isp: ranks that share one copy of the weights",
-    }
-    for name, meaning in sizes.items():
-        required = name == "--world"
-        parser.add_argument(
-            name, type=positive, default=1, required=required, metavar="N", help=meaning
-        )
-    parser.add_argument(
-        "--zero1",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="ranks that share optimizer states; -1: all",
-    )
-    parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.ISP.value, help="default: isp"
-    )
-    parser.add_argument(
-        "--shape",
-        type=_shape,
-        metavar="OUTxIN",
-        help="draw how a weight of this shape is cut, rank by rank",
-    )
-
-
-def _topology(args: argparse.Namespace) -> int:
-    from isp.parallel.config import (
-        Mode,
-        ParallelConfig,
-        PipelineConfig,
-        TensorConfig,
-        WeightConfig,
-        Zero1Config,
-    )
-    from isp.parallel.picture import describe_cuts
-    from isp.parallel.topology import Topology
-
-    parallel = ParallelConfig(
-        tensor=TensorConfig(size=args.tensor, mode=Mode(args.mode)),
-        weight=WeightConfig(size=args.weight),
-        pipeline=PipelineConfig(size=args.pipeline),
-        zero1=Zero1Config(size=args.zero1),
-    )
-    topology = Topology.create(args.world, parallel)
-    picture = "" if args.shape is None else describe_cuts(topology, args.shape)
-    print(topology.describe())
-    if picture:
-        print(f"\n{picture}")
-    return 0
-
-
-def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, globs"
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
-    )
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
-    )
-    parser.add_argument(
-        "--eos-token",
-        metavar="TOKEN",
-        help="the token that ends a document; without it, the one the tokenizer declares",
-    )
-    parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
-    parser.add_argument(
-        "--format",
-        choices=("auto", "text", "messages", "tokens"),
-        default="auto",
-        help="what .jsonl lines hold; auto (default): as the keys of a file's first line say",
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja file that renders messages, in place of the tokenizer's own template",
-    )
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from isp.data.config import Format
-    from isp.data.prepare import prepare
-
-    done = prepare(
-        args.inputs,
-        args.output,
-        tokenizer=args.tokenizer,
-        text_key=args.text_key,
-        eos_token=args.eos_token,
-        form=Format(args.format),
-        chat_template=args.chat_template,
-    )
-    files, kind, trained = f"{done.prefix}.bin and .idx", "documents", ""
-    if done.num_trained is not None:
-        files, kind = f"{files}, and .labels of both", "examples"
-        trained = (
-            f", {done.num_trained:,} of them trained; {done.num_dropped:,} without a trained token"
-            " left out"
-        )
-    print(
-        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}{trained}, from"
-        f" {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
-    )
-    return 0
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", metavar="PATH", help="a checkpoint, a folder of them, or the folder of a run"
-    )
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from isp.checkpoint import inspect
-
-    print(inspect(args.path))
-    return 0
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from isp.checkpoint import verify
-
-    verdict = verify(args.path)
-    print(verdict.text)
-    return 0 if verdict.good else 1
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    _add_checkpoint(parser)
-    parser.add_argument(
-        "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="of the weights; default: training.dtype of the run",
-    )
-
-
-def _export(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from isp.train.export import export
-
-    done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
-    print(
-        f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
-        f" {done.source}; from_pretrained of transformers loads it"
-    )
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
     return 0

@@ -1,0 +1,60 @@
+"""`isp checkpoint inspect`, `verify` and `export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["add_export_options", "add_options", "run_export", "run_inspect", "run_verify"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoints that are meant: all there is for `inspect` and `verify`."""
+    parser.add_argument(
+        "path", metavar="PATH", help="a checkpoint, a folder of them, or the folder of a run"
+    )
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print what checkpoints hold."""
+    from isp.checkpoint import inspect
+
+    print(inspect(args.path))
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Compare checkpoints with their checksums; 1 where one is damaged."""
+    from isp.checkpoint import verify
+
+    verdict = verify(args.path)
+    print(verdict.text)
+    return 0 if verdict.good else 1
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint, and the folder it becomes."""
+    add_options(parser)
+    parser.add_argument(
+        "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="of the weights; default: training.dtype of the run",
+    )
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write a Hugging Face folder, and say what it holds."""
+    from isp.train.export import export
+
+    done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
+    print(
+        f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
+        f" {done.source}; from_pretrained of transformers loads it"
+    )
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0

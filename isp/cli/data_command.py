@@ -1,0 +1,65 @@
+"""`isp data prepare`: turns text or chats into the .bin/.idx format."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_prepare_options", "run_prepare"]
+
+
+def add_prepare_options(parser: argparse.ArgumentParser) -> None:
+    """Add the files, and how they are read and written."""
+    parser.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, globs"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
+    )
+    parser.add_argument(
+        "--eos-token",
+        metavar="TOKEN",
+        help="the token that ends a document; without it, the one the tokenizer declares",
+    )
+    parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
+    parser.add_argument(
+        "--format",
+        choices=("auto", "text", "messages", "tokens"),
+        default="auto",
+        help="what .jsonl lines hold; auto (default): as the keys of a file's first line say",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file that renders messages, in place of the tokenizer's own template",
+    )
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    """Prepare, and say what was written."""
+    from isp.data.config import Format
+    from isp.data.prepare import prepare
+
+    done = prepare(
+        args.inputs,
+        args.output,
+        tokenizer=args.tokenizer,
+        text_key=args.text_key,
+        eos_token=args.eos_token,
+        form=Format(args.format),
+        chat_template=args.chat_template,
+    )
+    files, kind, trained = f"{done.prefix}.bin and .idx", "documents", ""
+    if done.num_trained is not None:
+        files, kind = f"{files}, and .labels of both", "examples"
+        trained = (
+            f", {done.num_trained:,} of them trained; {done.num_dropped:,} without a trained token"
+            " left out"
+        )
+    print(
+        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}{trained}, from"
+        f" {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
+    )
+    return 0

@@ -1,0 +1,76 @@
+"""`isp topology`: prints the groups of ranks, and how a weight is cut over them."""
+
+from __future__ import annotations
+
+import argparse
+
+from isp.cli.options import positive
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the groups, and the shape of a weight."""
+    from isp.parallel.config import Mode
+
+    sizes = {
+        "--world": "ranks in all",
+        "--tensor": "ranks that share one sequence",
+        "--pipeline": "pipeline stages",
+        "--weight": "isp: ranks that share one copy of the weights",
+    }
+    for name, meaning in sizes.items():
+        required = name == "--world"
+        parser.add_argument(
+            name, type=positive, default=1, required=required, metavar="N", help=meaning
+        )
+    parser.add_argument(
+        "--zero1",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="ranks that share optimizer states; -1: all",
+    )
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default=Mode.ISP.value, help="default: isp"
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="OUTxIN",
+        help="draw how a weight of this shape is cut, rank by rank",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the groups of a layout."""
+    from isp.parallel.config import (
+        Mode,
+        ParallelConfig,
+        PipelineConfig,
+        TensorConfig,
+        WeightConfig,
+        Zero1Config,
+    )
+    from isp.parallel.picture import describe_cuts
+    from isp.parallel.topology import Topology
+
+    parallel = ParallelConfig(
+        tensor=TensorConfig(size=args.tensor, mode=Mode(args.mode)),
+        weight=WeightConfig(size=args.weight),
+        pipeline=PipelineConfig(size=args.pipeline),
+        zero1=Zero1Config(size=args.zero1),
+    )
+    topology = Topology.create(args.world, parallel)
+    picture = "" if args.shape is None else describe_cuts(topology, args.shape)
+    print(topology.describe())
+    if picture:
+        print(f"\n{picture}")
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int]:
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdecimal() and inputs.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write e.g. 16x8")
+    return positive(outputs), positive(inputs)
