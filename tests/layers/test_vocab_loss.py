@@ -1,0 +1,122 @@
+"""The cross entropy over a split vocabulary against torch's, with every gradient."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isp.comm import Channel, CommLog
+from isp.tensor_parallel import (
+    IGNORED,
+    vocab_parallel_cross_entropy,
+)
+from tests.layers.megatron import (
+    CLOSE,
+    WORLDS,
+    B,
+    Made,
+    S,
+    drawn,
+    group,
+    slice_of,
+)
+from tests.ranks import run_each, run_ranks
+
+
+def _loss(rank: int, case: tuple[float, int]) -> None:
+    smoothing, vocab = case
+    log = CommLog()
+    log.collect()
+    channel = group(log)
+    logits = drawn(S, B, vocab) * 5
+    target = torch.randint(vocab, (S, B), generator=torch.Generator().manual_seed(7))
+    target[0, 0] = target[3] = IGNORED
+    dloss = drawn(S, B, seed=2)
+    leaf = logits.clone().requires_grad_()
+    expected = F.cross_entropy(
+        leaf.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="none"
+    ).view(S, B)
+    expected.backward(dloss)
+    assert leaf.grad is not None
+    size = -(-vocab // channel.size)
+    first = min(vocab, rank * size)
+    own = slice(first, min(vocab, first + size))
+    for reuse in (False, True):
+        local = logits[..., own].contiguous()
+        before = local.clone()
+        head = local.clone().requires_grad_()
+        local = head * 1  # as a layer's output, not a leaf
+        kept = local.detach()
+        loss = vocab_parallel_cross_entropy(
+            local, target, smoothing, channel=channel, first=first, reuse_logits=reuse
+        )
+        assert torch.equal(kept, before) is not reuse
+        moves = log.take()
+        assert len(moves) == (0 if channel.size == 1 else 3)
+        loss.backward(dloss)
+        assert not log.take()
+        torch.testing.assert_close(loss, expected.detach(), **CLOSE)
+        torch.testing.assert_close(head.grad, leaf.grad[..., own], **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_loss_is_torchs(world: int) -> None:
+    """Catches smoothing over a rank's part alone, a fourth reduction, and logits overwritten."""
+    run_each(world, _loss, {str(case): case for case in product((0.0, 0.1), (48, 45))})
+
+
+def _reused(rank: int, smoothing: float) -> list[int]:
+    """How many buffers like the logits backward makes, without and with their reuse."""
+    channel, counts = group(), []
+    target = torch.arange(S)
+    for reuse in (False, True):
+        head = slice_of(drawn(S, 48), 1, channel).requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            head * 1, target, smoothing, channel=channel, reuse_logits=reuse
+        ).sum()
+        with Made(tuple(head.shape)) as made:
+            (once,) = torch.autograd.grad(loss, head, retain_graph=True)
+        counts.append(made.count)
+        if reuse:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert torch.equal(once, torch.autograd.grad(loss, head)[0])
+    return counts
+
+
+def test_reused_logits_end_as_their_gradient() -> None:
+    """Catches a second buffer of the size of the logits, and a wrong gradient when walked twice."""
+    for of_ranks in run_each(2, _reused, {"plain": 0.0, "smoothed": 0.1}).values():
+        assert all(reused == kept - 1 for kept, reused in of_ranks)
+
+
+def test_loss_refuses_a_smoothing_that_is_none() -> None:
+    """Catches a percentage given for a share."""
+    with pytest.raises(ValueError, match="label_smoothing=10"):
+        vocab_parallel_cross_entropy(
+            torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 10, channel=Channel.solo()
+        )
+
+
+def _wide_inside(rank: int) -> None:
+    """bfloat16 logits: the loss is float32's, the gradient bfloat16."""
+    channel = group()
+    logits = (drawn(S, B, 48) * 50).bfloat16()
+    target = torch.randint(48, (S, B), generator=torch.Generator().manual_seed(7))
+    local = slice_of(logits, 2, channel).requires_grad_()
+    loss = vocab_parallel_cross_entropy(local, target, channel=channel)
+    loss.sum().backward()
+    expected = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.flatten(), expected)
+    assert local.grad is not None
+    assert local.grad.dtype == torch.bfloat16
+
+
+def test_loss_is_float32_inside() -> None:
+    """Catches a softmax in the dtype of the logits."""
+    run_ranks(4, _wide_inside)
