@@ -106,8 +106,6 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
         ) from None
     if dtype is torch.float64:
         model = kept_in_float64(model)
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
     made: nn.Module = model.train()
     return made
 

@@ -59,8 +59,6 @@ def tiny_model(config: Any) -> nn.Module:
             f"transformers cannot build a small model of type {config.model_type}:"
             f" {' '.join(str(error).split())[:300]}"
         ) from error
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the one that computes in float64
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -163,8 +161,12 @@ def _wide(value: Any) -> Any:
 def kept_in_float64(model: nn.Module) -> nn.Module:
     """`model`, whose own casts to float32 (of norms, angles, softmax) give float64, in place.
 
-    Otherwise no comparison of its gradients goes below 1e-7, in whatever layout.
+    Otherwise no comparison of its gradients goes below 1e-7, in whatever layout. Experts are
+    computed one by one, as transformers' other ways have no float64.
     """
+    whole: Any = model
+    if hasattr(model, "set_experts_implementation"):
+        whole.set_experts_implementation("eager")
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for module in (model, *(entry for entries in lists for entry in entries)):
         module.__class__ = _widened(type(module))

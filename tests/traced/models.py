@@ -53,8 +53,6 @@ def tiny(name: str, *, seed: int = 0, **sizes: Any) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **{**_SIZES, **_OF_ITS_OWN.get(name, {}), **sizes})
     model = AutoModelForCausalLM.from_config(config)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others compute in bfloat16 or float32
     for parameter in model.parameters():
         with torch.no_grad():
             if parameter.dim() < 2:

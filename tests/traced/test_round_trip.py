@@ -124,8 +124,6 @@ def _logits(chunk: TracedChunk, tokens: Tensor) -> Tensor:
 def _loaded(folder: Path) -> Any:
     """The model that transformers makes of a folder, all of it in float64."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
     return kept_in_float64(model).eval()
 
 
