@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
 from isp.traced.model import TracedModel
 from isp.traced.tiny import tiny_config, tiny_model
 from isp.traced.trace import AttentionSizes, ModelTrace, Role
-from isp.train.check import Check, Layout, Verdict
+from isp.train.check import Check, Layout, Verdict, fault_of
 from isp.train.check_subjects import HuggingFaceSubject
 
 README = Path(__file__).parents[1] / "isp" / "traced" / "README.md"
 
 LAYOUTS = tuple(Layout(tensor, weight) for tensor in (1, 2, 4) for weight in (1, 2, 4))
+
+SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
+"""Of models whose tensor-parallel plan does."""
 
 _EXPERTS = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
 
@@ -65,6 +69,8 @@ class Fact(NamedTuple):
     """The kinds of layers, in the order of their first."""
     refused: str
     """Why it is not driven; empty if it is."""
+    not_split: str = ""
+    """Why its features are not split; empty if they are."""
 
 
 def config_of(architecture: str) -> Any:
@@ -85,7 +91,9 @@ def fact(architecture: str) -> Fact:
         kinds = dict.fromkeys(getattr(tiny_config(config), "layer_types", ()))
         reason = str(error).partition(": ")[0]
         return Fact(architecture, name, ", ".join(k.replace("_", " ") for k in kinds), reason)
-    return Fact(architecture, name, ", ".join(dict.fromkeys(_kinds(trace))), "")
+    fault = fault_of(HuggingFaceSubject(config), SPLIT[0], ParallelConfig())
+    reason = fault.partition("not do: ")[2].partition("; use mode isp")[0]
+    return Fact(architecture, name, ", ".join(dict.fromkeys(_kinds(trace))), "", reason)
 
 
 def _kinds(trace: ModelTrace) -> list[str]:
@@ -111,9 +119,12 @@ def table() -> str:
     rows = [
         f"| {f.architecture} | `{f.model}` | {f.layers} |"
         f" {f'refused: {f.refused}' if f.refused else 'driven'} |"
+        f" {'' if f.refused else f.not_split or 'yes'} |"
         for f in facts
     ]
-    return "\n".join([_HEAD.format(driven=driven, refused=len(facts) - driven), *rows, ""])
+    split = sum(not f.refused and not f.not_split for f in facts)
+    head = _HEAD.format(driven=driven, refused=len(facts) - driven, split=split)
+    return "\n".join([head, *rows, ""])
 
 
 _HEAD = """# Architectures
@@ -131,29 +142,36 @@ document by itself. Dropout, which isp does not have, is 0.
 `python tools/check_architectures.py` compares them all, the test suite a part of them, and
 `isp check FOLDER` any model.
 
+{split} have a tensor-parallel plan (`base_model_tp_plan`) that mtp, msp and fsp follow, and are the
+same there with tensor groups of 2 and 4 that divide their heads; experts, and what the plan leaves
+alone, stay whole on every rank. Of the others the last column says why not.
+
 A layer is refused that calls attention other than once: what mixes tokens in another way (linear
 attention, state spaces, convolutions) would need the tokens of other ranks.
 
-| type | class | kinds of layers | |
-|---|---|---|---|"""
+| type | class | kinds of layers | isp | mtp, msp, fsp |
+|---|---|---|---|---|"""
 
 
 def check(architecture: str) -> str:
     """A line on an architecture in all layouts; begins with `ok` if nothing differs."""
     began = time.monotonic()
     try:
-        job = Check(HuggingFaceSubject(config_of(architecture)), LAYOUTS)
+        subject = HuggingFaceSubject(config_of(architecture))
+        split = [layout for layout in SPLIT if not fault_of(subject, layout, ParallelConfig())]
+        layouts = [*LAYOUTS, *split]
+        job = Check(subject, layouts)
     except ValueError as error:
         return f"refused  {architecture}: {error}"
 
     def on_rank(rank: int) -> Any:
-        return [job.on_rank(rank, layout) for layout in LAYOUTS]
+        return [job.on_rank(rank, layout) for layout in layouts]
 
     try:
         of_ranks = run_ranks(job.num_ranks, on_rank, timeout_seconds=1200)
     except RankError as error:
         return f"FAILED   {architecture}: {error}"
-    of_layouts = zip(LAYOUTS, zip(*of_ranks, strict=True), strict=True)
+    of_layouts = zip(layouts, zip(*of_ranks, strict=True), strict=True)
     verdicts = [job.verdict(layout, found) for layout, found in of_layouts]
     return f"{_summary(architecture, verdicts)}, {time.monotonic() - began:.1f} s"
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from isp.parallel import ParallelConfig
     from isp.train.check import Check, Differences, Layout, Verdict
+    from isp.train.check_reference import Subject
 
 __all__ = ["add_options", "run"]
 
@@ -26,10 +28,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         default="all",
         metavar="LIST",
-        help="such as 2x4,4x1: sizes of the tensor and the weight group in isp mode"
-        " (default: all, with 1, 2 and 4 of each; of isp's own decoder also the other modes)",
+        help="such as 2x4,mtp2: sizes of the tensor and the weight group in isp mode, another mode"
+        " and its size (default: all, with 1, 2 and 4 of each, that the model can be split in)",
     )
-    parser.usage = "isp check CONFIG|FOLDER [--layouts all|TxW,...] [--section.key value ...]"
+    parser.usage = "isp check CONFIG|FOLDER [--layouts all|TxW|modeT,...] [--section.key value ...]"
     parser.epilog = (
         "The model is shrunk to a small one of the same structure, with random weights, and trains"
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
@@ -70,52 +72,68 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     import torch
 
     from isp.config import ConfigError, load_config
+    from isp.parallel import ParallelConfig
+    from isp.settings import OptimizerConfig, TrainingConfig
     from isp.train.check import Check
     from isp.train.check_subjects import DecoderSubject, HuggingFaceSubject, read_folder
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)
     path = Path(args.config)
+    parallel, optimizer, training = ParallelConfig(), OptimizerConfig(), TrainingConfig()
     if path.is_dir():
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]} changes a configuration, and {path} is none")
-        layouts = _layouts(args.layouts, own=False)
-        return Check(HuggingFaceSubject(read_folder(path)), layouts), layouts
-    config = load_config(path, args.overrides)
-    folder = config.model.hf
-    layouts = _layouts(args.layouts, own=folder is None)
+        subject: Subject = HuggingFaceSubject(read_folder(path))
+    else:
+        config = load_config(path, args.overrides)
+        parallel, optimizer, training = config.parallel, config.optimizer, config.training
+        folder = config.model.hf
+        subject = (
+            DecoderSubject(config.model)
+            if folder is None
+            else HuggingFaceSubject(read_folder(Path(folder)))
+        )
+    if args.layouts == "all":
+        layouts = _all_layouts(subject, parallel)
+    else:
+        layouts = [_layout(name.strip(), args.layouts) for name in args.layouts.split(",")]
+        layouts = list(dict.fromkeys(layouts))
     check = Check(
-        DecoderSubject(config.model)
-        if folder is None
-        else HuggingFaceSubject(read_folder(Path(folder))),
-        layouts,
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        max_norm=config.training.max_norm,
+        subject, layouts, parallel=parallel, optimizer=optimizer, max_norm=training.max_norm
     )
     return check, layouts
 
 
-def _layouts(text: str, *, own: bool) -> list[Layout]:
-    """The layouts that `text` names; `own`: of isp's own decoder, which has all modes."""
+def _all_layouts(subject: Subject, parallel: ParallelConfig) -> list[Layout]:
+    """All that the model can be split in; others are said."""
+    from isp.parallel import Mode
+    from isp.train.check import Layout, fault_of
+
+    found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
+    for mode in (mode for mode in Mode if not mode.facts.gathers_weights):
+        for layout in (Layout(tensor, 1, mode) for tensor in _SIZES[1:]):
+            if fault := fault_of(subject, layout, parallel):
+                print(f"without {layout}: {fault}")
+            else:
+                found.append(layout)
+    return found
+
+
+def _layout(name: str, text: str) -> Layout:
+    """The layout that a word of `--layouts` names."""
     from isp.config import ConfigError
     from isp.parallel import Mode
     from isp.train.check import Layout
 
-    if text == "all":
-        found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
-        others = [mode for mode in Mode if own and not mode.facts.gathers_weights]
-        return found + [Layout(tensor, 1, mode) for mode in others for tensor in _SIZES[1:]]
-    found = []
-    for name in text.split(","):
-        sizes = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name.strip())
-        if sizes is None:
-            raise ConfigError(
-                f"--layouts {text}: {name.strip()!r} is no layout: write all, or sizes of the"
-                f" tensor and the weight group such as 2x4,4x1"
-            )
-        found.append(Layout(int(sizes[1]), int(sizes[2])))
-    return list(dict.fromkeys(found))
+    if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
+        return Layout(int(sizes[1]), int(sizes[2]))
+    if split := re.fullmatch(r"(mtp|msp|fsp) ?([1-9]\d?)", name):
+        return Layout(int(split[2]), 1, Mode(split[1]))
+    raise ConfigError(
+        f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
+        f" group such as 2x4,4x1, or another mode and its size such as mtp2"
+    )
 
 
 _HEAD = f"{'layout':<9}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"

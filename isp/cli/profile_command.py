@@ -69,25 +69,28 @@ def run(args: argparse.Namespace) -> int:
     )
     from isp.train.run import check_devices
 
-    every = tuple(Mode) if config.model.hf is None else (Mode.ISP,)
+    modes = []
+    for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
+        try:  # every error before any process starts
+            config_for(config, mode, ranks).check_folder_model()
+            modes.append(mode)
+        except ValueError as error:
+            if args.modes is None and config.model.hf is not None and mode is not Mode.ISP:
+                print(f"without {mode}: {error}")
+                continue
+            raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     options = ProfileOptions(
-        modes=every if args.modes is None else _modes(args.modes),
+        modes=tuple(modes),
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
         command=shlex.join(["isp", *sys.argv[1:]]),
     )
-    for mode in options.modes:  # every error before any process starts
-        try:
-            config_for(config, mode, ranks)
-        except ValueError as error:
-            raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     if args.nproc is None:
         profiled = profile_ranks(config, options, args.into)
     else:
         check_data(config)
         check_devices(config, args.nproc)
-        _ = config.language_model  # a folder's is made, or refused, now
         folder = make_profile_folder(config)
         numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
         command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]

@@ -210,8 +210,7 @@ def _train(args: argparse.Namespace) -> int:
     # Every error before any process starts.
     topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
     config.require_packages()
-    if config.model.hf is not None:
-        _ = config.language_model  # made, or refused, now
+    config.check_folder_model()
     if config.optimizer.param_groups:
         from isp.train.run import check_param_groups
 

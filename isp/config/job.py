@@ -119,6 +119,11 @@ class JobConfig:
         """The model that `model` describes; one of `model.hf` is read and traced, once."""
         return language_model(self.model, self.training.dtype)
 
+    def check_folder_model(self) -> None:
+        """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked."""
+        if self.model.hf is not None:
+            self.language_model.check_layout(self.parallel, self.row_tokens)
+
     @property
     def row_tokens(self) -> int:
         """Tokens in one row of a batch, which a tensor group shares."""

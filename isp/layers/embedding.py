@@ -29,7 +29,10 @@ class TableLayer(WeightHolder, Protocol):
     communicator: WPCommunicator
     moves: Moves
     deterministic: bool
-    padding_idx: int
+
+    @property
+    def padding_idx(self) -> int:
+        """The row that takes no gradient, of those that backward adds up; -1: none."""
 
 
 class _Embedding(torch.autograd.Function):

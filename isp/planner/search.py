@@ -194,7 +194,9 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
             f" {micro_bsz}"
         )
     sizes = replace(config.data, micro_bsz=micro_bsz, micro_num=rows // (data * micro_bsz))
-    return replace(config, data=sizes)
+    found = replace(config, data=sizes)
+    found.check_folder_model()
+    return found
 
 
 def _least_recomputed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,7 @@ class TapeRecorder:
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
         """Note when a visit of `blocks` is reached."""
         for b, block in enumerate(blocks):
+            block.module.register_forward_pre_hook(partial(self._enters, b))
             for v, visit in enumerate(block.visits):
                 module = visit.layer if visit.at is None else visit.at
                 assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
@@ -208,10 +210,13 @@ class TapeRecorder:
             found[kept.block][kept.by_attention] += kept.memory.nbytes()
         return [Saved(*sizes) for sizes in found]
 
-    def _begins(self, module: nn.Module, _: Any) -> None:
-        block, visit = self._places[id(module)]
+    def _enters(self, block: int, *_: object) -> None:
         if self.phase is Phase.FORWARD:
             self._block = block
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        block, visit = self._places[id(module)]
+        self._enters(block)
         self.note(Reach(visit, self.phase))
 
     def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
-from isp.comm import Channel
 from isp.layers.factory import LayerFactory
+from isp.layers.linear import Moves, Role, moves_for
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
 from isp.parallel.config import LaunchPoint
@@ -27,7 +27,9 @@ from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.traced.hosts import Host
 from isp.traced.passage import Masks, Passage, outer_calls
+from isp.traced.region import Entrance
 from isp.traced.swap import SwappedLinear, SwappedTable, shard_parameters
+from isp.traced.tensor_plan import TensorPlan, in_features
 from isp.traced.trace import (
     Call,
     Kind,
@@ -50,8 +52,6 @@ class InitialWeights(Protocol):
 class TracedChunk:
     """A traced model on this rank: its linears and tables hold shards, its blocks are followed."""
 
-    splits_logits = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -62,12 +62,18 @@ class TracedChunk:
         recomputed: tuple[bool, ...],
         *,
         weights: InitialWeights | None = None,
+        plan: TensorPlan | None = None,
     ) -> None:
+        """`plan`: of the modes that split features; None: of isp."""
         self.model = model
+        self.splits_logits = layers.splits_logits
+        self.entrances: dict[str, Entrance] = {}
+        """Those of the plan's regions, by column."""
         self._weights = weights
         self.trace = trace
         self._host = host
         self._layers = layers
+        self._plan = plan
         self._local_attention = local_attention
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
         self._recompute = Recomputer(
@@ -82,21 +88,29 @@ class TracedChunk:
         self._outer_calls = tuple(outer_calls(trace))
         self._passage: Passage | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
-        self._named = tuple(shard_parameters(model, trace, layers))
+        self._named = tuple(shard_parameters(model, trace, layers, plan))
         self._swap()
         host.connect(model, self._attend)
 
     # -- what the runtime asks ---------------------------------------------------------------
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The logits of this rank's tokens: x and positions [B, S'] -> [B, S', V]."""
+        """This rank's logits: x and positions [B, S'] -> [B, S', V'].
+
+        All positions, [B, S], where the table leaves a rank its tokens.
+        """
         passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
         with self._passing(passage), self._random_numbers():
             return self._host.forward(self.model, x, positions)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The cross-entropy of each token: [B, S', V], [B, S'] -> [B, S'], 0 where ignored."""
-        return vocab_parallel_cross_entropy(logits, labels, channel=Channel.solo("tensor"))
+        """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            first=self._layers.first_logit(self.trace.vocab_size),
+            channel=self._layers.loss_channel,
+        )
 
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the model."""
@@ -166,15 +180,30 @@ class TracedChunk:
 
     def _swap(self) -> None:
         """Let linears, tables and blocks go through this chunk."""
-        communicator = self._layers.communicator
+        communicator, plan = self._layers.communicator, self._plan
+        mode, tensor = self._layers.mode, self._layers.tensor
+        for region in () if plan is None or tensor.size == 1 else plan.regions:
+            module = self.model.get_submodule(region.module)
+            width = in_features(self.model.get_submodule(region.columns[0]))
+            entrance = Entrance(region.module, module, width, mode, tensor)
+            self.entrances |= dict.fromkeys(region.columns, entrance)
         for kind, name in dict.fromkeys((call.kind, call.module) for call in self.trace.calls):
             module = self.model.get_submodule(name)
             called = partial(self._passed, kind, name)
             if kind is Kind.LINEAR:
-                self._holders[name] = SwappedLinear(module, name, communicator, called)
+                self._holders[name] = SwappedLinear(
+                    module,
+                    name,
+                    communicator,
+                    called,
+                    Moves() if plan is None else plan.moves(name, mode, tensor),
+                    entrance=self.entrances.get(name),
+                    bias_after_move=plan is not None and plan.is_row(name),
+                )
             elif kind is Kind.TABLE:
                 assert isinstance(module, nn.Embedding)
-                self._holders[name] = SwappedTable(module, name, communicator, called)
+                moves = Moves() if plan is None else moves_for(mode, Role.ROW, tensor)
+                self._holders[name] = SwappedTable(module, name, communicator, called, moves)
         layouts = {item.parameter: item.layout for item in self._named}
         for holder in self._holders.values():
             holder.layouts = {

@@ -36,6 +36,9 @@ class Host(Protocol):
     def config(self, model: nn.Module) -> dict[str, Any]:
         """The model's `config.json`; empty if it has none."""
 
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
+
     def attending(self) -> AbstractContextManager[None]:
         """A context in which code of the model runs."""
 
@@ -66,6 +69,9 @@ class OwnModule:
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
+        return {}
+
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
         return {}
 
     def attending(self) -> AbstractContextManager[None]:
@@ -108,6 +114,9 @@ class HuggingFace:
         whole: Any = model
         found: dict[str, Any] = whole.config.to_dict()
         return found
+
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        return dict(getattr(model, "tp_plan", None) or {})
 
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from isp.attention import LocalAttention, make_local_attention
+from isp.attention import AttentionMask, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
+from isp.comm.cargo import Trip
+from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
+from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.chunk import InitialWeights, TracedChunk
 from isp.traced.hosts import OwnModule, host_of
 from isp.traced.model_folder import check_layout, check_model_config
-from isp.traced.trace import (
-    Kind,
-    check_drivable,
-    trace_model,
-)
+from isp.traced.region import OnlyColumnsRead
+from isp.traced.tensor_plan import TensorPlan, tensor_plan
+from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
 from isp.weights.trace import recomputed_blocks
+from isp.weights.wp import LocalWeights
 
 __all__ = ["TracedModel"]
 
@@ -49,6 +52,7 @@ class TracedModel:
         self.model = model
         self._weights = weights
         self._in_place = in_place
+        self._rehearsed: set[tuple[Mode, int]] = set()
         check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
@@ -102,6 +106,48 @@ class TracedModel:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
         check_layout(parallel, seq_len)
         check_model_config(self.host.config(self.model), parallel)
+        if parallel.tensor.mode.facts.splits_features:
+            self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
+            self._rehearse(parallel.tensor.mode, parallel.tensor.size)
+
+    @cached_property
+    def _tensor_plan(self) -> TensorPlan:
+        """The cuts of the modes that split features; raises ValueError if it has none."""
+        try:
+            return tensor_plan(self._shape, self.trace, self.host.tensor_styles(self._shape))
+        except ValueError as error:
+            raise self._not_split(error) from None
+
+    def _rehearse(self, mode: Mode, size: int) -> None:
+        """Raise ValueError if the model's code does not run with a rank's share of the features."""
+        if size == 1 or (mode, size) in self._rehearsed:
+            return
+        tensor = DryChannel("tensor", size, 0, _Deaf())
+        layers = LayerFactory(
+            mode=mode,
+            tensor=tensor,
+            weight=tensor,
+            communicator=LocalWeights(),
+            device=torch.device("meta"),
+            dtype=torch.float32,
+        )
+        (chunk,) = self.build(layers, attention=_attend_to_nothing)
+        ids = torch.empty(1, 8 * size, dtype=torch.int64, device="meta")
+        try:
+            reads = OnlyColumnsRead(tuple(chunk.entrances.values()))
+            with experts_passed(chunk.model), reads, torch.no_grad():
+                chunk(ids, ids, None)
+        except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
+            raise self._not_split(error) from None
+        self._rehearsed.add((mode, size))
+
+    def _not_split(self, why: Exception) -> ValueError:
+        reason = next(iter(str(why).splitlines()), "")
+        return ValueError(
+            f"parallel.tensor.mode splits the features of {type(self.model).__name__} by its"
+            f" tensor-parallel plan, which does not do: {reason}; use mode isp, which drives a"
+            f" model as it is"
+        )
 
     def build(
         self,
@@ -134,10 +180,32 @@ class TracedModel:
                 scale=scale,
             )
 
+        plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(
-            model, self.trace, self.host, layers, local, recomputed, weights=self._weights
+            model,
+            self.trace,
+            self.host,
+            layers,
+            local,
+            recomputed,
+            weights=self._weights,
+            plan=plan,
         )
         return (chunk,)
+
+
+class _Deaf:
+    """Hears of no transfer."""
+
+    def launched(self, trip: Trip) -> Callable[[], object]:
+        return lambda: None
+
+
+def _attend_to_nothing(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+) -> Tensor:
+    """q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e], without values."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -101,11 +101,6 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
     `seq_len` is the number of tokens in one row of a batch.
     """
     tensor, weight = parallel.tensor, parallel.weight
-    if not tensor.mode.facts.gathers_weights:
-        raise ValueError(
-            f"parallel.tensor.mode={tensor.mode} splits the features of a model's own layers:"
-            f" use isp, which drives a model as it is"
-        )
     if parallel.pipeline.size > 1 or parallel.pipeline.num_chunks > 1:
         raise ValueError(
             f"parallel.pipeline.size={parallel.pipeline.size} cuts the model into stages, which"

@@ -7,6 +7,7 @@ The module stays, and so do the names: `module.weight` is this rank's shard, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch.overrides import TorchFunctionMode
 from isp.layers.embedding import look_up
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, WeightGradientRoute, multiply
+from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
+from isp.traced.region import Entrance
+from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import ModelTrace, Role, is_transposed
 from isp.weights.wp import WPCommunicator
 
@@ -28,11 +32,13 @@ __all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
 class _Swapped:
     """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
 
-    def __init__(self, module: nn.Module, name: str, communicator: WPCommunicator) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, communicator: WPCommunicator, moves: Moves
+    ) -> None:
         self.module = module
         self.name = name
         self.communicator = communicator
-        self.moves = Moves()
+        self.moves = moves
         self.layouts: dict[str, ParameterLayout] = {}
 
     @property
@@ -43,7 +49,11 @@ class _Swapped:
 
 
 class SwappedLinear(_Swapped):
-    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O]; `called` hears of each call."""
+    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O]; `called` hears of each call.
+
+    A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
+    `bias_after_move`.
+    """
 
     def __init__(
         self,
@@ -51,14 +61,20 @@ class SwappedLinear(_Swapped):
         name: str,
         communicator: WPCommunicator,
         called: Callable[[], None],
+        moves: Moves,
+        *,
+        entrance: Entrance | None = None,
+        bias_after_move: bool = False,
     ) -> None:
-        super().__init__(module, name, communicator)
+        super().__init__(module, name, communicator, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
 
         def forward(x: Tensor) -> Tensor:
             called()
-            return multiply(x, self.weight, self.bias, self)
+            with nullcontext() if entrance is None else entrance.column(x):
+                y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
+            return y + self.bias if bias_after_move and self.bias is not None else y
 
         setattr(module, "forward", forward)  # noqa: B010
 
@@ -81,14 +97,14 @@ class SwappedTable(_Swapped):
         name: str,
         communicator: WPCommunicator,
         called: Callable[[], None],
+        moves: Moves,
     ) -> None:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(
                 f"{name} is an nn.Embedding with max_norm, scale_grad_by_freq or sparse, which isp"
                 f" does not have"
             )
-        super().__init__(module, name, communicator)
-        self.padding_idx = -1 if module.padding_idx is None else module.padding_idx
+        super().__init__(module, name, communicator, moves)
         original, instead = module.forward, _Lookup(self)
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
@@ -98,6 +114,17 @@ class SwappedTable(_Swapped):
             return y
 
         setattr(module, "forward", forward)  # noqa: B010
+
+    @property
+    def padding_idx(self) -> int:
+        """The row that takes no gradient, of those that backward adds up; -1: none."""
+        row = self.module.padding_idx
+        if not isinstance(row, int):
+            return -1
+        if self.communicator.gathers_weights:
+            return row
+        ((start, stop),) = self.layouts["weight"].intervals()
+        return row - start if start <= row < stop else -1
 
 
 class _Lookup(TorchFunctionMode):
@@ -116,7 +143,7 @@ class _Lookup(TorchFunctionMode):
 
 
 def shard_parameters(
-    model: nn.Module, trace: ModelTrace, layers: LayerFactory
+    model: nn.Module, trace: ModelTrace, layers: LayerFactory, plan: TensorPlan | None
 ) -> Iterator[NamedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used."""
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -125,11 +152,7 @@ def shard_parameters(
             uses.setdefault(id(parameter), []).append((module, local))
     for name in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(name)
-        shape = tuple(parameter.shape)
-        if trace.roles[name] is Role.SHARDED:
-            layout = layers.sharded_layout(shape, dim=0)
-        else:
-            layout = layers.replicated_layout(shape)
+        layout = _layout(model, name, parameter, trace.roles[name], layers, plan)
         shard = nn.Parameter(
             _own_part(parameter, layout, layers), requires_grad=parameter.requires_grad
         )
@@ -141,6 +164,30 @@ def shard_parameters(
         for local, buffer in module.named_buffers(recurse=False):
             if layers.device.type != "meta":
                 setattr(module, local, buffer.to(layers.device))
+
+
+def _layout(
+    model: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    role: Role,
+    layers: LayerFactory,
+    plan: TensorPlan | None,
+) -> ParameterLayout:
+    """The cut of a parameter: by rows over the weight group, or as the plan has it."""
+    shape = tuple(parameter.shape)
+    if plan is None:
+        if role is Role.SHARDED:
+            return layers.sharded_layout(shape, dim=0)
+        return layers.replicated_layout(shape)
+    owner, _, local = name.rpartition(".")
+    if parameter is model.get_submodule(plan.table).weight:
+        return layers.sharded_layout(shape, dim=0)
+    cut = plan.cuts.get(owner)
+    if cut is None or (cut.role is LinearRole.ROW and local == "bias"):
+        return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
+    turned = local == "weight" and is_transposed(model.get_submodule(owner))
+    return layers.sharded_layout(shape, dim=int((cut.role is LinearRole.ROW) != turned))
 
 
 def _own_part(parameter: nn.Parameter, layout: ParameterLayout, layers: LayerFactory) -> Tensor:

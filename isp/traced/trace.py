@@ -26,6 +26,7 @@ __all__ = [
     "ModelTrace",
     "Role",
     "check_drivable",
+    "experts_passed",
     "trace_model",
 ]
 
@@ -97,8 +98,8 @@ class ModelTrace(NamedTuple):
 
     multiplied: int
     """Elements of all weights that a token is multiplied by."""
-    called: frozenset[str]
-    """The modules that are called; others only hold what is read elsewhere."""
+    called: tuple[str, ...]
+    """The modules that are called, in order; others only hold what is read elsewhere."""
     vocab_size: int
     """Logits of a token."""
     reads_positions: bool
@@ -165,7 +166,7 @@ def trace_model(
         {name: parameter.numel() for name, parameter in parameters.items()},
         sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
         + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
-        frozenset(recorder.called),
+        tuple(recorder.called),
         logits.shape[-1],
         recorder.reads_positions,
     )
@@ -196,8 +197,8 @@ class _Recorder:
         self._block: str | None = None
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._open: list[nn.Module] = []
-        self.called: set[str] = set()
-        """The modules that were called."""
+        self.called: dict[str, None] = {}
+        """The modules that were called, in order."""
         self.reads: dict[str, str] = {}
         """The parameters that were read outside of their modules' forward, and by what."""
         self.reads_positions = False
@@ -226,8 +227,7 @@ class _Recorder:
                     on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
                 elif isinstance(module, nn.Embedding):
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
-                elif _holds_experts(module):  # their routes depend on values, which meta has not
-                    stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
+            stack.enter_context(experts_passed(self._model))
             yield
 
     def calls_in_blocks_of_attention(self) -> Iterator[Call]:
@@ -245,7 +245,7 @@ class _Recorder:
 
     def _opening(self, name: str) -> Callable[..., None]:
         def opened(module: nn.Module, *_: Any) -> None:
-            self.called.add(name)
+            self.called[name] = None
             self._open.append(module)
 
         return opened
@@ -283,6 +283,16 @@ class _Reads(TorchFunctionMode):
                 if isinstance(leaf, nn.Parameter) or leaf is self._positions:
                     self._read(leaf, getattr(func, "__name__", str(func)))
         return out
+
+
+@contextmanager
+def experts_passed(model: nn.Module) -> Iterator[None]:
+    """In this context experts hand on what they are given: routes depend on values."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if _holds_experts(module):
+                stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
+        yield
 
 
 @contextmanager

@@ -38,7 +38,17 @@ from isp.weights.declare import WeightHolder, declared_visits, weight_names
 from isp.weights.plan import ActKind, Plan
 from isp.weights.trace import sequential_actions
 
-__all__ = ["CASES", "TOLERANCE", "Case", "Check", "Differences", "Layout", "Verdict", "worst_of"]
+__all__ = [
+    "CASES",
+    "TOLERANCE",
+    "Case",
+    "Check",
+    "Differences",
+    "Layout",
+    "Verdict",
+    "fault_of",
+    "worst_of",
+]
 
 TOLERANCE = 1e-9
 """Largest difference that is none, of float64 sums in other orders."""
@@ -140,6 +150,15 @@ class Verdict(NamedTuple):
     def agrees(self) -> bool:
         """Whether the layout computes what the plain model does."""
         return not self.failure and all(found.agree for found in self.cases.values())
+
+
+def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
+    """Why the model cannot be split so; empty if it can."""
+    try:
+        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * _TOKENS)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class Check:

@@ -191,12 +191,14 @@ class ParallelRun:
         shard, layout = item.parameter.detach(), item.layout
         if layout.parts == 1:
             return shard.cpu()
-        length = layout.global_shape[0]
-        padded = shard.new_zeros(-(-length // layout.parts), *shard.shape[1:])
-        padded[: shard.shape[0]] = shard
+        dim, shape = layout.dim, list(shard.shape)
+        length = layout.global_shape[dim]
+        shape[dim] = -(-length // layout.parts)
+        padded = shard.new_zeros(shape)
+        padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         channel = self.mesh[Axis.WEIGHT]
-        whole = channel.all_gather(padded, dim=0, cargo=Cargo(tensor=item.name)).wait()
-        return whole[:length].cpu()
+        whole = channel.all_gather(padded, dim=dim, cargo=Cargo(tensor=item.name)).wait()
+        return whole.narrow(dim, 0, length).cpu()
 
     def _batch(
         self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None

@@ -43,7 +43,7 @@ def main(config: JobConfig) -> None:
     world = World(device, timeout_seconds=config.comm.init_timeout_seconds)
     topology = config.topology(world.size)
     config.require_packages()
-    _ = config.language_model  # a folder's is made, or refused, now
+    config.check_folder_model()
     check_param_groups(config)
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)

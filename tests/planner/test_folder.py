@@ -27,6 +27,9 @@ LAYOUTS = (
     ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=2"),
     ("--parallel.tensor.size=4", "--parallel.weight.size=2", "--training.dtype=float32"),
     ("--parallel.weight.size=2", "--model.checkpoint=1.0", "--parallel.zero1.size=1"),
+    ("--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--data.micro_num=2"),
+    ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp"),
+    ("--parallel.tensor.size=2", "--parallel.tensor.mode=fsp", "--model.checkpoint=1.0"),
 )
 Counts = dict[tuple[str, str], tuple[int, int]]
 
@@ -69,11 +72,13 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_planned_transfers_and_weights_are_those_of_a_run(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "layouts"), [("llama", LAYOUTS), ("gpt2", LAYOUTS[:3])])
+def test_planned_transfers_and_weights_are_those_of_a_run(
+    tmp_path: Path, kind: str, layouts: tuple[tuple[str, ...], ...]
+) -> None:
     """Catches a plan of isp's own model of these sizes in place of the folder's."""
     job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False))
-    configs = [load_config(job, words) for words in LAYOUTS]
+    configs = [load_config(job, words) for words in layouts]
     of_ranks = run_ranks(WORLD, _counted, configs)
     for n, config in enumerate(configs):
         case = Case.of(config, WORLD, on_cpu=True)

@@ -43,6 +43,10 @@ _OF_ITS_OWN = {
         "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "num_key_value_heads": 4,
     },
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 
@@ -63,14 +67,20 @@ def tiny(name: str, *, seed: int = 0, **sizes: Any) -> Any:
 
 
 def job(
-    tensor: int = 1, weight: int = 1, *, recompute: float = 0.0, dtype: str = "float64", **keys: Any
+    tensor: int = 1,
+    weight: int = 1,
+    *,
+    mode: Mode = Mode.ISP,
+    recompute: float = 0.0,
+    dtype: str = "float64",
+    **keys: Any,
 ) -> JobConfig:
     """A configuration of these sizes; `keys` are the optimizer's."""
     return JobConfig(
         model=ModelConfig(checkpoint=recompute),
         data=DataConfig(source="python-stdlib"),
         parallel=ParallelConfig(
-            tensor=TensorConfig(size=tensor, mode=Mode.ISP), weight=WeightConfig(size=weight)
+            tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
         ),
         training=TrainingConfig(dtype=dtype, max_norm=1.0),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **keys}),

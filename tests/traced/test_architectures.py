@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from isp.parallel import ParallelConfig
 from isp.train.check import CASES, Case, Check, Differences, Layout, worst_of
 from isp.train.check_subjects import HuggingFaceSubject
 from tests.ranks import run_ranks
@@ -59,12 +60,14 @@ def _chosen(name: str) -> list[tuple[Layout, Case]]:
 
 
 def _jobs(name: str, chosen: list[tuple[Layout, Case]]) -> list[_Job]:
-    check = Check(
-        HuggingFaceSubject(tool.config_of(name)),
-        tool.LAYOUTS,
-        cases=list(dict.fromkeys(case for _, case in chosen)),
-    )
-    return [_Job(check, layout, case) for layout, case in chosen]
+    subject = HuggingFaceSubject(tool.config_of(name))
+    cases = list(dict.fromkeys(case for _, case in chosen))
+    check = Check(subject, tool.LAYOUTS, cases=cases)
+    number = list(tool.ARCHITECTURES).index(name)
+    split = [x for x in tool.SPLIT if x.mode is tool.SPLIT[2 * (number % 3)].mode]
+    fits = [x for x in split if not tool.fault_of(subject, x, ParallelConfig())]
+    steps = [*chosen, *((layout, cases[number // 3 % len(cases)]) for layout in fits[-1:])]
+    return [_Job(check, layout, case) for layout, case in steps]
 
 
 def _on_rank(rank: int, jobs: list[_Job]) -> list[Differences]:
@@ -84,7 +87,10 @@ def _assert_equal(jobs: list[_Job]) -> None:
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_every_architecture_is_its_unmodified_model(names: list[str]) -> None:
-    """Catches a loss, gradient or step that is another in some layout of some architecture."""
+    """Catches a loss, gradient or step that is another in some layout of some architecture.
+
+    Where the model has a tensor-parallel plan, in one of the modes that follow it, too.
+    """
     _assert_equal([job for name in names for job in _jobs(name, _chosen(name))])
 
 

@@ -11,6 +11,7 @@ from tests.traced.folders import write_folder, write_job
 from tests.train.jobs import numbers, run_folders, run_forked, tensors
 
 ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
+MSP = ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp", "--data.micro_num=1")
 ALONE = ("--data.micro_num=2",)
 """The micro-batches of the two data ranks of `ISP`."""
 
@@ -22,7 +23,8 @@ def test_a_folder_trains_alike_in_every_layout(tmp_path: Path, kind: str, weight
     alone = write_job(tmp_path, model, "alone")
     run_forked(alone, *ALONE, num_ranks=1)
     job = write_job(tmp_path, model, "spread")
-    run_forked(job, *ISP, "--training.steps=3", num_ranks=4)
+    run_forked(job, *ISP, "--training.steps=2", num_ranks=4)
+    run_forked(job, *MSP, "--training.steps=3", num_ranks=4)
     run_forked(job, "--parallel.weight.size=2", "--data.micro_num=1", num_ranks=2)
     (one,), (many,) = run_folders(alone, "alone"), run_folders(job, "spread")
     expected, found = numbers(one), numbers(many)

@@ -12,7 +12,7 @@ from torch import nn
 
 import isp
 from isp.layers.loss import IGNORED
-from isp.parallel import Axis
+from isp.parallel import Axis, Mode
 from tests.ranks import run_each
 from tests.traced.models import (
     Rows,
@@ -58,20 +58,20 @@ def _train(rank: int, case: tuple[nn.Module, Any, list[Rows], Path]) -> Any:
 
 
 CASES = {
-    "llama": {},
-    "gpt2": {},  # Conv1D, and a tied head
-    "deepseek_v3": {},  # experts, values smaller than keys, a buffer that is saved
+    "llama": job(2, 4, recompute=0.5),
+    "gpt2": job(2, 4, recompute=0.5),  # Conv1D, and a tied head
+    "deepseek_v3": job(2, 4),  # experts, values smaller than keys, a buffer that is saved
+    "gemma3_text": job(2, mode=Mode.MTP, recompute=0.5),  # a tied head, norms of heads
+    "phi3": job(2, mode=Mode.MSP),  # fused projections, gathered behind
+    "qwen2_moe": job(2, mode=Mode.FSP, recompute=0.5),  # biases of columns, experts
 }
 
 
 def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
     """Catches a gradient, norm or update that is not that of the global mean; weights lost."""
     data = _data()
-    models = {name: tiny(name, **sizes) for name, sizes in CASES.items()}
-    cases = {
-        name: (model, job(2, 4, recompute=0.5), data, tmp_path / name)
-        for name, model in models.items()
-    }
+    models = {name: tiny(name) for name in CASES}
+    cases = {name: (models[name], config, data, tmp_path / name) for name, config in CASES.items()}
     for name, of_ranks in run_each(4, _train, cases).items():
         wanted = trained_plainly(models[name], data)
         losses, norms, evaluated = of_ranks[0]

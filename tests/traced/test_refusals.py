@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isp
+from isp.parallel import Mode
 from tests.traced.models import job, tiny
 from tests.traced.own import Own, OwnBlock
 
@@ -154,6 +155,41 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("optimizer: {lr: 0.01}")
     run = isp.parallelize(Own(), tmp_path / "own.yaml")
     assert run.config.optimizer.lr == 0.01
-    (tmp_path / "own.yaml").write_text("parallel: {tensor: {size: 2, mode: mtp}}")
-    with pytest.raises(ValueError, match=r"parallel\.tensor\.mode=mtp"):
-        isp.parallelize(Own(), tmp_path / "own.yaml")
+
+
+def _router() -> nn.Module:
+    """A Llama whose MLP looks at its input beside the linears of its plan."""
+    model = tiny("llama")
+    plain = type(model.model.layers[1].mlp)
+
+    class _Looking(plain):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * x.mean()
+
+    model.model.layers[1].mlp.__class__ = _Looking
+    return model
+
+
+SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
+    "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
+    "latent": (lambda: tiny("deepseek_v3"), 2, "its plan does not cut what model.layers.0 attends"),
+    "heads": (lambda: tiny("llama"), 4, "size=4 must divide the 4 heads and 2 KV heads"),
+    "features": (
+        lambda: tiny("phi3", intermediate_size=49),
+        2,
+        "must divide the 49 features by which model.layers.0.mlp.down_proj is cut",
+    ),
+    "reads": (_router, 2, "model.layers.1.mlp gives its input to mean"),
+    "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout drops 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_features_that_cannot_be_split_are_refused(name: str) -> None:
+    """Catches features split where a model's code, or its plan, has them whole."""
+    make, size, said = SPLIT[name]
+    with pytest.raises(ValueError, match=r"parallel\.tensor\.") as raised:
+        isp.parallelize(make(), job(size, mode=Mode.MSP))
+    assert said in str(raised.value)
+    assert not dist.is_initialized()

@@ -1,0 +1,152 @@
+"""Entrances of regions: where a rank's activations become those that columns multiply.
+
+B batch, S sequence, S' the tokens of this rank, D hidden size
+
+    mode   forward               backward
+    mtp    x as it is            dx: all-reduce
+    msp    x: all-gather on S    dx: reduce-scatter on S
+    fsp    as msp                as msp; x is gathered again, once for all columns
+
+One transfer serves all columns that read the input, which a model may have several of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
+from isp.parallel import Mode
+
+__all__ = ["Entrance", "OnlyColumnsRead"]
+
+
+class Entrance:
+    """The entrance of a module whose columns read its input [B, S', D], and nothing else does."""
+
+    def __init__(self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel):
+        self.name = name
+        self.tensor = tensor
+        self.gathers = mode.facts.splits_sequence
+        self.regathers = mode is Mode.FSP
+        self.shown: Tensor | None = None
+        """What the module is given in place of its input, while it runs."""
+        self.in_column = False
+        self._width = width
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    @contextmanager
+    def column(self, x: Tensor) -> Iterator[None]:
+        """A column multiplies x.  Raises ValueError for another than the module was given."""
+        if x is not self.shown:
+            raise ValueError(f"a column of {self.name} reads another tensor than its input")
+        self.in_column = True
+        try:
+            if self.regathers and x.grad_fn is not None:
+                with _regathered(x):
+                    yield
+            else:
+                yield
+        finally:
+            self.in_column = False
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.name} is called with {len(found)} tensors [B, S, {self._width}], not one"
+            )
+        own = found[0]
+        self.shown = shown = _Enter.apply(own, self)
+        args = tuple(shown if x is own else x for x in args)
+        return args, {key: shown if x is own else x for key, x in kwargs.items()}
+
+    def _is_input(self, x: object) -> bool:
+        return (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.dim() == 3
+            and x.shape[-1] == self._width
+        )
+
+    def _leave(self, *_: object) -> None:
+        self.shown = None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
+        ctx.entrance, ctx.again = entrance, None
+        ctx.save_for_backward(x if entrance.regathers else None)
+        if not entrance.gathers:
+            return x.view_as(x)
+        cargo = Cargo(Purpose.ACTIVATION, entrance.name, "x")
+        full: Tensor = entrance.tensor.all_gather(x, dim=1, cargo=cargo).wait()
+        return full.view_as(x) if full is x else full
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.again = None
+        entrance: Entrance = ctx.entrance
+        cargo = Cargo(Purpose.INPUT_GRADIENT, entrance.name, "dx")
+        if entrance.gathers:
+            return entrance.tensor.reduce_scatter(dx, dim=1, cargo=cargo).wait(), None
+        return entrance.tensor.all_reduce(dx, cargo=cargo).wait(), None
+
+
+def _regathered(x: Tensor) -> saved_tensors_hooks:
+    """A context in which what is saved of x, the output of an entrance, is a way to gather it."""
+    node: Any = x.grad_fn
+    storage = x.untyped_storage()._cdata
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        return saved.shape if saved.untyped_storage()._cdata == storage else saved
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if node.again is None:
+            (own,) = node.saved_tensors
+            entrance: Entrance = node.entrance
+            cargo = Cargo(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
+            node.again = entrance.tensor.all_gather(own, dim=1, cargo=cargo).wait()
+        again: Tensor = node.again
+        return again.view(packed)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+class OnlyColumnsRead(TorchFunctionMode):
+    """Raises ValueError for another operation than a column that reads an entrance's input.
+
+    Its gradient would be added up over ranks that all have the whole of it.
+    """
+
+    def __init__(self, entrances: tuple[Entrance, ...]) -> None:
+        super().__init__()
+        self._entrances = entrances
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+            read = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for entrance in self._entrances:
+                if not entrance.in_column and id(entrance.shown) in read:
+                    raise ValueError(
+                        f"{entrance.name} gives its input to {getattr(func, '__name__', func)},"
+                        f" beside the linears of its plan"
+                    )
+        return out

@@ -1,0 +1,201 @@
+"""The tensor-parallel plan of somebody else's model: what mtp, msp and fsp cut of it.
+
+transformers says which linears are cut by their outputs ("colwise") and which by their inputs
+("rowwise"). A trace says what lies between the two, where a rank has its share of the features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo
+from isp.layers.linear import Moves, Role, moves_for
+from isp.parallel import Mode
+from isp.traced.trace import Call, Kind, ModelTrace, is_linear, is_transposed
+
+__all__ = ["Cut", "Region", "TensorPlan", "in_features", "tensor_plan"]
+
+
+class Cut(NamedTuple):
+    """The split of a linear over the tensor group."""
+
+    role: Role
+    whole: bool = False
+    """Whether features are whole on every rank between a column and its row: gathered behind the
+    one, taken apart before the other."""
+
+
+_CUTS = {
+    "colwise": Cut(Role.COLUMN),
+    "rowwise": Cut(Role.ROW),
+    "colwise_gather_output": Cut(Role.COLUMN, whole=True),
+    "rowwise_split_input": Cut(Role.ROW, whole=True),
+}
+"""By the names that transformers has for them."""
+
+
+class Region(NamedTuple):
+    """A module that columns begin and a row ends; a rank has all tokens of its sequence there."""
+
+    module: str
+    columns: tuple[str, ...]
+    row: str
+    whole: bool
+    """As of its cuts."""
+    attends: bool
+    between: tuple[str, ...]
+    """What is called behind the first column and before the row, beside linears."""
+
+
+class TensorPlan(NamedTuple):
+    """The cuts of a model, but for its first table and its head, which are cut by vocabulary."""
+
+    cuts: dict[str, Cut]
+    """By linear, the head's among them; others are whole on every rank."""
+    regions: tuple[Region, ...]
+    table: str
+    head: str
+
+    def sees_part(self, module: str) -> bool | None:
+        """Whether a module's own vectors see a part of the tokens' features, all, or neither."""
+        return next((not r.whole for r in self.regions if module in r.between), None)
+
+    def is_row(self, linear: str) -> bool:
+        """Whether a linear's output is a sum over ranks."""
+        cut = self.cuts.get(linear)
+        return cut is not None and cut.role is Role.ROW
+
+    def moves(self, linear: str, mode: Mode, tensor: Channel) -> Moves:
+        """The collectives of a linear; what its region's entrance does is none of them."""
+        cut = self.cuts.get(linear)
+        if cut is None or tensor.size == 1:
+            return Moves()
+        moves = moves_for(mode, cut.role, tensor)
+        if cut.role is Role.COLUMN and linear != self.head:
+            moves = Moves()
+        if not cut.whole:
+            return moves
+        own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
+        if cut.role is Role.COLUMN:
+            return replace(moves, y=whole, dy=own)
+        return replace(moves, x=own, dx=whole)
+
+    def check_sizes(self, model: nn.Module, trace: ModelTrace, size: int) -> None:
+        """Raise ValueError if heads or features do not divide by `size` ranks."""
+        for name, cut in self.cuts.items():
+            linear = model.get_submodule(name)
+            features = (in_features if cut.role is Role.ROW else _out_features)(linear)
+            if name != self.head and features % size:
+                raise ValueError(
+                    f"parallel.tensor.size={size} must divide the {features} features by which"
+                    f" {name} is cut"
+                )
+        apart = [region for region in self.regions if region.attends and not region.whole]
+        for call in trace.calls:
+            if call.sizes is None or not any(r.module.startswith(f"{call.block}.") for r in apart):
+                continue
+            heads, kv_heads = call.sizes.num_heads, call.sizes.num_kv_heads
+            if heads % size or kv_heads % size:
+                raise ValueError(
+                    f"parallel.tensor.size={size} must divide the {heads} heads and {kv_heads} KV"
+                    f" heads of {call.block}: use a divisor of both, or isp"
+                )
+
+
+def _own_features(tensor: Channel, x: Tensor, *, cargo: Cargo) -> Pending:
+    """This rank's features of x [.., I], which all ranks have."""
+    return Pending.ready(x.chunk(tensor.size, -1)[tensor.rank].contiguous())
+
+
+def in_features(linear: nn.Module) -> int:
+    """Of a linear, torch's own or GPT-2's."""
+    return _weight(linear).shape[int(not is_transposed(linear))]
+
+
+def _out_features(linear: nn.Module) -> int:
+    return _weight(linear).shape[int(is_transposed(linear))]
+
+
+def _weight(linear: nn.Module) -> nn.Parameter:
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) -> TensorPlan:
+    """The plan of a traced `model` by `styles`, whose keys are modules with `*` for a number.
+
+    Raises ValueError if it says nothing of attention, or leaves out what lies among what it cuts.
+    """
+    cuts, regions = dict[str, Cut](), list[Region]()
+    for block in trace.blocks:
+        calls = [call for call in trace.calls if call.block == block]
+        for region, of_region in _regions(block, calls, trace, styles):
+            regions.append(region)
+            cuts |= of_region
+    tables = [c.module for c in trace.calls if c.kind is Kind.TABLE]
+    last = trace.calls[-1]
+    if len(tables) > 1:
+        raise ValueError(f"{tables[1]} is a second table, which its plan does not cut")
+    if last.kind is not Kind.LINEAR or last.block is not None:
+        raise ValueError("its forward does not end with the linear that gives the logits")
+    cuts[last.module] = Cut(Role.COLUMN)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"{name} drops {module.p:g}, in each rank something else")
+        inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
+        if inside is not None and is_linear(module) and name in trace.called and name not in cuts:
+            raise ValueError(f"{name} lies in {inside.module}, and its plan does not cut it")
+    return TensorPlan(cuts, tuple(regions), tables[0], last.module)
+
+
+def _regions(
+    block: str, calls: Iterable[Call], trace: ModelTrace, styles: Mapping[str, str]
+) -> Iterator[tuple[Region, dict[str, Cut]]]:
+    """The regions of a block, each with its cuts, in order."""
+    columns: dict[str, Cut] = {}
+    attends = False
+    order = {name: place for place, name in enumerate(trace.called)}
+    for call in calls:
+        if call.kind is Kind.ATTENTION and not columns:
+            raise ValueError(f"its plan does not cut what {block} attends with")
+        attends |= call.kind is Kind.ATTENTION
+        cut = _CUTS.get(styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", call.module), ""))
+        if call.kind is not Kind.LINEAR or cut is None:
+            continue
+        columns[call.module] = cut
+        if cut.role is Role.ROW:
+            module = _common_parent(columns)
+            apart = {c.whole for c in columns.values()}
+            if len(columns) < 2 or len(apart) > 1 or not module.startswith(f"{block}."):
+                raise ValueError(
+                    f"its plan cuts {', '.join(columns)}: not columns and their row in one module"
+                )
+            first, *_, row = columns
+            between = tuple(
+                name
+                for name in trace.called
+                if name.startswith(f"{module}.") and order[first] < order[name] < order[row]
+            )
+            yield Region(module, tuple(columns)[:-1], row, cut.whole, attends, between), columns
+            columns, attends = {}, False
+    if columns:
+        raise ValueError(f"its plan ends {block} without a row behind {next(iter(columns))}")
+
+
+def _common_parent(names: Iterable[str]) -> str:
+    """The innermost module that has all of these."""
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared: list[str] = []
+    for alike in parts:
+        if len(set(alike)) > 1:
+            break
+        shared.append(alike[0])
+    return ".".join(shared)
