@@ -145,9 +145,10 @@ def _held(folder: Path) -> Iterator[None]:
 
 def _find(config: JobConfig) -> _Place:
     folder = config.checkpoint.folder
-    given = None if folder is None else Path(folder)
-    if given is not None:
-        _check_folder(given)
+    given = None
+    if folder is not None:
+        _check_folder(Path(folder))
+        given = Path(folder).resolve()  # a job's `latest` will soon be this run
     interrupted = _interrupted(config)
     if interrupted is not None:
         launched_at = float(_launch(interrupted).get("at", 0.0))

@@ -255,6 +255,15 @@ def test_a_finished_run_started_again_is_a_new_run(config):
     assert [r.loss for r in _numbers(second)] == [r.loss for r in _numbers(first)]
 
 
+def test_a_run_goes_on_in_the_folder_of_the_latest(config):
+    """Catches `latest/checkpoint` that is the new run's own, empty one once it has begun."""
+    config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
+    first = _run(1, config)
+    named = replace(config.checkpoint, folder=f"{first.parent}/latest/checkpoint")
+    longer = replace(config, checkpoint=named, training=TrainingConfig(steps=3))
+    assert [r.step for r in _numbers(_run(1, longer))] == [3]
+
+
 def _evaluating(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
     """A job that evaluates at its end alone; the rank dies in it."""
     monkeypatch.setattr(StepData, "validation", lambda self: _die())
