@@ -120,4 +120,8 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
         return section
     if name not in PRESETS:
         raise ValueError(f"model.preset={name} is not known: use one of {', '.join(PRESETS)}")
-    return {**PRESETS[name], **section}
+    found = {**PRESETS[name], **section}
+    scaling, of_preset = section.get("rope_scaling"), PRESETS[name].get("rope_scaling")
+    if isinstance(scaling, dict) and of_preset and "type" not in scaling:
+        found["rope_scaling"] = {**of_preset, **scaling}
+    return found

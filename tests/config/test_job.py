@@ -78,6 +78,14 @@ def test_overrides_reach_lists_null_and_optional_sections(write):
     assert config.model.rope_scaling.factor == 2.0
 
 
+def test_a_number_of_a_presets_rope_scaling_is_changed_alone(write):
+    """Catches a longer context whose scaling has lost its type."""
+    words = ["--model.preset=llama3.1-8b", "--model.rope_scaling.factor=16"]
+    scaling = load_config(write("model: {}\ndata: {source: a.txt}\n"), words).model.rope_scaling
+    assert scaling is not None
+    assert (scaling.type, scaling.factor, scaling.low_freq_factor) == ("llama3", 16.0, 1.0)
+
+
 def test_a_section_without_keys_has_its_defaults(write):
     """Catches `optimizer:` with every key commented out read as null."""
     assert load_config(write(f"{MINIMAL}optimizer:\n  # lr: 1\n")).optimizer.lr == 3e-4
