@@ -125,7 +125,7 @@ class WeightFiles:
 class WeightWriter:
     """Writes tensors into safetensors files, with an index if there are several; a context.
 
-    Holds at most one file's tensors in memory. What an error leaves behind has no index and no
+    Holds at most one file's tensors in memory. What is there before the end has no index and no
     final name, so nobody takes it for a model.
     """
 
@@ -137,8 +137,7 @@ class WeightWriter:
         self._waiting_bytes = 0
         self._written: list[list[str]] = []
         self._total = 0
-        for left in folder.glob(".part-*.safetensors"):  # by a writer that was killed
-            left.unlink()
+        self._clear()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor, whole, in CPU memory."""
@@ -157,6 +156,12 @@ class WeightWriter:
     ) -> None:
         if kind is None:
             self._finish()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Drop what this writer, or one that was killed, has left under no final name."""
+        for left in self._folder.glob(".part-*.safetensors"):
+            left.unlink()
 
     def _write(self) -> None:
         save_file(self._waiting, self._part(len(self._written)), metadata={"format": "pt"})

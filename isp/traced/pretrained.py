@@ -254,8 +254,14 @@ class _Random:
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """
-        logger.info("weights     random, as the model begins them")
         shape: Any = copy.deepcopy(self._shape)
+        if hasattr(shape, "_init_weights"):
+            logger.info("weights     random, as the model begins them")
+        else:
+            logger.warning(
+                "weights     random, as torch begins each module: what else the model's own code"
+                " does to them is not done for a model on the meta device"
+            )
         values: dict[str, Tensor] = {}
         owner_before: str | None = None
         for name, shard, layout in shards:

@@ -59,6 +59,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     topology = config.topology(world.size)
     if not dist.is_initialized():
         world.__enter__()
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
     return ParallelRun(traced, config, Mesh(topology, world.rank), world.device)
 
 
@@ -99,6 +101,7 @@ class ParallelRun:
         self.mesh = mesh
         self.device = device
         self.train_step = make_train_step(config, mesh, device, model=traced)
+        self._has_stepped = False
         self._pending: tuple[Tensor, StepWork] | None = None
         """The loss to go backward from, and what it was found of."""
 
@@ -148,7 +151,11 @@ class ParallelRun:
             )
         (_, work), self._pending = self._pending, None
         self.train_step.backward(loss, last=True)
-        return self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
+        outcome = self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
+        if not self._has_stepped:
+            self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
+            self._has_stepped = True
+        return outcome
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
@@ -206,6 +213,8 @@ class ParallelRun:
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
         rows, length = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
         ranks = self.mesh[Axis.TENSOR].size
         if length % ranks:
             raise ValueError(
