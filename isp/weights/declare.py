@@ -52,13 +52,16 @@ class DeclaredVisit:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place, if that is not the layer itself."""
+    """The module whose call marks the place, if that is not the layer itself; several visits of a
+    block may lie in one call."""
     launch_point: LaunchPoint | None = None
     """The configuration's name for this place."""
     in_recompute: bool = True
-    """False where a recompute does not come by."""
+    """False where a recompute does not come by, see `Visit`."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
+    with_previous: bool = False
+    """Whether the weight is read together with that of the visit before, see `Visit`."""
     passes: Passes | None = None
     """Work ahead of the layer's product; `isp layouts` needs it."""
 
@@ -114,7 +117,7 @@ def as_chunks(declared: DeclaredChunks) -> Chunks:
             weight = weights[id(v.layer.weight)]
             bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
         flags = v.in_recompute, v.weight_in_backward
-        return Visit(v.name, weight, v.launch_point, *flags, bias, v.passes)
+        return Visit(v.name, weight, v.launch_point, *flags, bias, v.passes, v.with_previous)
 
     return tuple(
         tuple(Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed) for b in chunk)

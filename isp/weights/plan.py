@@ -11,7 +11,8 @@ its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it
     then the unit that waits and the one that runs are the two that the budget allows. This keeps
     the last block for its backward behind the head, and the first block from its backward to the
     next micro-batch's forward behind the embedding.
-  * A unit is a block per layer, a weight per module.
+  * A unit is a block per layer, a weight per module. Weights that are read together (see `Visit`)
+    are there until the last of their visits ends, and per module are one unit.
 
 [Note: Budget]  At any time the gathered weights belong to the unit that runs and to *one* other,
 the next in the trace, kept or gathered ahead. No count is kept to get this: a weight is launched
@@ -27,7 +28,7 @@ in, first out, and whoever waited for the second would have waited for the first
   * Per layer, going forward or recomputing: the whole next span, before the launch point.
   * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
     each visit, so that at most one block and one weight are there.
-  * Per module: at each visit the next weight.
+  * Per module: at each visit the next weight, or those that are read together next.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import chain, groupby, islice, repeat
+from itertools import accumulate, chain, groupby, islice, repeat
 from typing import NamedTuple
 
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
@@ -157,6 +158,8 @@ class _Read(NamedTuple):
     weight: str
     bias: str | None
     """Read there, too: by a layer that goes forward, and is the first to read the weight."""
+    together: int
+    """Index of the last of the reads that this one and those behind it are there for."""
 
 
 class _Unit(NamedTuple):
@@ -167,7 +170,8 @@ class _Unit(NamedTuple):
     begin: int
     end: int
     extent: dict[str, tuple[int, int]]
-    """First and last read of each weight, as indices into `reads`, in order of first read."""
+    """First and last read for which each weight is there, as indices into `reads`, in order of
+    first read."""
 
 
 @dataclass(slots=True)
@@ -193,13 +197,16 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
     for span in spans:
         begin = len(reads)
         extent: dict[str, tuple[int, int]] = {}
+        counted = list(accumulate((w is not None for w in span.reads), initial=begin))
         for offset, weight in enumerate(span.reads):
             if weight is not None:
-                extent[weight] = (extent.get(weight, (len(reads),))[0], len(reads))
+                together = counted[span.until[offset] + 1] - 1
+                extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases[weight]
                 own = chunks[site.chunk][site.block].visits[site.visit].bias
                 forward = site.phase is not Phase.BACKWARD and own == bias
-                reads.append(_Read(step + offset, weight, bias if forward else None))
+                bias = bias if forward else None
+                reads.append(_Read(step + offset, weight, bias, together))
         if extent:
             units.append(_Unit(span, step, begin, len(reads), extent))
         step += len(span.sites)
@@ -284,9 +291,10 @@ def _launch_per_module(
                 ahead = others[r]
             elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
                 continue  # this span may yet read it, or keep it: only its last read knows
-            launched = lifetimes.get(ahead)
-            if launched is not None and launched.launched is None:
-                launched.launched = reads[r].step
+            together = range(ahead, reads[ahead].together + 1) if ahead < len(reads) else ()
+            for launched in filter(None, map(lifetimes.get, together)):
+                if launched.launched is None:
+                    launched.launched = reads[r].step
 
 
 def _next_others(reads: list[_Read]) -> list[int]:

@@ -20,7 +20,8 @@ class Occupancy(NamedTuple):
     blocks: int
     """A weight counts for the block that runs if that reads it, else for the next that will."""
     modules: int
-    """Weights, without those held from one read to another in the same span."""
+    """Weights, without those held from one read to another in the same span; those that are read
+    together count as one."""
     weights: int
 
 
@@ -54,24 +55,37 @@ def simulate(plan: Plan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulat
     of a weight that is not ready, a gather of what is there or under way, a wait without a gather
     or out of turn, a free of what is not ready or was never read, and for anything left at the end.
     """
-    return _Replay(plan, trace(chunks, actions)).run()
+    return _Replay(plan, trace(chunks, actions), _groups(chunks)).run()
 
 
 @lru_cache(maxsize=1024)
-def _extent(reads: tuple[str | None, ...]) -> dict[str, tuple[int, int]]:
-    """First and last read of each weight of a span, as offsets."""
+def _extent(reads: tuple[str | None, ...], until: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """The offsets in a span from which and until which each weight is there."""
     extent: dict[str, tuple[int, int]] = {}
     for offset, weight in enumerate(reads):
         if weight is not None:
-            extent[weight] = (extent.get(weight, (offset,))[0], offset)
+            extent[weight] = (extent.get(weight, (offset,))[0], until[offset])
     return extent
+
+
+def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
+    """The first place at which each weight is read, together with others or alone."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for c, chunk in enumerate(chunks):
+        for b, block in enumerate(chunk):
+            for visit, group in zip(block.visits, block.groups, strict=True):
+                if visit.weight is not None:
+                    found.setdefault(visit.weight, (c, b, group))
+    return found
 
 
 class _Replay:
     """The state of a replay: which weights are flying, in order of launch, ready, and read."""
 
-    def __init__(self, plan: Plan, spans: list[Span]) -> None:
-        self.plan, self.spans = plan, spans
+    def __init__(
+        self, plan: Plan, spans: list[Span], groups: dict[str, tuple[int, int, int]]
+    ) -> None:
+        self.plan, self.spans, self.groups = plan, spans, groups
         self.step = -1
         self.place: str | Step = "start"
         self.flying: deque[str] = deque()
@@ -82,7 +96,7 @@ class _Replay:
         self.lookaheads: list[Lookahead] = []
         self.readers: defaultdict[str, list[int]] = defaultdict(list)
         for number, span in enumerate(spans):
-            for weight in _extent(span.reads):
+            for weight in _extent(span.reads, span.until):
                 self.readers[weight].append(number)
 
     def run(self) -> Simulation:
@@ -111,12 +125,12 @@ class _Replay:
         for act in step.before:
             self.do(act, site)
         occupancy = self.occupancy(number, offset)
-        if weight is not None:
-            if weight not in self.ready:
-                self.fail(f"reads {weight}, which is not ready")
-            if weight in self.unread:
-                self.unread.remove(weight)
-                self.gathers[weight, site.phase] += 1
+        for needed, (first, last) in _extent(span.reads, span.until).items():
+            if first <= offset <= last and needed not in self.ready:
+                self.fail(f"reads {needed}, which is not ready")
+        if weight is not None and weight in self.unread:
+            self.unread.remove(weight)
+            self.gathers[weight, site.phase] += 1
         for act in step.after:
             self.do(act, site)
         return occupancy
@@ -146,18 +160,21 @@ class _Replay:
 
     def occupancy(self, number: int, offset: int) -> Occupancy:
         """The occupancy at a visit, or at the start if `number` is -1."""
-        reads = self.spans[number].reads if number >= 0 else ()
-        extent = _extent(reads)
+        span = self.spans[number] if number >= 0 else None
+        extent = {} if span is None else _extent(span.reads, span.until)
         blocks: set[object] = set()
-        held = 0
+        modules: set[object] = set()
         for weight in self.launched:
             if weight in extent:
-                blocks.add(self.spans[number].unit)
+                assert span is not None
+                blocks.add(span.unit)
                 first, last = extent[weight]
-                held += first < offset < last and reads[offset] != weight
+                if first < offset < last and span.reads[offset] != weight:
+                    continue
             else:
                 blocks.add(self.next_block(weight, number))
-        return Occupancy(len(blocks), len(self.launched) - held, len(self.launched))
+            modules.add(self.groups.get(weight, weight))
+        return Occupancy(len(blocks), len(modules), len(self.launched))
 
     def next_block(self, weight: str, number: int) -> object:
         """The unit that will read a weight after this span; the weight itself if none will."""

@@ -77,14 +77,18 @@ class Visit(NamedTuple):
     launch_point: LaunchPoint | None = None
     """The configuration's name for this visit, where it has one."""
     in_recompute: bool = True
-    """False where a recompute does not come by, e.g. an attention whose output was kept: what lies
-    before and behind it is recomputed separately."""
+    """False where a recompute does not come by: a launch point whose output was kept, so that what
+    lies before and behind it is recomputed separately, or a weight that backward alone reads
+    again."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
     bias: str | None = None
     """The bias of the layer that reads the weight, by its unique name."""
     passes: Passes | None = None
     """None where the model does not say; a plan of its time needs it."""
+    with_previous: bool = False
+    """Whether the weight is read together with that of the last visit before that has one: all of
+    them are there from the first of these visits to the end of the last."""
 
 
 class Block(NamedTuple):
@@ -93,6 +97,16 @@ class Block(NamedTuple):
     name: str
     visits: tuple[Visit, ...]
     recomputed: bool = False
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """For each visit the first of those whose weights are read together."""
+        found: list[int] = []
+        latest = 0
+        for v, visit in enumerate(self.visits):
+            found.append(latest if visit.with_previous else v)
+            latest = latest if visit.weight is None else found[v]
+        return tuple(found)
 
 
 Chunks = tuple[tuple[Block, ...], ...]
@@ -116,6 +130,8 @@ class Span(NamedTuple):
     sites: tuple[Site, ...]
     reads: tuple[str | None, ...]
     """The weight that each site reads, if any."""
+    until: tuple[int, ...]
+    """For each site the last one until which its weight is there with others, itself if alone."""
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -160,13 +176,17 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
 
 def _visits(
     kind: ActionKind, chunk: int, index: int, block: Block
-) -> tuple[tuple[Site, ...], tuple[str | None, ...]]:
-    """The sites of a block in an action of `kind`, and the weight that each reads."""
+) -> tuple[tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]:
+    """The sites of a block in an action of `kind`, and `reads` and `until` of each."""
     pairs = [
         (Site(phase, chunk, index, v), visit.weight if reads else None)
         for phase, v, visit, reads in _passes(kind, block)
     ]
-    return tuple(site for site, _ in pairs), tuple(weight for _, weight in pairs)
+    groups = block.groups
+    keys = [(site.phase, groups[site.visit]) for site, _ in pairs]
+    last = {key: offset for offset, key in enumerate(keys)}
+    sites, reads = tuple(site for site, _ in pairs), tuple(weight for _, weight in pairs)
+    return sites, reads, tuple(last[key] for key in keys)
 
 
 def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Visit, bool]]:
@@ -193,9 +213,14 @@ def _parts(numbered: list[tuple[int, Visit]]) -> list[list[tuple[int, Visit]]]:
     """The visits of a recomputed block, cut into those that are recomputed together.
 
     Backward recomputes what lies behind a kept output, goes back through it, and only then
-    recomputes what lies before.
+    recomputes what lies before. A weight that a recompute does not come by cuts nothing: what its
+    visit takes is recomputed with what lies before.
     """
-    return [list(part) for _, part in groupby(numbered, key=lambda item: item[1].in_recompute)]
+
+    def kept(item: tuple[int, Visit]) -> bool:
+        return item[1].weight is None and not item[1].in_recompute
+
+    return [list(part) for _, part in groupby(numbered, key=kept)]
 
 
 def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
