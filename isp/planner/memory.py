@@ -12,8 +12,8 @@ in the modes that split features with t in the place of w. This is the hybrid Ze
 et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
 attention are what a rehearsal keeps (`isp.planner.rehearsal`), for as many micro-batches as the
 schedule does; the pools follow from the plan of gathers and from the gradients in flight. `work` is
-what an operation has in hand besides: gradients of activations, copies for a collective, full
-gradients on their way.
+what is in hand besides: what a block has computed again, gradients of activations, copies for a
+collective, full gradients on their way.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _backward(
         after += _full_gradient(case, place, own.head)
         logits = rehearsal(case, place).logits * case.item_bytes
         yield moment(f"the backward of {own.head.name}", kept, after, logits)
-    plain = tapes_of(case, place, (b._replace(recomputed=False) for b in own.layers))
+    of_blocks = tapes_of(case, place, own.layers)
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
-        tapes = plain[block.name]
+        tapes = of_blocks[block.name]
         work = tapes.work + flights[block.name].before
         yield moment(f"the backward of {block.name}", _sum([kept, tapes.saved]), work)
     if own.table is not None:
@@ -315,6 +315,8 @@ def _reduced(
             before = rank.reducer.bytes_in_flight
             for name in names:
                 rank.reduce(name)
+                if not case.parallel.weight.overlap:
+                    rank.reducer.finish()
             found[block] = _InFlight(before, rank.reducer.bytes_in_flight)
     return found, rank.pool.reserved_bytes
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
@@ -119,7 +120,7 @@ def _rehearsed(
     model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
-    recorder, facts = TapeRecorder(part.tensor), part.mode.facts
+    recorder, facts = TapeRecorder(), part.mode.facts
     tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
     layers = (LayerFactory if on_cpu else _CudaLayers)(
         mode=part.mode,
@@ -149,8 +150,7 @@ def _rehearsed(
             logits = whole(ids, ids, None)
             recorder.note(Loss())
             loss = whole.token_losses(logits, labels).sum()
-        saved = recorder.saved(len(blocks) + 1)
-        recorder.phase = Phase.BACKWARD
+        saved = recorder.turn(len(blocks) + 1)
         recorder.note(Loss())
         loss.backward()
     (declared,) = as_chunks((blocks,))
@@ -192,6 +192,7 @@ class _DryWeights(WPCommunicator):
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
         self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
+        self._recorder.delivered(grad)
         return grad
 
 
@@ -210,6 +211,8 @@ class _DryVisit:
         self._recorder, self._visit, self._weight = recorder, recorder.visit_of(module), weight
         if phase is Phase.BACKWARD:  # a forward is reached when the layer is called
             recorder.note(Reach(self._visit, phase))
+        elif recorder.is_inside(module):
+            recorder.note(Reach(self._visit, recorder.phase))
 
     @cached_property
     def weight(self) -> Tensor:
@@ -292,7 +295,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Products(TorchDispatchMode):
-    """Notes the products of matrices."""
+    """Notes the products of matrices, and memory that is made."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
@@ -303,4 +306,5 @@ class _Products(TorchDispatchMode):
         out = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+        self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.cargo import Purpose, Trip
+from isp.comm.cargo import Trip
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
@@ -109,7 +110,7 @@ class Tapes(NamedTuple):
     saved: Saved
     """Memory kept from the one to the other."""
     work: int
-    """Bytes of gradients of activations in its backward, where they take most."""
+    """Bytes in hand besides what was saved, where both together take most in its backward."""
 
 
 @dataclass(slots=True)
@@ -124,10 +125,8 @@ class _Kept:
 class TapeRecorder:
     """Notes what happens, under the block in which it does."""
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self) -> None:
         self.phase = Phase.FORWARD
-        self._parts = parts
-        """Ranks of the tensor group."""
         self.attends = False
         """Whether local attention runs."""
         self._block = 0
@@ -141,20 +140,34 @@ class TapeRecorder:
         """Block and visit, by the id of the module that is called there."""
         self._lasts: set[int] = set()
         """Those of the last visits of blocks."""
+        self._inside: set[int] = set()
+        """The ids of layers that are visited in a call that began with another visit."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
-        self._outputs: defaultdict[int, list[int]] = defaultdict(list)
-        """Bytes of what its visits give, by block."""
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        """Memory there in backward: what was kept, and what is made."""
+        self._owners: dict[int, int] = {}
+        """The block that has kept it, by the storage."""
+        self._peaks: defaultdict[int, int] = defaultdict(int)
+        """Bytes there at most while a block goes back, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
         """Note when a visit of `blocks` is reached."""
         for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
+            called: set[int] = set()
             for v, visit in enumerate(block.visits):
                 module = visit.layer if visit.at is None else visit.at
                 assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
+                if id(module) in called:
+                    self._places[id(visit.layer)] = b, v
+                    self._inside.add(id(visit.layer))
+                    continue
                 assert id(module) not in self._places, f"{visit.name} is called twice"
                 self._places[id(module)] = self._places[id(visit.layer)] = b, v
+                called.add(id(module))
                 module.register_forward_pre_hook(self._begins)
                 module.register_forward_hook(self._ends)
             self._lasts.add(id(module))
@@ -174,22 +187,41 @@ class TapeRecorder:
         """The visit of a layer in its block."""
         return self._places[id(layer)][1]
 
-    def tapes(self, block: int, saved: Saved) -> Tapes:
-        """A block's work, of which `saved` is kept.
+    def is_inside(self, layer: WeightHolder) -> bool:
+        """Whether the visit of a layer is no call of its own."""
+        return id(layer) in self._inside
 
-        Most is in hand as its last linear goes back, when all that was saved is still there: the
-        gradients of what it gives, as they came and as they were gathered, and of what it takes.
-        """
+    def tapes(self, block: int, saved: Saved) -> Tapes:
+        """A block's work, of which `saved` is kept."""
         forward, backward = self._events[block, True], self._events[block, False]
-        trips = [event.trip for event in backward if isinstance(event, Launch)]
-        gathered = [
-            trip.sent_bytes * self._parts // (self._parts - 1)
-            for trip in trips
-            if trip.kind == "all_gather" and trip.cargo.purpose is Purpose.OUTPUT_GRADIENT
-        ]
-        outputs = self._outputs[block]
-        work = sum(outputs[-2:]) + max(gathered, default=0)
+        work = max(0, self._peaks[block] - saved.total)
         return Tapes(tuple(forward), tuple(backward), saved, work)
+
+    def turn(self, num_blocks: int) -> list[Saved]:
+        """The forward is over: what each block keeps; what is there is watched from here on."""
+        found = self.saved(num_blocks)
+        for key, kept in self._kept.items():
+            self._alive[key], self._owners[key] = kept.memory, kept.block
+        self._kept.clear()
+        self.phase = Phase.BACKWARD
+        return found
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """An operation gave these."""
+        if self.phase is Phase.FORWARD:
+            return
+        for x in tensors:
+            memory = x.untyped_storage()
+            if memory._cdata not in self._known and memory._cdata not in self._alive:
+                self._alive[memory._cdata] = memory
+                self._owners.pop(memory._cdata, None)  # of memory that was there before
+        own = self._block
+        there = (m.nbytes() for key, m in self._alive.items() if self._owners.get(key, own) == own)
+        self._peaks[own] = max(self._peaks[own], sum(there))
+
+    def delivered(self, gradient: Tensor) -> None:
+        """A weight's gradient is somebody else's from here on."""
+        self._alive.pop(gradient.untyped_storage()._cdata, None)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""
@@ -225,7 +257,6 @@ class TapeRecorder:
             return
         block, _ = self._places[id(module)]
         self._ahead = block + (id(module) in self._lasts)
-        self._outputs[block].append(y.nbytes)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
