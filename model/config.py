@@ -24,7 +24,7 @@ from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
-from isp.settings.section import Count, Fraction, NotNegative, Size, section
+from isp.settings.section import Count, CountOrZero, Fraction, NotNegative, Size, section
 
 if TYPE_CHECKING:
     from isp.attention import LocalAttention
@@ -95,6 +95,10 @@ class ModelConfig:
     least in msp mode, whose linears keep what they gather of it."""
     checkpoint_mlp_activation: bool = False
     """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
+    mlp_tile_tokens: CountOrZero = 0
+    """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
+    more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
+    little."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -132,6 +136,11 @@ class ModelConfig:
                     f"model.{key}=true is for isp's own model, and model.hf={self.hf} is another:"
                     f" use false; model.checkpoint recomputes whole blocks"
                 )
+        if self.mlp_tile_tokens:
+            raise ValueError(
+                f"model.mlp_tile_tokens={self.mlp_tile_tokens} is for isp's own model, and"
+                f" model.hf={self.hf} is another: use 0; model.checkpoint recomputes whole blocks"
+            )
 
     @property
     def kv_heads(self) -> int:

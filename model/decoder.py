@@ -27,6 +27,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
 from isp.pipeline import split_layers
 from isp.recompute import Recomputer
@@ -110,6 +111,10 @@ class FeedForward(nn.Module):
         gate, up = fused.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def forward(self, x: Tensor, tiled: TiledMLP) -> Tensor:
+        """x [B, S', D] through norm, MLP and residual in tiles, a place that others can see."""
+        return tiled(x)
+
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
@@ -134,6 +139,17 @@ class Block(nn.Module):
         self.attention = Attention(config, layers, core)
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, layers)
+        self.tiled = self._tiled(config.mlp_tile_tokens) if config.mlp_tile_tokens else None
+
+    def _tiled(self, tokens: int) -> TiledMLP:
+        mlp = self.feed_forward
+        return TiledMLP(
+            norm=self.ffn_norm,
+            column=mlp.w13,
+            activation=mlp.activation,
+            row=mlp.w2,
+            tokens=tokens,
+        )
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """x [B, S', D] -> [B, S', D].
@@ -158,6 +174,9 @@ class Block(nn.Module):
 
     def _after_attention(self, x: Tensor, heads: Tensor) -> Tensor:
         mlp, x = self.feed_forward, x + self.attention.output(heads)
+        if self.tiled is not None:
+            y: Tensor = mlp(x, self.tiled)
+            return y
         fused = self._through(self.ffn_norm, mlp.w13, x, drop=self.drops_norms)
         return x + self._through(mlp.activation, mlp.w2, fused, drop=self.drops_activation)
 
@@ -175,6 +194,8 @@ class Block(nn.Module):
         attention, mlp, at, config = self.attention, self.feed_forward, LaunchPoint, self.config
         norm_and_sum = Passes(between=5 * config.hidden_size)
         turned = (config.num_heads + config.kv_heads) * config.head_size
+        tiled = self.tiled is not None
+        mlp_call = mlp if tiled else None
         return (
             DeclaredVisit(
                 name="wqkv",
@@ -189,9 +210,21 @@ class Block(nn.Module):
                 in_recompute=not self.keeps_attention,
             ),
             DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO, passes=Passes()),
-            DeclaredVisit(name="w1", layer=mlp.w13, launch_point=at.W1, passes=norm_and_sum),
             DeclaredVisit(
-                name="w2", layer=mlp.w2, passes=Passes(inside=3 * config.intermediate_size)
+                name="w1",
+                layer=mlp.w13,
+                at=mlp_call,
+                launch_point=at.W1,
+                in_recompute=not tiled,
+                passes=norm_and_sum,
+            ),
+            DeclaredVisit(
+                name="w2",
+                layer=mlp.w2,
+                at=mlp_call,
+                in_recompute=not tiled,
+                with_previous=tiled,
+                passes=Passes(inside=3 * config.intermediate_size),
             ),
         )
 

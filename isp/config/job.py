@@ -162,6 +162,25 @@ class JobConfig:
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )
+        return [*found, *self._unused_of_tiles()]
+
+    def _unused_of_tiles(self) -> list[str]:
+        model, tensor = self.model, self.parallel.tensor
+        if not model.mlp_tile_tokens:
+            return []
+        found = []
+        if model.checkpoint_mlp_activation:
+            found.append(
+                "model.checkpoint_mlp_activation is not used with model.mlp_tile_tokens, whose"
+                " tiles are computed again as a whole"
+            )
+        tokens = self.data.seq_len * self.data.micro_bsz
+        tokens //= tensor.size if tensor.mode.facts.splits_sequence else 1
+        if model.mlp_tile_tokens >= tokens:
+            found.append(
+                f"model.mlp_tile_tokens={model.mlp_tile_tokens} saves no memory of tiles: a rank"
+                f" has {tokens} tokens of a micro-batch, which are one tile"
+            )
         return found
 
 

@@ -39,6 +39,9 @@ KEPT = replace(BASE, checkpoint=0.7, checkpoint_keeps_attention=True, qkv_bias=T
 PARTS = replace(BASE, checkpoint=1.0, checkpoint_distribute_activations=True)
 EVEN = replace(KEPT, vocab_size=52)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
+TILED = replace(TIED, mlp_tile_tokens=5, checkpoint=0.0)
+TILED_ALL = replace(TILED, checkpoint=1.0)
+TILED_KEPT = replace(TILED, checkpoint=0.5, checkpoint_keeps_attention=True)
 ENDS = WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True, own_reduce_group=True)
 LATE = WeightConfig(
     launch_allgather_before=LaunchPoint.W1,
@@ -60,6 +63,9 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.MSP, tensor=4, micro=2), BASE, "float64"),
     (Layout(mode=Mode.MSP, tensor=2, data=2), KEPT, "float32"),
     (Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4), FEW_KV, "float64"),
+    (Layout(mode=Mode.MSP, tensor=2, data=2), TILED, "float64"),
+    (Layout(tensor=2, weight=2, data=2, micro=2), TILED_ALL, "float64"),
+    (Layout(tensor=2, weight=2, pipeline=2, micro=4, options=LATE), TILED_KEPT, "float64"),
     (Layout(mode=Mode.FSP, tensor=4), BASE, "bfloat16"),
     (Layout(mode=Mode.FSP, tensor=2, data=2, micro=2), TIED, "float64"),
     (Layout(mode=Mode.FSP, data=2, pipeline=2, micro=2), DROPS, "float32"),

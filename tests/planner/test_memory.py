@@ -35,12 +35,17 @@ MODEL = ModelConfig(
 ALL, HALF = replace(MODEL, checkpoint=1.0), replace(MODEL, checkpoint=0.5)
 KEPT = replace(ALL, checkpoint_keeps_attention=True)
 FOUR = replace(MODEL, num_layers=4)
+TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
+TILED_ALL = replace(TILED, checkpoint=1.0)
 CASES = [
     (Layout(), MODEL, "float32"),
     (Layout(), HALF, "bfloat16"),
     (Layout(weight=2, data=2), MODEL, "float32"),
     (Layout(weight=2, data=2, options=WeightConfig(overlap=False)), KEPT, "float32"),
     (Layout(tensor=2, weight=2), ALL, "float32"),
+    (Layout(), TILED, "float32"),
+    (Layout(tensor=2, weight=2), TILED_ALL, "bfloat16"),
+    (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
     (Layout(tensor=2, weight=1, zero1=2), ALL, "bfloat16"),
     (Layout(mode=Mode.MTP, tensor=2), MODEL, "float32"),

@@ -30,6 +30,7 @@ NORMED = replace(BASE, qk_norm=True, qkv_bias=True)
 PART = replace(BASE, checkpoint=0.6)
 KEPT = replace(PART, checkpoint_keeps_attention=True)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
+TILED = replace(NORMED, mlp_tile_tokens=7)
 PIECES = replace(PART, checkpoint_distribute_activations=True)
 ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
@@ -42,6 +43,8 @@ ONE = [
     (Layout(), PART, "float32"),
     (Layout(), KEPT, "bfloat16"),
     (Layout(), DROPS, "float32"),
+    (Layout(), TILED, "bfloat16"),
+    (Layout(), replace(TILED, checkpoint=0.6, checkpoint_keeps_attention=True), "float32"),
 ]
 TWO = [
     (Layout(tensor=2, weight=2), BASE, "float32"),
@@ -56,6 +59,7 @@ TWO = [
     (Layout(mode=Mode.MSP, tensor=2), DROPS, "bfloat16"),
     (Layout(mode=Mode.FSP, tensor=2), KEPT, "float64"),
     (Layout(mode=Mode.FSP, tensor=2), NORMED, "float32"),
+    (Layout(mode=Mode.MSP, tensor=2), replace(TILED, checkpoint=0.6), "float32"),
 ]
 
 

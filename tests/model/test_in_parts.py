@@ -1,0 +1,168 @@
+"""Blocks computed in parts (tiles of tokens, groups of heads) against the same blocks in one piece.
+
+Each case is trained a step in float64 in a layout, as it is and in parts: the loss, the gradient
+norm and every main gradient of every rank are compared, and what was gathered and reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from isp.comm.cargo import Purpose
+from isp.models.build import build_model
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
+from isp.parallel.config import OverlapUnit
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+from tests.ranks import run_each
+from tests.train.runs import CPU, MAX_NORM, OPTIMIZER, SEED, Layout, Meshes, Task
+
+TOLERANCE = 1e-9
+MODEL = ModelConfig(
+    vocab_size=52,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=40,
+    qkv_bias=True,
+    qk_norm=True,
+    init_std=0.3,
+)
+TIED = replace(MODEL, tie_embeddings=True, sliding_window=7)
+FOUR = replace(MODEL, num_layers=4)
+POISONED = WeightConfig(poison_freed_buffers=True)
+PER_MODULE = replace(POISONED, forward_overlap_per=OverlapUnit.MODULE)
+NO_OVERLAP = replace(POISONED, overlap=False)
+ZERO, ZBV = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
+
+TILES: dict[str, Any] = {"mlp_tile_tokens": 5}
+WHOLE: dict[str, Any] = {"checkpoint": 1.0}
+KEPT: dict[str, Any] = {"checkpoint": 0.5, "checkpoint_keeps_attention": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, what is trained in it, and how its blocks are computed."""
+
+    layout: Layout
+    model: ModelConfig
+    parts: dict[str, Any]
+    recompute: dict[str, Any] = field(default_factory=dict)
+    frozen: str = ""
+    """What the names of weights that are not trained contain."""
+    rows: int = 0
+    """Rows of a micro-batch that is not packed; 0: packed."""
+
+    def task(self, **changes: Any) -> Task:
+        """Its model with some keys changed, on its rows."""
+        model = replace(self.model, **self.recompute, **changes)
+        return Task(model=model, packed=not self.rows, micro_bsz=max(self.rows, 1))
+
+
+CASES = {
+    "tiles": Case(Layout(micro=2), MODEL, TILES),
+    "tiles of two rows": Case(Layout(), TIED, TILES, WHOLE, rows=2),
+    "tiles, MLPs alone": Case(Layout(), MODEL, TILES, frozen="attention"),
+    "tiles, all else alone": Case(Layout(), MODEL, TILES, WHOLE, frozen="f"),
+    "tiles, mtp": Case(Layout(mode=Mode.MTP, tensor=2), MODEL, TILES, KEPT),
+    "tiles, msp": Case(Layout(mode=Mode.MSP, tensor=2, micro=2), TIED, TILES),
+    "tiles, fsp": Case(Layout(mode=Mode.FSP, tensor=2), MODEL, TILES, WHOLE, rows=2),
+    "tiles, isp": Case(Layout(tensor=2, weight=2, options=POISONED), MODEL, TILES),
+    "tiles, isp, whole": Case(Layout(tensor=2, weight=2, options=POISONED), TIED, TILES, WHOLE),
+    "tiles, isp, kept": Case(Layout(weight=2, data=2, options=POISONED), MODEL, TILES, KEPT),
+    "tiles, isp, frozen": Case(
+        Layout(tensor=2, weight=2, options=POISONED), MODEL, TILES, WHOLE, frozen="w13"
+    ),
+    "tiles, no overlap": Case(Layout(tensor=2, weight=2, options=NO_OVERLAP), MODEL, TILES, WHOLE),
+    "tiles, per module": Case(
+        Layout(tensor=2, weight=2, micro=2, options=PER_MODULE), MODEL, TILES, KEPT
+    ),
+    "tiles, zero bubble": Case(
+        Layout(pipeline=2, schedule=ZERO, chunks=2, micro=4), FOUR, TILES, WHOLE
+    ),
+    "tiles, isp 4": Case(Layout(tensor=4, weight=4, options=POISONED), MODEL, TILES, WHOLE),
+    "tiles, V": Case(
+        Layout(tensor=2, weight=2, pipeline=2, schedule=ZBV, chunks=2, micro=4, options=PER_MODULE),
+        replace(FOUR, tie_embeddings=True),
+        TILES,
+        WHOLE,
+    ),
+}
+
+
+class Found(NamedTuple):
+    """What a step of a run gave on a rank."""
+
+    numbers: tuple[float, float]
+    grads: dict[str, Any]
+    moved: Counter[tuple[Purpose, str, str]]
+    """Transfers by purpose, kind and label."""
+    sent: Counter[Purpose]
+    """Bytes by purpose."""
+
+
+def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
+    mesh, layout = rank_meshes.of(case.layout), case.layout
+    built = build_model(
+        task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=torch.float64
+    )
+    for item in built.parameters:
+        frozen = case.frozen and case.frozen in item.name
+        item.parameter.requires_grad_(not frozen)
+    gradients = MainGradients(built.trained, mesh)
+    optimizer = Zero1Optimizer(
+        gradients, mesh, OPTIMIZER, max_norm=MAX_NORM, counted_elsewhere=built.counted_elsewhere
+    )
+    step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
+    own = range(mesh[Axis.DATA].rank, layout.global_batch, layout.data)
+    batches = [task.batch(2, place) for place in own]
+    step(batches, 1e-2)  # so that a second one finds pools and plans in use
+    mesh.log.collect()
+    outcome = step(batches, 1e-2)
+    transfers = mesh.log.take()
+    grads = {i.name: gradients.grad(i.parameter).clone().numpy() for i in built.trained}
+    for item in built.trained:
+        optimizer.published(item.parameter)
+    step.hook.after_step()
+    moved = Counter((t.cargo.purpose, t.kind, t.label) for t in transfers)
+    sent: Counter[Purpose] = Counter()
+    for t in transfers:
+        sent[t.cargo.purpose] += t.sent_bytes
+    return Found((outcome.loss, outcome.grad_norm), grads, moved, sent)
+
+
+def _both(rank: int, case: Case) -> tuple[Found, Found]:
+    meshes = Meshes(rank)
+    return _step(meshes, case, case.task()), _step(meshes, case, case.task(**case.parts))
+
+
+WEIGHTS = (Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT)
+
+
+@pytest.mark.parametrize("world", sorted({case.layout.world for case in CASES.values()}))
+def test_blocks_in_parts_train_as_in_one_piece(world: int) -> None:
+    """Catches a part that is left out, counted twice or of another's tokens; a weight that is
+    gathered, or a gradient that is reduced, for each part; buffers read when they were given back.
+    """
+    cases = {name: case for name, case in CASES.items() if case.layout.world == world}
+    for name, of_ranks in run_each(world, _both, cases, timeout_seconds=100).items():
+        for whole, parts in of_ranks:
+            for found, wanted in zip(parts.numbers, whole.numbers, strict=True):
+                assert abs(found - wanted) < TOLERANCE * wanted, name
+            assert parts.grads.keys() == whole.grads.keys()
+            for key, wanted in whole.grads.items():
+                difference = abs(parts.grads[key] - wanted).max() / abs(wanted).max()
+                assert difference < TOLERANCE, (name, key, difference)
+            for purpose in WEIGHTS:
+                assert _of(parts.moved, purpose) == _of(whole.moved, purpose), name
+
+
+def _of(moved: Counter[tuple[Purpose, str, str]], purpose: Purpose) -> dict[Any, int]:
+    return {key: count for key, count in moved.items() if key[0] is purpose}
