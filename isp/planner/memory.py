@@ -13,7 +13,7 @@ et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.0025
 attention are what a rehearsal keeps (`isp.planner.rehearsal`), for as many micro-batches as the
 schedule does; the pools follow from the plan of gathers and from the gradients in flight. `work` is
 what is in hand besides: what a block has computed again, gradients of activations, copies for a
-collective, full gradients on their way.
+collective, full gradients on their way. What lies in the memory of the host is counted apart.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class Memory:
     attention: int = 0
     logits: int = 0
     work: int = 0
+    host: int = 0
+    """In the memory of the host: no part of `total`."""
     moment: str = ""
     """Moment of the maximum."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it on the device."""
         return sum(self.by_owner().values())
 
     @property
@@ -68,8 +70,9 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     def by_owner(self) -> dict[str, int]:
-        """Bytes by the owner's name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+        """Bytes on the device by the owner's name."""
+        owners = (f.name for f in fields(self) if f.name not in ("host", "moment"))
+        return {name: getattr(self, name) for name in owners}
 
 
 def states(case: Case, place: Coordinates) -> Memory:

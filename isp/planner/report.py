@@ -84,6 +84,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "checkpoint_keeps_attention": candidate.config.model.checkpoint_keeps_attention,
         "memory_bytes": candidate.memory.by_owner(),
         "memory_moment": candidate.memory.moment,
+        "host_bytes": candidate.memory.host,
         "seconds": None if prediction is None else asdict(prediction),
         "transfers": [
             {"kind": kind, "channel": channel, "calls": count.calls, "sent_bytes": count.sent_bytes}
@@ -292,4 +293,5 @@ def _details(best: Candidate) -> str:
 def _memory(memory: Memory) -> str:
     rows = [(f"  {name}", _size(size)) for name, size in memory.by_owner().items() if size]
     rows.append(("  in all", _size(memory.total)))
-    return f"{aligned(rows)}  at {memory.moment}"
+    table = f"{aligned(rows)}  at {memory.moment}"
+    return f"{table}\n  and in the host's memory {_size(memory.host)}" if memory.host else table
