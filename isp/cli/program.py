@@ -223,9 +223,10 @@ def _train(args: argparse.Namespace) -> int:
         _note_unused(config)
     if args.nproc is not None:
         from isp.train.data import check_data
-        from isp.train.run import check_devices
+        from isp.train.run import check_devices, check_host_memory
 
         check_devices(config, args.nproc)
+        check_host_memory(config, topology, args.nproc)
         check_data(config)
         return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
     from isp.train import main as train

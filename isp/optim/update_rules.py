@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     grads: list[Tensor]
     """Gradients, which an update may overwrite."""
     states: dict[str, list[Tensor]]
-    """By name, as `UpdateRule.states` declares them."""
+    """By name, as `UpdateRule.states` declares them, in the dtype of the masters."""
 
 
 class UpdateRule(ABC):
@@ -54,11 +54,17 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Name and dtype of each state of master weights of `dtype`; all begin as zeros.
+        """Name of each state of master weights of `dtype`, and the dtype it is kept in.
 
-        A state has the shape of its weights. It is saved under its name: rules whose states have
-        the same names take up each other's.
+        All begin as zeros. A state has the shape of its weights. It is saved under its name: rules
+        whose states have the same names take up each other's. What `moment` gives may be narrower
+        than `dtype`: a state that an update only averages into, and whose rounding is one of what
+        the next update begins with.
         """
+
+    def moment(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a moment of master weights of `dtype` is kept."""
+        return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
 
     @abstractmethod
     def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
@@ -75,7 +81,7 @@ class AdamW(UpdateRule):
     """
 
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        return {"exp_avg": dtype, "exp_avg_sq": dtype}
+        return {"exp_avg": self.moment(dtype), "exp_avg_sq": self.moment(dtype)}
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
         size, device = len(rows.masters), rows.masters[0].device
@@ -106,7 +112,7 @@ class Lion(UpdateRule):
     """
 
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        return {"exp_avg": dtype}
+        return {"exp_avg": self.moment(dtype)}
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2

@@ -15,9 +15,10 @@ from isp.comm import Pending
 from isp.comm.cargo import Cargo
 from isp.layers.module import NamedParameter
 from isp.optim.grad_scaler import GradScaler
-from isp.optim.main_grads import DEFAULT_BUCKET_BYTES, Channels, MainGradients, master_dtype
+from isp.optim.main_grads import DEFAULT_BUCKET_BYTES, Channels, MainGradients
 from isp.optim.rows import Publisher, owned_rows
-from isp.optim.update_rules import GroupValues, Rows, UpdateRule, group_values, update_rule
+from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept
+from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
 from isp.settings import OptimizerConfig
@@ -54,39 +55,17 @@ class OptimizerState(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """The rows of a parameter that this rank updates."""
+    """The rows of a parameter that this rank updates, and what it keeps of them."""
 
     item: NamedParameter
     rows: Interval
-    weights: Tensor
-    """The rows in the parameter: a view."""
-    master: Tensor
-    """The rows in the master dtype; `weights` itself where that is the parameter's own dtype."""
-    grad: Tensor
-    """The rows of the main gradient: a view."""
-    states: dict[str, Tensor]
-    """Those of the update rule, by name."""
-
-    @classmethod
-    def create(
-        cls, item: NamedParameter, grad: Tensor, rule: UpdateRule, *, parts: int, index: int
-    ) -> _Shard:
-        """Part `index` of `parts` of a parameter and its main gradient, with zero states."""
-        whole = item.parameter.detach()
-        start, stop = owned_rows(whole.shape[0], parts, index)
-        weights = whole[start:stop]
-        dtype = master_dtype(weights.dtype)
-        master = weights if weights.dtype == dtype else weights.to(dtype)
-        states = {
-            name: torch.zeros_like(master, dtype=kind) for name, kind in rule.states(dtype).items()
-        }
-        return cls(item, (start, stop), weights, master, grad[start:stop], states)
+    resting: Resting
 
     def state(self) -> ShardState:
         return {
             "rows": list(self.rows),
             "layout": _as_plain(self.item.layout),
-            "tensors": {**self.states, "master": self.master},
+            "tensors": {**self.resting.states, MASTER: self.resting.master},
         }
 
 
@@ -113,6 +92,7 @@ class Zero1Optimizer:
         max_norm: float = 0.0,
         counted_elsewhere: Collection[str] = (),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        stream_bytes: int = STREAM_BYTES,
     ) -> None:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
@@ -131,17 +111,42 @@ class Zero1Optimizer:
         self._max_norm = max_norm
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
+        owned = {
+            item.name: owned_rows(item.parameter.shape[0], zero1.size, zero1.rank)
+            for item in gradients.parameters
+        }
+        device = gradients.parameters[0].parameter.device
+        kinds = {dtype: kept(self.rule, dtype) for dtype in dtypes}
+        memory = StateMemory(
+            (
+                (kind, (owned[name][1] - owned[name][0]) * math.prod(parameter.shape[1:]))
+                for name, parameter, _ in gradients.parameters
+                for kind in kinds[parameter.dtype].values()
+            ),
+            device,
+            on_host=config.offload_states,
+        )
+        self.host_bytes = memory.host_bytes
+        """Bytes of master weights and states in the memory of the host."""
         self._shards = [
-            _Shard.create(
+            _Shard(
                 item,
-                gradients.grad(item.parameter),
-                self.rule,
-                parts=zero1.size,
-                index=zero1.rank,
+                owned[item.name],
+                _resting(
+                    item.parameter.detach()[slice(*owned[item.name])],
+                    gradients.grad(item.parameter)[slice(*owned[item.name])],
+                    kinds[item.parameter.dtype],
+                    memory,
+                ),
             )
             for item in gradients.parameters
         ]
-        self._groups = _groups([s for s in self._shards if s.master.numel()], config)
+        self._stream = StateStream(
+            _groups(self._shards, config),
+            device,
+            on_host=config.offload_states,
+            bucket_bytes=stream_bytes,
+        )
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
 
@@ -166,6 +171,11 @@ class Zero1Optimizer:
         if wait:
             self._publisher.wait()
         return StepResult(norm, skipped=False)
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the device that an update takes for states that rest elsewhere, or narrower."""
+        return self._stream.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to differentiate: multiplied by the loss scale, `loss` itself without one."""
@@ -199,9 +209,6 @@ class Zero1Optimizer:
 
         The buckets are in order of declaration, that in which a forward pass needs them.
         """
-        for shard in self._shards:
-            if shard.master is not shard.weights:
-                shard.weights.copy_(shard.master)
         return self._publisher.launch()
 
     def published(self, parameter: nn.Parameter) -> None:
@@ -210,6 +217,7 @@ class Zero1Optimizer:
 
     def state_dict(self) -> OptimizerState:
         """Master weights, states and step count of this rank's rows; see `OptimizerState`."""
+        self._stream.settle()
         return {
             "step": self._num_updates,
             "parameters": {shard.item.name: shard.state() for shard in self._shards},
@@ -231,6 +239,8 @@ class Zero1Optimizer:
         for name, mine in own.items():
             for kind, tensor in mine["tensors"].items():
                 tensor.copy_(saved[name]["tensors"][kind])
+        for shard in self._shards:
+            shard.resting.weights.copy_(shard.resting.master)
         self._num_updates = state["step"]
         self.publish()
         self._publisher.wait()
@@ -276,34 +286,43 @@ class Zero1Optimizer:
         if factor == 1:
             return
         for shard in self._shards:
-            shard.grad.mul_(factor)
+            shard.resting.grad.mul_(factor)
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
         self._num_updates += 1
-        for values, rows in self._groups.items():
+
+        def update(values: GroupValues, rows: Rows) -> None:
             self.rule.step(
                 rows,
                 lr=lr * values.lr_scale,
                 weight_decay=values.weight_decay,
                 number=self._num_updates,
             )
+
+        self._stream.pass_through(update)
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.update(overflow=False)
 
 
-def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, Rows]:
+def _resting(
+    weights: Tensor, grad: Tensor, kinds: Mapping[str, torch.dtype], memory: StateMemory
+) -> Resting:
+    """Rows of a parameter with states of these dtypes, which are zero, and masters."""
+    states = {name: memory.take(weights.shape, dtype) for name, dtype in kinds.items()}
+    master = states.pop(MASTER).copy_(weights) if MASTER in states else weights
+    return Resting(weights, grad, master, states)
+
+
+def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, list[Resting]]:
     """The rows of this rank by what holds for their parameters."""
-    groups: dict[GroupValues, Rows] = {}
+    groups: dict[GroupValues, list[Resting]] = {}
     for shard in shards:
-        num_dims = len(shard.item.layout.global_shape)
-        values = group_values(shard.item.name, num_dims, config)
-        rows = groups.setdefault(values, Rows([], [], {name: [] for name in shard.states}))
-        rows.masters.append(shard.master)
-        rows.grads.append(shard.grad)
-        for name, state in shard.states.items():
-            rows.states[name].append(state)
+        if shard.resting.weights.numel():
+            num_dims = len(shard.item.layout.global_shape)
+            values = group_values(shard.item.name, num_dims, config)
+            groups.setdefault(values, []).append(shard.resting)
     return groups
 
 

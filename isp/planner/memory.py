@@ -6,7 +6,8 @@ P parameters of a rank's stage, w ranks of a weight group, z of a zero1 group
     gradients   P / w in float32                      main gradients, in buckets
     optimizer   P / (w z) in float32                  master weights, none where they are the
                                                       weights themselves
-                and as the update rule says           states: 2 P / (w z) in float32 for adamw
+                and as the update rule says           states: 2 P / (w z) in float32 for adamw,
+                                                      with the masters on the host if offloaded
 
 in the modes that split features with t in the place of w. This is the hybrid ZeRO of Rajbhandari
 et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
@@ -25,6 +26,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
@@ -38,7 +40,7 @@ from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Chunks
 from isp.weights.transfers import piece_shape
 
-__all__ = ["Memory", "memory", "states"]
+__all__ = ["Memory", "memory", "moments", "states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +83,26 @@ def states(case: Case, place: Coordinates) -> Memory:
     numbers = sum(p.parameter.numel() for p in parameters)
     owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
+    kept, on_host = owned * (master_bytes + case.state_bytes), case.optimizer.offload_states
     return Memory(
         weights=numbers * case.item_bytes,
         gradients=numbers * case.wide_bytes,
-        optimizer=owned * (master_bytes + case.state_bytes),
+        optimizer=0 if on_host else kept,
+        host=kept if on_host else 0,
     )
 
 
 def memory(case: Case, rank: int) -> Memory:
     """The memory of `rank` at its most."""
+    return max(moments(case, rank), key=lambda m: m.total)
+
+
+def moments(case: Case, rank: int) -> list[Memory]:
+    """The memory of `rank` at each moment of a step at which it may be at its most."""
     place = case.place(rank)
     flights, reduce_pool = _reductions(case, place)
     fixed = replace(states(case, place), pool=_gather_pool(case, place) + reduce_pool)
-    return max(_moments(case, place, fixed, flights), key=lambda m: m.total)
+    return list(_moments(case, place, fixed, flights))
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
@@ -254,8 +263,17 @@ def _loss_bytes(case: Case, place: Coordinates) -> int:
 
 
 def _update(case: Case, place: Coordinates) -> int:
-    """Buckets of updated weights, packed and gathered."""
-    return _published(_alike(case), place._replace(tensor=0))
+    """States on their way through the device, and then updated weights, packed and gathered."""
+    alike, place = _alike(case), place._replace(tensor=0)
+    return max(_streamed(alike, place), _published(alike, place))
+
+
+@lru_cache(maxsize=1024)
+def _streamed(case: Case, place: Coordinates) -> int:
+    if case.optimizer.moment_dtype == "float32" and not case.optimizer.offload_states:
+        return 0
+    rank = DryRank(case, place, Heard())
+    return Zero1Optimizer(rank.gradients, rank, case.optimizer).work_bytes
 
 
 @lru_cache(maxsize=1024)

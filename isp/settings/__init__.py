@@ -155,6 +155,10 @@ class ParamGroupConfig:
 
 _RULE_KEYS = {"adamw": {"beta1", "beta2", "eps"}, "lion": {"beta1", "beta2"}}
 """Keys of `optimizer` that not every update rule has a use for."""
+_MOMENT_DECAYS = {"adamw": ("beta1", "beta2"), "lion": ("beta2",)}
+"""Those with which the moments of a rule decay."""
+_SLOWEST_NARROW = 1 - 2**-8
+"""A bfloat16 that is multiplied by more may be rounded back to itself."""
 
 
 @section("optimizer")
@@ -174,6 +178,12 @@ class OptimizerConfig:
     """adamw: added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
     """Decoupled decay of the weights, a fraction of lr."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers in which the moments are kept between updates, which compute in float32 at least;
+    bfloat16: half the memory, rounded once an update; needs betas up to 0.996."""
+    offload_states: bool = False
+    """Keep master weights and moments in the memory of the host and bring them to the GPU bucket by
+    bucket in the update, which computes the same bits. Every byte travels once there and back."""
     param_groups: tuple[ParamGroupConfig, ...] = ()
     """Parameters with another learning rate or weight decay; the first that matches counts."""
     grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
@@ -181,6 +191,17 @@ class OptimizerConfig:
     max_skipped_steps: CountOrZero = 10
     """End the run after this many steps in a row whose gradients were not finite; those after which
     the loss scale can still be lowered do not count. 0: never."""
+
+    def __post_init__(self) -> None:
+        if self.moment_dtype != "bfloat16":
+            return
+        for key in _MOMENT_DECAYS[self.name]:
+            if getattr(self, key) > _SLOWEST_NARROW:
+                raise ValueError(
+                    f"optimizer.{key}={getattr(self, key)} is too near to 1 for"
+                    f" optimizer.moment_dtype=bfloat16, in whose 8 bits such a moment does not"
+                    f" decay: use at most 0.996, or moment_dtype=float32"
+                )
 
     @property
     def unused(self) -> list[str]:

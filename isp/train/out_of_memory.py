@@ -39,7 +39,7 @@ class MemoryOwner(NamedTuple):
 def memory_owners(
     gradients: MainGradients, optimizer: Zero1Optimizer, communicator: ISPCommunicator | None
 ) -> list[MemoryOwner]:
-    """Weights, gradients, optimizer states and the communicator's buffers of this rank.
+    """Weights, gradients, optimizer states and the communicator's buffers on this rank's device.
 
     A tensor that two of them share, such as master weights that are the weights, counts once.
     """
@@ -47,8 +47,9 @@ def memory_owners(
     parameters = [item.parameter for item in gradients.parameters]
     weights = _storage_bytes(parameters, seen)
     of_autograd = _storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
-    shards = optimizer.state_dict()["parameters"].values()
-    states = _storage_bytes((x for shard in shards for x in shard["tensors"].values()), seen)
+    shards, device = optimizer.state_dict()["parameters"].values(), parameters[0].device
+    tensors = (x for shard in shards for x in shard["tensors"].values() if x.device == device)
+    states = _storage_bytes(tensors, seen)
     pools = []
     if communicator is not None:
         pools = [

@@ -94,6 +94,9 @@ class Trainer:
             config.training.dtype,
             name,
         )
+        if self.optimizer.host_bytes:
+            gib = self.optimizer.host_bytes / 2**30
+            logger.info("optimizer   %.2f GiB of states in the memory of the host, a rank", gib)
         logger.info("%s", describe_mfu(config.language_model.flop_rule, name, peak))
 
     @property

@@ -13,17 +13,20 @@ from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
 from isp.planner.declared import shape_of
-from isp.planner.memory import Memory, memory, states
+from isp.planner.memory import Memory, memory, moments, states
 from isp.planner.rehearsal import tapes_of
 from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
 
 TOKENS = 256
 LION = OptimizerConfig(name="lion")
+NARROW = OptimizerConfig(moment_dtype="bfloat16")
+HOST = OptimizerConfig(offload_states=True)
+HOST_NARROW = OptimizerConfig(offload_states=True, moment_dtype="bfloat16")
 MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=64,
@@ -163,24 +166,53 @@ def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str)
         assert states(case, case.place(rank)).states == pytest.approx(formula, rel=0.05)
 
 
-def _states_of_lion(rank: int, layout: Layout) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """What the tensors of a run take, and what its memory report says."""
-    mesh = Meshes(rank).of(layout)
-    run = make_run(mesh, layout, Task(model=MODEL), dtype=torch.bfloat16, config=LION)
+class _Kept(NamedTuple):
+    """Bytes on a rank."""
+
+    states: tuple[int, int, int]
+    """Weights, gradients, and what the optimizer has of its own, wherever it lies."""
+    owners: dict[str, int]
+    """What the memory report says."""
+    host: int
+    update: int
+    """What is made during an update, at most."""
+
+
+def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
+    mesh = Meshes(rank).of(SHARED)
+    run = make_run(mesh, SHARED, Task(model=MODEL), dtype=torch.bfloat16, config=optimizer)
     owners = dict(memory_owners(run.step.gradients, run.optimizer, run.step.communicator))
-    return _states(run), owners
+    run.optimizer.grad_norm()
+    known = _tensors_of(run)
+    with LiveBytes(known) as live:
+        before = live.now
+        run.optimizer._update(0.1)
+    return _Kept(_states(run), owners, run.optimizer.host_bytes, live.peak - before)
 
 
-def test_another_rule_is_planned_by_its_own_states() -> None:
-    """Catches the two moments of adamw planned or reported for a rule that has one."""
-    layout = Layout(tensor=2, weight=1, zero1=2)
-    case = replace(_case(layout, MODEL, "bfloat16"), optimizer=LION)
-    for rank, (found, owners) in enumerate(run_ranks(2, _states_of_lion, layout)):
-        planned = states(case, case.place(rank))
-        assert (planned.weights, planned.gradients, planned.optimizer) == found
-        assert planned.optimizer == owners["optimizer states"]
-        plain = states(replace(case, optimizer=OptimizerConfig()), case.place(rank))
-        assert 3 * planned.optimizer == 2 * plain.optimizer
+SHARED = Layout(tensor=2, weight=1, zero1=2)
+RULES = {"lion": LION, "narrow": NARROW, "host": HOST, "host, narrow": HOST_NARROW}
+"""Each with the parts of adamw's 12 bytes that it keeps."""
+PARTS_KEPT = {"lion": 8 / 12, "narrow": 8 / 12, "host": 1.0, "host, narrow": 8 / 12}
+
+
+def test_states_are_planned_as_the_rule_keeps_them() -> None:
+    """Catches the two moments of adamw planned or reported for a rule that has one, narrow ones
+    planned wide, and states planned where they are not."""
+    plain = _case(SHARED, MODEL, "bfloat16")
+    for name, of_ranks in run_each(2, _states_of, RULES).items():
+        for rank, found in enumerate(of_ranks):
+            case = replace(plain, optimizer=RULES[name])
+            place = case.place(rank)
+            planned, adamw = states(case, place), states(plain, place)
+            kept = planned.optimizer + planned.host
+            assert (planned.weights, planned.gradients, kept) == found.states, name
+            assert kept == PARTS_KEPT[name] * adamw.optimizer
+            assert planned.host == found.host == (kept if "host" in name else 0)
+            assert kept == found.owners["optimizer states"]  # on CPU the host is the device
+            if name != "lion":
+                update = next(m for m in moments(case, rank) if m.moment == "the update")
+                assert update.work == pytest.approx(max(found.update, 1), rel=0.02), name
 
 
 def test_recomputation_and_shards_take_less() -> None:

@@ -1,0 +1,71 @@
+"""Memory of the host that a device copies from and to by itself: page-locked, and checked for room.
+
+[Note: Page-locked as it is] CUDA copies beside its kernels only from and to pages that stay where
+they are. torch's own allocator of such memory takes the next power of two for each piece; here
+ordinary memory is locked as it is, so that it takes what it was planned with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["available_bytes", "zeros"]
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for every device of the process."""
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`size` zeros in the memory of the host of `device`, page-locked for CUDA; none for meta.
+
+    Raises MemoryError, in words, where there is too little, or it cannot be locked.
+    """
+    if device.type == "meta":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes, room = size * dtype.itemsize, available_bytes()
+    if room is not None and num_bytes > room:
+        raise MemoryError(f"{_gib(num_bytes)} are needed and {_gib(room)} are free")
+    try:
+        memory = torch.zeros(size, dtype=dtype)
+    except RuntimeError as error:  # CPU's allocator has no error of its own
+        raise MemoryError(str(error).strip().split("\n")[0]) from None
+    if device.type == "cuda" and num_bytes:
+        _lock(memory)
+    return memory
+
+
+def available_bytes() -> int | None:
+    """Memory that this process's machine, or its cgroup, can still give; None: it does not say."""
+    if not _MEMINFO.exists():
+        return None
+    free = 1024 * int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0])
+    limit = _CGROUP / "memory.max"
+    if not limit.exists() or (most := limit.read_text().strip()) == "max":
+        return free
+    fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    cached = int(fields["active_file"]) + int(fields["inactive_file"])  # is given back when asked
+    taken = int((_CGROUP / "memory.current").read_text()) - cached
+    return max(0, min(free, int(most) - taken))
+
+
+def _lock(memory: Tensor) -> None:
+    """Lock the pages of `memory` until it is freed."""
+    cuda = torch.cuda.cudart()
+    code = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+    if code != cuda.cudaError.success:
+        raise MemoryError(
+            f"{_gib(memory.nbytes)} could not be page-locked ({cuda.cudaGetErrorString(code)}):"
+            f" `ulimit -l` and the machine's free memory limit it"
+        )
+    unlock = weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
+    unlock.atexit = False  # CUDA may be gone by then
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

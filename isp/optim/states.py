@@ -1,0 +1,298 @@
+"""Optimizer states at rest and at work: where they lie between updates, and how they get there.
+
+[Note: At rest and at work] At work, states are on the device, in the dtype of the master weights.
+At rest a moment may be narrower, and all of them, the masters too, may lie in the memory of the
+host. What is at rest as it is at work is updated in place, all of it at once. The rest goes to work
+in buckets, through two buffers: while one bucket is updated the next travels in, and the one before
+travels out, each direction on a stream of its own. The arithmetic is on the device in any case, so
+where states rest changes no bit of them.
+
+[Note: Where rows are cut] torch's CPU kernels compute the last few elements of a tensor apart from
+the others, perhaps with other roundings. Rows are cut at multiples of 64 elements, so that these
+are the same ones however many buckets there are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isp.comm import host_memory, streams
+from isp.optim.main_grads import master_dtype
+from isp.optim.update_rules import GroupValues, Rows, UpdateRule
+
+__all__ = ["MASTER", "STREAM_BYTES", "Resting", "StateMemory", "StateStream", "kept"]
+
+MASTER = "master"
+STREAM_BYTES = 128 * 2**20
+"""States of a bucket at work: long enough that copies reach the link's bandwidth."""
+_UNIT = 64
+"""Elements, [Note: Where rows are cut]; and bytes: views of a buffer begin at multiples of it."""
+
+
+def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Name and dtype at rest of all that is kept of weights of `dtype`; masters only if apart."""
+    wide = master_dtype(dtype)
+    masters = {} if wide == dtype else {MASTER: wide}
+    return masters | rule.states(wide)
+
+
+class StateMemory:
+    """Memory for states at rest, all of it given out by `take`: of the device, or of its host.
+
+    On the host it is one piece for each dtype, of as many numbers as `sizes` add up to. Raises
+    ValueError if there is too little.
+    """
+
+    def __init__(
+        self, sizes: Iterable[tuple[torch.dtype, int]], device: torch.device, *, on_host: bool
+    ) -> None:
+        self._device = device
+        self._left: dict[torch.dtype, Tensor] | None = None
+        self.host_bytes = 0
+        """Bytes on the host."""
+        if not on_host:
+            return
+        totals: dict[torch.dtype, int] = {}
+        for dtype, size in sizes:
+            totals[dtype] = totals.get(dtype, 0) + size
+        self.host_bytes = sum(dtype.itemsize * size for dtype, size in totals.items())
+        try:
+            self._left = {d: host_memory.zeros(size, d, device) for d, size in totals.items()}
+        except MemoryError as error:
+            raise ValueError(
+                f"optimizer.offload_states=true needs {self.host_bytes / 2**30:.2f} GiB of host"
+                f" memory for a rank: {error}: use false, optimizer.moment_dtype=bfloat16, or more"
+                f" ranks to share them (parallel.weight.size, parallel.zero1.size)"
+            ) from None
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Zeros."""
+        if self._left is None:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        own, self._left[dtype] = self._left[dtype].tensor_split([math.prod(shape)])
+        return own.view(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Resting:
+    """Rows of one parameter, with their states at rest."""
+
+    weights: Tensor
+    grad: Tensor
+    master: Tensor
+    """`weights` itself where that has the master dtype."""
+    states: dict[str, Tensor]
+    """Those of the update rule, by name."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states, at work."""
+        return self.weights.numel() * self.master.element_size() * (1 + len(self.states))
+
+    def pieces(self, limit_bytes: int) -> Iterator[Resting]:
+        """Itself, or rows of it of up to `limit_bytes` at work, as far as they can be cut."""
+        num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
+        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows
+        fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
+        if fitting >= num_rows:
+            yield self
+            return
+        for start in range(0, num_rows, fitting):
+            yield self._rows(slice(start, start + fitting))
+
+    def _rows(self, rows: slice) -> Resting:
+        weights = self.weights[rows]
+        master = weights if self.master is self.weights else self.master[rows]
+        states = {name: state[rows] for name, state in self.states.items()}
+        return Resting(weights, self.grad[rows], master, states)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Rows that are at work together; of one dtype."""
+
+    values: GroupValues
+    """What holds for all of them."""
+    rows: list[Resting]
+
+    @property
+    def states(self) -> dict[str, list[Tensor]]:
+        """At rest, by name; with the masters where they are not the weights themselves."""
+        first = self.rows[0]
+        found = {name: [row.states[name] for row in self.rows] for name in first.states}
+        if first.master is not first.weights:
+            found[MASTER] = [row.master for row in self.rows]
+        return found
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the wide copies of states that are narrower at rest."""
+        dtype = self.rows[0].master.dtype
+        every = (x for found in self.states.values() for x in found if x.dtype != dtype)
+        return sum(x.numel() * dtype.itemsize for x in every)
+
+
+def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[Bucket]:
+    """The rows of `groups` in buckets of up to `limit_bytes` at work, each of one group."""
+    found: list[Bucket] = []
+    for values, rows in groups.items():
+        by_kind: dict[tuple[torch.dtype, bool], list[Resting]] = {}
+        for row in rows:
+            key = row.master.dtype, row.master is row.weights
+            by_kind.setdefault(key, []).append(row)
+        for alike in by_kind.values():
+            found += (Bucket(values, members) for members in _cut(alike, limit_bytes))
+    return found
+
+
+def _cut(rows: list[Resting], limit_bytes: int) -> list[list[Resting]]:
+    """The rows in their order; what is larger than a bucket alone, in pieces."""
+    buckets: list[list[Resting]] = []
+    room = 0
+    for piece in (piece for row in rows for piece in row.pieces(limit_bytes)):
+        if piece.num_bytes > room:
+            buckets.append([])
+            room = limit_bytes
+        buckets[-1].append(piece)
+        room -= piece.num_bytes
+    return buckets
+
+
+class _Buffer:
+    """Memory of the device that buckets use in turn."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.free: streams.Event | None = None
+        """When its last bucket has left."""
+
+    def views(self, bucket: Bucket) -> dict[str, list[Tensor]]:
+        """A place for each state of a bucket."""
+        start = 0
+
+        def place(x: Tensor) -> Tensor:
+            nonlocal start
+            own = self._memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+            start += _aligned(x.nbytes)
+            return own
+
+        return {name: [place(x) for x in found] for name, found in bucket.states.items()}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _UNIT) * _UNIT
+
+
+def _buffer_bytes(bucket: Bucket) -> int:
+    return sum(_aligned(x.nbytes) for found in bucket.states.values() for x in found)
+
+
+class StateStream:
+    """Lets rows of `groups` be updated, wherever their states rest; with `on_host`, on the host.
+
+    See [Note: At rest and at work].
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[GroupValues, list[Resting]],
+        device: torch.device,
+        *,
+        on_host: bool,
+        bucket_bytes: int = STREAM_BYTES,
+    ) -> None:
+        rows = [row for of_group in groups.values() for row in of_group]
+        narrow = any(x.dtype != row.master.dtype for row in rows for x in row.states.values())
+        self._buckets = _buckets_of(groups, bucket_bytes if on_host or narrow else sys.maxsize)
+        self._device = device
+        self._on_host = on_host
+        self._inward = streams.new(device) if on_host else None
+        self._outward = streams.new(device) if on_host else None
+        self._home: streams.Event | None = None
+        """When all states are back on the host."""
+        self._buffer_bytes = max(map(_buffer_bytes, self._buckets), default=0) if on_host else 0
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the device that `pass_through` takes for states."""
+        return 2 * self._buffer_bytes + max((b.wide_bytes for b in self._buckets), default=0)
+
+    def settle(self) -> None:
+        """Wait, on the host, until what lies there may be read and written there."""
+        if self._home is not None:
+            self._home.synchronize()
+
+    def pass_through(self, update: Callable[[GroupValues, Rows], None]) -> None:
+        """Let `update` change rows of every bucket in turn; weights follow their masters."""
+        if not self._on_host:
+            for bucket in self._buckets:
+                _work(bucket, bucket.states, update)
+        elif self._buckets:
+            self._stream(update)
+
+    def _stream(self, update: Callable[[GroupValues, Rows], None]) -> None:
+        device, buckets = self._device, self._buckets
+        buffers = [_Buffer(self._buffer_bytes, device) for _ in range(2)]
+        streams.follow(self._inward)
+        coming = self._bring(buckets[0], buffers[0])
+        for number, bucket in enumerate(buckets):
+            here, arrived = coming
+            if number + 1 < len(buckets):
+                coming = self._bring(buckets[number + 1], buffers[(number + 1) % 2])
+            if arrived is not None:
+                arrived.wait()
+            _work(bucket, here, update)
+            self._take_back(bucket, here, buffers[number % 2])
+        for buffer in buffers:
+            if buffer.free is not None:
+                buffer.free.wait()
+        self._home = streams.mark(device)
+
+    def _bring(
+        self, bucket: Bucket, buffer: _Buffer
+    ) -> tuple[dict[str, list[Tensor]], streams.Event | None]:
+        """Send the states of a bucket to the device: their places, and when they are there."""
+        places = buffer.views(bucket)
+        with streams.on(self._inward):
+            if buffer.free is not None:
+                buffer.free.wait()
+            for name, found in bucket.states.items():
+                for place, rest in zip(places[name], found, strict=True):
+                    place.copy_(rest, non_blocking=True)
+            return places, streams.mark(self._device)
+
+    def _take_back(
+        self, bucket: Bucket, places: Mapping[str, list[Tensor]], buffer: _Buffer
+    ) -> None:
+        streams.follow(self._outward)
+        with streams.on(self._outward):
+            for name, found in bucket.states.items():
+                for place, rest in zip(places[name], found, strict=True):
+                    rest.copy_(place, non_blocking=True)
+            buffer.free = streams.mark(self._device)
+
+
+def _work(
+    bucket: Bucket,
+    states: Mapping[str, list[Tensor]],
+    update: Callable[[GroupValues, Rows], None],
+) -> None:
+    """Update a bucket whose `states` are on the device; what is narrow is rounded once, at last."""
+    dtype, weights = bucket.rows[0].master.dtype, [row.weights for row in bucket.rows]
+    wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
+    masters = wide.get(MASTER, weights)
+    moments = {name: found for name, found in wide.items() if name != MASTER}
+    update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
+    for name, found in states.items():
+        for x, done in zip(found, wide[name], strict=True):
+            if done is not x:
+                x.copy_(done)
+    if masters is not weights:
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
