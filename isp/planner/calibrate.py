@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from isp.attention import AttentionMask, make_local_attention
-from isp.comm import Channel, Mesh, World
+from isp.comm import Channel, Mesh, World, host_memory
 from isp.config import ConfigError
 from isp.metrics import device_name
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
-from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec
+from isp.planner.fabric import DeviceSpec, Fabric, HostSpec, LinkSpec
 
 __all__ = ["Line", "calibrate", "fit_line", "measure"]
 
@@ -82,6 +82,10 @@ def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
         device=spec,
         inside=inside,
         between=between,
+        host=HostSpec(
+            memory_gib=round(_node_bytes() / 2**30, 2),
+            gb_per_second=_digits(_slowest(mesh[Axis.WORLD], _host_bytes(device, quick)) / 1e9),
+        ),
     )
 
 
@@ -124,15 +128,26 @@ def _copied_bytes(device: torch.device, quick: bool) -> float:
     return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
 
 
+def _host_bytes(device: torch.device, quick: bool) -> float:
+    """Bytes a second from the memory of the host."""
+    x = host_memory.zeros((1 if quick else 64) * 2**20, torch.float32, device)
+    y = torch.empty(x.shape, device=device)
+    return x.nbytes / _seconds(lambda: y.copy_(x, non_blocking=True), device)
+
+
 def _memory_bytes(device: torch.device) -> float:
     """Memory for one rank."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _node_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _node_bytes() -> float:
+    """Memory of this machine."""
     info = Path("/proc/meminfo")
     if info.exists():
-        return int(info.read_text().split("MemTotal:")[1].split()[0]) * 1024 / ranks
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+        return int(info.read_text().split("MemTotal:")[1].split()[0]) * 1024.0
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _link(channel: Channel, device: torch.device, quick: bool) -> LinkSpec | None:

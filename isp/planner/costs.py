@@ -8,13 +8,13 @@ What only passes over memory (norms, rotations, activation, loss) is counted in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
-from isp.planner.fabric import DeviceSpec
+from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.rehearsal import rehearsal
 from isp.planner.tape import Attend
 from isp.weights.trace import Block
@@ -29,6 +29,7 @@ class Costs:
     case: Case
     place: Coordinates
     device: DeviceSpec
+    host: HostSpec = field(default_factory=HostSpec)
 
     def product(self, flops: int) -> float:
         """Seconds of a product of matrices."""
@@ -72,13 +73,20 @@ class Costs:
 
     @cached_property
     def update(self) -> float:
-        """Seconds of the norm, the update and packing of what is published."""
+        """Seconds of the norm, the update and packing of what is published.
+
+        States on the host travel there and back at the same time, behind the update.
+        """
         numbers = sum(p.parameter.numel() for p in local_parameters(self.case, self.place))
         case, owned = self.case, numbers / self.case.topology.zero1
         wide, item = case.wide_bytes, case.item_bytes
         published = 3 * numbers * item if case.topology.zero1 > 1 else 0
         updated = owned * (3 * wide + 2 * case.state_bytes + item)
-        return self._over_memory(numbers * wide + updated + published)
+        passing = 0.0
+        if case.optimizer.offload_states:
+            passing = owned * (case.state_bytes + (wide if item < wide else 0))
+        streamed = max(self._over_memory(updated), passing / (self.host.gb_per_second * 1e9))
+        return self._over_memory(numbers * wide + published) + streamed
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,7 +20,15 @@ from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.settings.section import NotNegative, Positive, Ranks, section
 
-__all__ = ["DeviceSpec", "Fabric", "LinkSpec", "axis_of", "known_fabrics", "load_fabric"]
+__all__ = [
+    "DeviceSpec",
+    "Fabric",
+    "HostSpec",
+    "LinkSpec",
+    "axis_of",
+    "known_fabrics",
+    "load_fabric",
+]
 
 FOLDER = Path(__file__).parents[2] / "configs" / "fabrics"
 
@@ -77,6 +86,16 @@ class LinkSpec:
         return self.gb_per_second * 1e9 * self.efficiency
 
 
+@section("host")
+class HostSpec:
+    """`host`: a node's own memory, and the link of each device to it."""
+
+    memory_gib: Positive | None = None
+    """Memory of a node that its ranks share, in GiB; null: not known, and no limit."""
+    gb_per_second: Positive = 25.0
+    """Each way, of one device, in 1e9 bytes a second."""
+
+
 class Spread(NamedTuple):
     """A group's ranks over nodes."""
 
@@ -101,6 +120,8 @@ class Fabric:
     """Between the devices of a node."""
     between: LinkSpec | None = None
     """Between nodes, of one device; null: there is one node."""
+    host: HostSpec = field(default_factory=HostSpec)
+    """The memory of a node."""
     straggling: NotNegative = 0.01
     """By what share of its compute a step grows whenever the number of nodes doubles: all ranks
     wait for the slowest."""

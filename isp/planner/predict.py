@@ -135,7 +135,7 @@ def _waiting(walked: Walked, share: float) -> float:
 
 def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     """Seconds of the weight gradients of each stage, which a split backward puts off."""
-    costs, place = Costs(case, case.place(0), fabric.device), case.place(0)
+    costs, place = Costs(case, case.place(0), fabric.device, fabric.host), case.place(0)
 
     def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
         found = tapes_of(case, place._replace(stage=rank), blocks).values()

@@ -249,7 +249,7 @@ def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
 def _estimate(case: Case, fabric: Fabric) -> float:
     """Seconds of a step if weights and gradients hide as well as they can."""
     place, stages = case.place(0), case.topology.pipeline
-    costs = Costs(case, place, fabric.device)
+    costs = Costs(case, place, fabric.device, fabric.host)
     kinds: dict[str, BlockKind] = {}
     for rank in range(stages):
         kinds |= kinds_of(case, rank, chain(*shape_of(case, rank).chunks))

@@ -99,7 +99,7 @@ class Walk:
     def __post_init__(self) -> None:
         case, self.place = self.case, self.case.place(self.rank)
         self.dry = DryRank(case, self.place, self)
-        self.costs = Costs(case, self.place, self.fabric.device)
+        self.costs = Costs(case, self.place, self.fabric.device, self.fabric.host)
         self.chunks = shape_of(case, self.place.stage).chunks
         self.tapes = tapes_of(case, self.place, chain(*self.chunks))
         self.overlap = case.parallel.weight.overlap

@@ -42,10 +42,12 @@ class Spec(NamedTuple):
         )
 
 
-def place(spec: Spec, mesh: Mesh, dtype: torch.dtype) -> NamedParameter:
+def place(
+    spec: Spec, mesh: Mesh, dtype: torch.dtype, device: torch.device | None = None
+) -> NamedParameter:
     """This rank's shard of a parameter and its layout."""
     layout = spec.layout(mesh[Axis.WEIGHT].size, mesh[Axis.WEIGHT].rank)
-    shard = layout.shard(spec.full(0)).to(dtype).contiguous()
+    shard = layout.shard(spec.full(0)).to(device, dtype).contiguous()
     return NamedParameter(spec.name, nn.Parameter(shard), layout)
 
 

@@ -304,3 +304,27 @@ def test_moments_that_would_stand_still_are_refused() -> None:
     still = torch.ones(()).bfloat16()
     assert (still * 0.999).bfloat16() == still
     assert (still * 0.996).bfloat16() < still
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_gpu_gets_the_same_bits_from_page_locked_memory(
+    moments: Literal["float32", "bfloat16"],
+) -> None:
+    """Catches copies that CUDA's streams do not order, and memory that is not locked."""
+    mesh, device, found = Mesh(topology(1), 0), torch.device("cuda", 0), []
+    for on_host in (False, True):
+        config = OptimizerConfig(offload_states=on_host, moment_dtype=moments)
+        items = [place(Spec("w", (4096, 1024), dim=0), mesh, torch.bfloat16, device)]
+        gradients = MainGradients(items, mesh)
+        optimizer = Zero1Optimizer(gradients, mesh, config, stream_bytes=2**20)
+        for step in range(3):
+            gradients.zero()
+            (items[0].parameter.float() * (step + 1)).square().sum().backward()
+            gradients.reduce()
+            optimizer.step(1e-2)
+        state = optimizer.state_dict()["parameters"]["w"]["tensors"]
+        assert all(x.is_pinned() == on_host for x in state.values())
+        found.append([items[0].parameter.detach().cpu(), *(x.cpu() for x in state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

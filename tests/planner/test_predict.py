@@ -14,11 +14,12 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, Tensor
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
-from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec, known_fabrics, load_fabric
+from isp.planner.fabric import DeviceSpec, Fabric, HostSpec, LinkSpec, known_fabrics, load_fabric
 from isp.planner.predict import predict
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Attend
 from isp.planner.walk import Clock
+from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from tests.train.runs import Layout
 
@@ -163,6 +164,18 @@ def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:
     assert costs.before(layer, 0) > 0
     with pytest.raises(ValueError, match=r"wqkv in layers.0 cannot be planned"):
         costs.before(silent, 0)
+
+
+def test_states_on_the_host_cost_their_way() -> None:
+    """Catches an update that is planned as if its states were at hand."""
+    case = replace(_case(Layout()), optimizer=OptimizerConfig(offload_states=True))
+    host = HostSpec(gb_per_second=1.0)
+    found = Costs(case, case.place(0), _device(), host).update
+    states = 8 * case.language_model.num_parameters  # float32: the weights are the masters
+    assert found == pytest.approx(states / 1e9, rel=0.01)
+    narrow = replace(case.optimizer, moment_dtype="bfloat16")
+    half = Costs(replace(case, optimizer=narrow), case.place(0), _device(), host).update
+    assert half == pytest.approx(found / 2, rel=0.01)
 
 
 def test_known_fabrics_can_be_read_and_written() -> None:
