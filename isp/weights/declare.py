@@ -76,6 +76,8 @@ class DeclaredBlock:
     visits: tuple[DeclaredVisit, ...]
     recomputed: bool = False
     """Whether its activations are recomputed in backward."""
+    input_kept: bool = True
+    """Whether its input is there for that; else it is computed again, from an earlier one."""
 
 
 DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
@@ -120,6 +122,9 @@ def as_chunks(declared: DeclaredChunks) -> Chunks:
         return Visit(v.name, weight, v.launch_point, *flags, bias, v.passes, v.with_previous)
 
     return tuple(
-        tuple(Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed) for b in chunk)
+        tuple(
+            Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed, b.input_kept)
+            for b in chunk
+        )
         for chunk in declared
     )

@@ -1,7 +1,8 @@
 """A training step's visits, in order: the model's declaration and the pipeline's actions.
 
     action   F0 B0 F1 B1 ...          what the pipeline runs, one micro-batch on one chunk
-    span     one block in one action  forward; or recompute (if recomputed) and backward, together
+    span     one block in one action  forward; or recompute (if recomputed) and backward, together;
+                                      or recompute alone, for the input of a block behind
     visit    one place in a span      a linear that reads its weight, or a bare launch point (attn)
 
 Nothing here knows torch; a model says what it is made of, and any model can say it.
@@ -28,6 +29,7 @@ __all__ = [
     "Site",
     "Span",
     "Visit",
+    "inputs_kept",
     "recomputed_blocks",
     "sequential_actions",
     "trace",
@@ -97,6 +99,9 @@ class Block(NamedTuple):
     name: str
     visits: tuple[Visit, ...]
     recomputed: bool = False
+    input_kept: bool = True
+    """Whether a recompute finds its input; else it computes the blocks before again for it, from
+    the last one whose input was kept."""
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -138,6 +143,12 @@ class Span(NamedTuple):
         """The block, as (chunk, block): spans with the same unit read the same weights."""
         return self.action.chunk, self.block
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether the block is computed for what it gives, and does not go backward yet."""
+        backward = self.action.kind is ActionKind.BACKWARD
+        return backward and all(site.phase is Phase.RECOMPUTE for site in self.sites)
+
 
 def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
     """The recomputed layers: the first ceil(fraction * num_layers) of them.
@@ -153,6 +164,15 @@ def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
     return tuple(layer < count for layer in range(num_layers))
 
 
+def inputs_kept(recomputed: tuple[bool, ...], segment: int) -> tuple[bool, ...]:
+    """Whether the input of each block of a chunk is kept; of a segment's blocks, the first one's.
+
+    The recomputed blocks are the first ones. Segments are of `segment` of them, the last one of
+    what is left; 0: every block keeps its own.
+    """
+    return tuple(not (r and segment and b % segment) for b, r in enumerate(recomputed))
+
+
 def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tuple[Action, ...]:
     """The order of work without a pipeline: F0 B0 F1 B1 ..., or F0 F1 ... for evaluation."""
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD) if training else (ActionKind.FORWARD,)
@@ -163,25 +183,55 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     """Every span of a step in the order in which it runs."""
     _check_actions(chunks, actions)
     passes = {
-        (kind, c): [(index, *_visits(kind, c, index, block)) for index, block in blocks]
+        (kind, c): list(_spans(kind, c, chunk))
         for c, chunk in enumerate(chunks)
-        for kind, blocks in (
-            (ActionKind.FORWARD, list(enumerate(chunk))),
-            (ActionKind.BACKWARD, list(enumerate(chunk))[::-1]),
-            (ActionKind.WEIGHT_GRADIENT, []),
-        )
+        for kind in ActionKind
     }
     return [Span(action, *p) for action in actions for p in passes[action.kind, action.chunk]]
 
 
-def _visits(
-    kind: ActionKind, chunk: int, index: int, block: Block
-) -> tuple[tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]:
-    """The sites of a block in an action of `kind`, and `reads` and `until` of each."""
-    pairs = [
-        (Site(phase, chunk, index, v), visit.weight if reads else None)
-        for phase, v, visit, reads in _passes(kind, block)
-    ]
+_Sites = tuple[tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]
+"""The sites of a block in an action, and `reads` and `until` of each."""
+
+
+def _spans(
+    kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
+) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
+    """The blocks that an action of `kind` passes, in order, each with its sites."""
+    if kind is ActionKind.FORWARD:
+        for index, block in enumerate(blocks):
+            yield index, *_visits(kind, chunk, index, block)
+    if kind is ActionKind.BACKWARD:
+        for index, block in reversed(list(enumerate(blocks))):
+            ends = index + 1 == len(blocks) or blocks[index + 1].input_kept
+            if ends and not block.input_kept:
+                first = max(i for i in range(index) if blocks[i].input_kept)
+                for before in range(first, index):
+                    yield before, *_again(chunk, before, blocks[before])
+            yield index, *_visits(kind, chunk, index, block)
+
+
+def _again(chunk: int, index: int, block: Block) -> _Sites:
+    """A block that is computed again for what it gives."""
+    visits = enumerate(block.visits)
+    return _sites(
+        block, [(Site(Phase.RECOMPUTE, chunk, index, v), visit.weight) for v, visit in visits]
+    )
+
+
+def _visits(kind: ActionKind, chunk: int, index: int, block: Block) -> _Sites:
+    """The sites of a block in an action of `kind`."""
+    passes = _passes(kind, block)
+    return _sites(
+        block,
+        [
+            (Site(phase, chunk, index, v), visit.weight if reads else None)
+            for phase, v, visit, reads in passes
+        ],
+    )
+
+
+def _sites(block: Block, pairs: list[tuple[Site, str | None]]) -> _Sites:
     groups = block.groups
     keys = [(site.phase, groups[site.visit]) for site, _ in pairs]
     last = {key: offset for offset, key in enumerate(keys)}

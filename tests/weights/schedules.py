@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from isp.parallel.config import LaunchPoint
 from isp.parallel.phase import Phase
 from isp.weights.plan import Act, Plan
-from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, recomputed_blocks
+from isp.weights.trace import (
+    Action,
+    ActionKind,
+    Block,
+    Chunks,
+    Visit,
+    inputs_kept,
+    recomputed_blocks,
+)
 
 VISITS = ("wqkv", "attn", "wo", "w1", "w2")
 EMBEDDING = Block("embedding", (Visit("embedding", "embedding", weight_in_backward=False),))
@@ -15,20 +23,31 @@ HEAD = Block("head", (Visit("head", "head"),))
 TIED_HEAD = Block("head", (Visit("head", "embedding"),))
 
 
-def block(name: str, visits: Iterable[str] = VISITS, *, recomputed: bool = False) -> Block:
+def block(
+    name: str,
+    visits: Iterable[str] = VISITS,
+    *,
+    recomputed: bool = False,
+    input_kept: bool = True,
+) -> Block:
     """A block whose visits read a weight of their own, except `attn`; names mark launch points."""
     points = {str(point): point for point in LaunchPoint}
     return Block(
         name,
         tuple(Visit(v, None if v == "attn" else f"{name}.{v}", points.get(v)) for v in visits),
         recomputed,
+        input_kept,
     )
 
 
-def decoder(num_layers: int, fraction: float = 0.0) -> Chunks:
-    """One chunk: embedding, layers of which a fraction is recomputed, head."""
+def decoder(num_layers: int, fraction: float = 0.0, segment: int = 0) -> Chunks:
+    """One chunk: embedding, layers of which a fraction is recomputed, in segments, head."""
     recomputed = recomputed_blocks(num_layers, fraction)
-    layers = (block(f"layers.{i}", recomputed=r) for i, r in enumerate(recomputed))
+    kept = inputs_kept(recomputed, segment)
+    layers = (
+        block(f"layers.{i}", recomputed=r, input_kept=k)
+        for i, (r, k) in enumerate(zip(recomputed, kept, strict=True))
+    )
     return ((EMBEDDING, *layers, HEAD),)
 
 

@@ -15,7 +15,16 @@ from isp.parallel.phase import Phase
 from isp.pipeline import PipelineOrder, one_forward_one_backward
 from isp.weights.plan import plan
 from isp.weights.simulate import Simulation, simulate
-from isp.weights.trace import Action, ActionKind, Block, Chunks, Visit, sequential_actions, trace
+from isp.weights.trace import (
+    Action,
+    ActionKind,
+    Block,
+    Chunks,
+    Visit,
+    inputs_kept,
+    sequential_actions,
+    trace,
+)
 from tests.weights.schedules import (
     EMBEDDING,
     HEAD,
@@ -101,8 +110,11 @@ def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
     cases = [(n, w, r) for n in range(1, 8) for w in range(1, 7) for r in range(n + 1)]
     for i, (num_blocks, num_weights, num_recomputed) in enumerate(cases):
         visits = names[:1] + ("attn",) * (num_weights > 1) + names[1:num_weights]
+        recomputed = tuple(b < num_recomputed for b in range(num_blocks))
+        kept = inputs_kept(recomputed, segment=(0, 2, 0, 3, 5)[i % 5])
         blocks = [
-            block(f"layers.{b}", visits, recomputed=b < num_recomputed) for b in range(num_blocks)
+            block(f"layers.{b}", visits, recomputed=recomputed[b], input_kept=kept[b])
+            for b in range(num_blocks)
         ]
         first = [EMBEDDING] * (i % 2)
         last = [(), (HEAD,), (TIED_HEAD,)][i % 3]

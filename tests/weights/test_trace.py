@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from isp.weights.trace import Block, Visit, recomputed_blocks, sequential_actions, trace
+from isp.weights.trace import (
+    Block,
+    Visit,
+    inputs_kept,
+    recomputed_blocks,
+    sequential_actions,
+    trace,
+)
 from tests.weights.schedules import EMBEDDING, HEAD, actions, block
 
 
@@ -39,6 +46,29 @@ def test_recompute_and_backward_are_one_span() -> None:
     """Catches a recomputed block that would be gathered once for each of the two."""
     spans = trace(((block("a", recomputed=True),),), actions("F0 B0"))
     assert [len(span.sites) for span in spans] == [5, 5 + 4]
+
+
+def test_inputs_that_are_not_kept_are_computed_first() -> None:
+    """Catches a block computed again twice, in disorder, or for the last of its segment."""
+    names = "abcde"
+    kept = inputs_kept((True,) * 4 + (False,), segment=3)
+    assert kept == (True, False, False, True, True)
+    blocks = [
+        block(name, ("wqkv",), recomputed=name != "e", input_kept=k)
+        for name, k in zip(names, kept, strict=True)
+    ]
+    chunks = (tuple(blocks),)
+    spans = [span for span in trace(chunks, actions("F0 B0")) if span.action.kind == "B"]
+    passed = [names[span.block] + ("'" if span.computes_again else "") for span in spans]
+    assert passed == ["e", "d", "a'", "b'", "c", "b", "a"]
+    assert visited(chunks, "F0 B0")[5:10] == [
+        "backward wqkv reads e.wqkv",
+        "recompute wqkv reads d.wqkv",
+        "backward wqkv reads d.wqkv",
+        "recompute wqkv reads a.wqkv",
+        "recompute wqkv reads b.wqkv",
+    ]
+    assert inputs_kept((True,) * 3, segment=0) == (True,) * 3
 
 
 def test_selective_recompute_goes_through_one_part_after_the_other() -> None:
