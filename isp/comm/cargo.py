@@ -44,6 +44,8 @@ class Purpose(StrEnum):
     """The parts of a loss over a vocabulary that is split."""
     STAGE_ACTIVATION = "activations between stages"
     """And their gradients."""
+    BLOCK_INPUT = "inputs of blocks"
+    """Gathered from the ranks' parts for a recompute; or copied to the host, and back for it."""
     DATA = "data"
     CONTROL = "numbers"
     """Metrics, norms, and what ranks agree upon."""
@@ -70,9 +72,10 @@ class Trip(NamedTuple):
     """One transfer of a rank, as is known when it is launched."""
 
     kind: str
-    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
+    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send, recv; or to_host and
+    from_host, which no other rank sees."""
     channel: str
-    """Name of the channel, which is the name of its mesh axis."""
+    """Name of the channel, which is the name of its mesh axis; `offload` to and from the host."""
     cargo: Cargo
     sent_bytes: int
     """Bytes that this rank has to send to others, by the collective's definition."""

@@ -50,6 +50,8 @@ _KINDS = {
     "all_to_all": Look(ORANGE, "\\\\\\"),
     "all_reduce": Look(PURPLE, "xxx"),
     "broadcast": Look(BLUE, "|||"),
+    "to_host": Look(BLUE, "///"),
+    "from_host": Look(BLUE, "\\\\\\"),
 }
 _WAIT = Look(VERMILLION)
 _OTHER_KIND = Look(BLUE, "+++")
@@ -78,6 +80,7 @@ _LANES = {
     "embedding": "the first and the last stage, which share tied embeddings",
     "world": "all ranks",
     "host": "all ranks, in CPU memory",
+    "offload": "this rank's copies to host memory and back",
 }
 """Content of each lane; those of transfers are groups of ranks."""
 

@@ -1,0 +1,193 @@
+"""Host memory for what a device has no use for meanwhile, and the way there and back.
+
+[Note: One stream] Copies of both directions follow each other on one stream of their own, behind
+what made a tensor and ahead of who needs it. So a buffer that is given back may be lent again at
+once: what is written to it next is queued behind what was read from it.
+
+Without streams, on CPU, a copy is done where it is asked for, and all of its time is exposed.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.comm import streams
+from isp.comm.cargo import Cargo, Trip
+from isp.comm.channel import Channel
+from isp.comm.log import CommLog
+from isp.comm.pending import Pending
+
+__all__ = [
+    "FROM_HOST",
+    "HOST",
+    "TO_HOST",
+    "HostChannel",
+    "HostMemory",
+    "HostMemoryError",
+    "Stored",
+]
+
+HOST = "offload"
+"""Name of the channel; `host` is that of all ranks, for values in CPU memory."""
+
+TO_HOST, FROM_HOST = "to_host", "from_host"
+"""Kinds of transfers."""
+
+
+class HostMemoryError(ValueError):
+    """The host has not the memory that was asked for: how much, and which key asks for less."""
+
+
+class _Copy:
+    """A copy under way, for those who wait for work of a process group."""
+
+    def __init__(self, over: streams.Event | None) -> None:
+        self._over = over
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        if self._over is not None:
+            self._over.wait()
+
+
+class HostChannel(Channel):
+    """The way between a device and the memory of its host; of this rank alone."""
+
+    def __init__(self, device: torch.device, *, log: CommLog | None = None) -> None:
+        super().__init__(None, name=HOST, log=log)
+        self._device = device
+        self._stream: streams.Stream | None = None
+
+    def copy(self, out: Tensor, x: Tensor, *, kind: str, cargo: Cargo) -> Pending:
+        """Write x, which is there when what is queued now is over, into `out`."""
+        if self._stream is None:
+            self._stream = streams.new(self._device)
+
+        def start() -> Any:
+            streams.follow(self._stream)
+            with streams.on(self._stream):
+                out.copy_(x, non_blocking=True)
+                for tensor in (out, x):
+                    streams.in_use(tensor)
+                return _Copy(streams.mark(self._device))
+
+        return self._launch(kind, cargo, x.nbytes, start, out, keep=())
+
+    def forget(self, pending: Pending) -> None:
+        """Nobody but this channel, on which all is in order, will wait for `pending`."""
+        with streams.on(self._stream):
+            pending.wait()
+
+    def _start(
+        self, trip: Trip, start: Callable[[], Any], pair: tuple[int, ...]
+    ) -> Callable[[], object]:
+        transfer = self.log.start(*trip)
+        if self._stream is not None:
+            return self.log.timed_on_device(transfer, start, self._stream)
+        start()
+        transfer.wait_began, transfer.waited = transfer.launched, True
+        transfer.ended = time.perf_counter()
+        transfer.exposed = transfer.ended - transfer.launched
+        return lambda: None
+
+
+class HostMemory:
+    """Buffers in host memory, pinned where the device is not the host; a rank has one.
+
+    Buffers are lent by size and kept for reuse: blocks and steps are alike.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        key: str,
+        log: CommLog | None = None,
+        channel: HostChannel | None = None,
+    ) -> None:
+        """`key`: the key of the configuration that asks for this memory."""
+        self.channel = HostChannel(device, log=log) if channel is None else channel
+        self.reserved_bytes = 0
+        """Lent or free."""
+        self.num_buffers = 0
+        self.leased_bytes = 0
+        """Lent now."""
+        self.is_apart = device.type == "cuda"
+        """Whether it is not the memory that the device computes in; pinned then."""
+        self._key = key
+        self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+
+    def describe(self) -> str:
+        """The buffers in words: `12.0 GiB of pinned host memory in 96 buffers`."""
+        size, pinned = self.reserved_bytes, "pinned " if self.is_apart else ""
+        told = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+        return f"{told} of {pinned}host memory in {self.num_buffers} buffers"
+
+    def store(self, x: Tensor, *, cargo: Cargo) -> Stored:
+        """Set a copy of x on its way to the host. Raises HostMemoryError if there is no room."""
+        return Stored(self, x, cargo)
+
+    def _lend(self, x: Tensor) -> Tensor:
+        waiting = self._free[x.dtype, x.numel()]
+        buffer = waiting.pop() if waiting else self._make(x)
+        self.leased_bytes += buffer.nbytes
+        return buffer
+
+    def _make(self, x: Tensor) -> Tensor:
+        pinned, home = self.is_apart, torch.device("meta" if x.is_meta else "cpu")
+        try:
+            with torch.inference_mode(False):  # such a tensor could not be written in training
+                buffer = torch.empty(x.numel(), dtype=x.dtype, device=home, pin_memory=pinned)
+        except (RuntimeError, MemoryError) as error:
+            raise HostMemoryError(
+                f"{self._key}: the host has {self.reserved_bytes / 2**30:.1f} GiB of"
+                f"{' pinned' if pinned else ''} memory for this rank, and no further"
+                f" {x.nbytes / 2**20:.1f} MiB ({str(error).splitlines()[0]}): use a shorter"
+                f" data.seq_len, a larger model.checkpoint_segment, or {self._key}=false"
+            ) from error
+        self.reserved_bytes += buffer.nbytes
+        self.num_buffers += 1
+        return buffer
+
+    def _take_back(self, buffer: Tensor) -> None:
+        self.leased_bytes -= buffer.nbytes
+        self._free[buffer.dtype, buffer.numel()].append(buffer)
+
+
+class Stored:
+    """A tensor in host memory, of which the device may have a copy.
+
+    The buffer is given back when nobody holds this any more.
+    """
+
+    def __init__(self, memory: HostMemory, x: Tensor, cargo: Cargo) -> None:
+        self._channel, self._cargo = memory.channel, cargo
+        self._here: Pending | None = Pending.ready(x)
+        buffer = memory._lend(x)
+        weakref.finalize(self, memory._take_back, buffer).atexit = False
+        self._buffer = buffer.view(x.shape)
+        self._device = x.device
+        self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, cargo=cargo))
+
+    def leave(self) -> None:
+        """Drop what the device has of it."""
+        self._here = None
+
+    def fetch(self) -> None:
+        """Set it on its way back, unless it is there, or under way."""
+        if self._here is None:
+            out = torch.empty_like(self._buffer, device=self._device, pin_memory=False)
+            self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, cargo=self._cargo)
+
+    def get(self) -> Tensor:
+        """The tensor on the device, which has it as long as somebody holds this."""
+        self.fetch()
+        assert self._here is not None
+        return self._here.wait()
