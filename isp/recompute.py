@@ -7,6 +7,7 @@ pass early for whoever waits for its end, such as the data-parallel wrappers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from isp.comm import Channel
-from isp.comm.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
-from isp.rng import RngStatesTracker
+from isp.comm.host import HostMemory
+from isp.kept_inputs import HostInputs, Keep, Restore, Segment, in_parts
+from isp.rng import RngSnapshot, RngStatesTracker
 
 __all__ = ["CheckpointWithoutOutput", "Recomputer", "checkpoint"]
 
@@ -49,7 +51,8 @@ def checkpoint(
         if channel is None:
             raise ValueError("distribute_saved_activations needs the channel to distribute over")
         if channel.size > 1 and torch.is_grad_enabled():
-            function, args = _with_first_in_parts(function, args, channel)
+            held, restore = in_parts(args[0].detach(), channel)
+            function, args = _with_first_held(function, args, held, restore)
     return _checkpoint(function, args, tracker, announce)
 
 
@@ -58,10 +61,12 @@ def _checkpoint(
     args: Sequence[Any],
     tracker: RngStatesTracker,
     announce: Announce,
+    snapshot: RngSnapshot | None = None,
 ) -> R:
+    """`snapshot`: where the random numbers of `function` begin; None: here."""
     if not torch.is_grad_enabled():
         return function(*args)
-    snapshot = tracker.snapshot()
+    snapshot = snapshot or tracker.snapshot()
     again = _Contexts(lambda: tracker.replaying(snapshot), announce)
     out: R = torch_checkpoint(
         function,
@@ -90,26 +95,24 @@ class _Contexts:
         return self._open.__exit__(*error)
 
 
-def _with_first_in_parts(
-    function: Callable[..., R], args: Sequence[Any], channel: Channel
+def _with_first_held(
+    function: Callable[..., R], args: Sequence[Any], held: Any, restore: Restore
 ) -> tuple[Callable[..., R], tuple[Any, ...]]:
-    """A function of this rank's part of the first argument, and the arguments for it.
+    """A function of what is `held` in place of the first argument, and the arguments for it.
 
     Its first call, in forward, takes the whole from here, where autograd follows it; later ones,
-    in backward, need no more than its values, and gather them.
+    in backward, need no more than its values, and restore them.
     """
     first, *rest = args
-    shape, needs_grad = first.shape, first.requires_grad
+    needs_grad = first.requires_grad
     whole = [first]
 
-    def of_part(part: Tensor, *rest: Any) -> R:
+    def of_held(held: Any, *rest: Any) -> R:
         if whole:
             return function(whole.pop(), *rest)
-        gathered = gather_split_1d_tensor(part, channel).view(shape)
-        return function(gathered.requires_grad_(needs_grad), *rest)
+        return function(restore(held).requires_grad_(needs_grad), *rest)
 
-    part = split_tensor_into_1d_equal_chunks(first.detach(), channel, new_buffer=True)
-    return of_part, (part, *rest)
+    return of_held, (held, *rest)
 
 
 class _Ticket(torch.autograd.Function):
@@ -238,14 +241,40 @@ class Recomputer:
         tracker: RngStatesTracker,
         announce: Announce = nullcontext,
         distribute_over: Channel | None = None,
+        offload_to: HostMemory | None = None,
+        segment: int = 0,
     ) -> None:
+        """What is kept of the first argument of a part, which is all of it by default:
+
+        `distribute_over`  1/p of it on each rank of a channel on which all have the same;
+        `offload_to`       a copy on the host, of what would be kept on the device;
+        `segment`          nothing, but of every so many-th part: see `Segment`.
+        """
         self._tracker = tracker
         self._announce = announce
-        self._distribute_over = distribute_over
+        self._channel = distribute_over
+        self._host = None if offload_to is None else HostInputs(offload_to)
+        self._segment_size = segment
+        self._segment: weakref.ref[Segment] | None = None
+        self._number = 0
+        """Parts of this pass so far."""
+        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Any], Restore] | None = None
+        """The first argument of the last part, and what is held in its place."""
         self._inside = False
 
+    def begin(self) -> None:
+        """A forward pass through the model begins."""
+        self._segment = self._latest = None
+        self._number = 0
+        if self._host is not None and torch.is_grad_enabled():
+            self._host.begin()
+
     def __call__(self, fn: Callable[..., R], *args: Any) -> R:
-        """`fn(*args)` by `checkpoint`, its first argument distributed if that was asked for."""
+        """`fn(*args)`, computed again in backward; what is kept for that, see `__init__`.
+
+        Raises ValueError if segments were asked for, and the first of `args` is not what the part
+        before has given.
+        """
 
         def inside(*args: Any) -> R:
             before, self._inside = self._inside, True
@@ -254,14 +283,19 @@ class Recomputer:
             finally:
                 self._inside = before
 
-        return checkpoint(
-            inside,
-            self._distribute_over is not None,
-            *args,
-            tracker=self._tracker,
-            channel=self._distribute_over,
-            announce=self._announce,
-        )
+        if not torch.is_grad_enabled():
+            return inside(*args)
+        snapshot, part, segment = self._tracker.snapshot(), inside, None
+        if self._segment_size:
+            segment, restore = self._in_segment(inside, args, snapshot)
+            part, args = _with_first_held(part, args, segment, restore)
+        elif self._channel is not None or self._host is not None:
+            held, restore = self._keep(args[0])
+            part, args = _with_first_held(part, args, held, restore)
+        out = _checkpoint(part, args, self._tracker, self._announce, snapshot)
+        if segment is not None:
+            segment.gave(out)
+        return out
 
     def without_output(
         self, part: Callable[..., Tensor], consumer: Callable[[Tensor], Tensor], *args: Any
@@ -273,3 +307,53 @@ class Recomputer:
         out = consumer(between.checkpoint(part, *args))
         between.discard_output_and_register_recompute(out)
         return out
+
+    def _keep(self, x: Tensor) -> tuple[Any, Restore]:
+        """What is held in place of x; of a tensor that two parts in a row take, once."""
+        if self._latest is not None:
+            of, latest, restore = self._latest
+            if of() is x and (held := latest()) is not None:
+                return held, restore
+        held, restore = x.detach(), lambda x: x
+        for keep in self._keepers():
+            held, inner = keep(held)
+            restore = _after(restore, inner)
+        self._latest = weakref.ref(x), weakref.ref(held), restore
+        return held, restore
+
+    def _keepers(self) -> list[Keep]:
+        keepers: list[Keep] = []
+        if (channel := self._channel) is not None and channel.size > 1:
+            keepers.append(lambda x: in_parts(x, channel))
+        if self._host is not None:
+            keepers.append(self._host)
+        return keepers
+
+    def _in_segment(
+        self, part: Callable[..., Any], args: tuple[Any, ...], snapshot: RngSnapshot
+    ) -> tuple[Segment, Restore]:
+        """The segment that `part` belongs to, and what restores its first argument."""
+        x, *rest = args
+        segment = None if self._segment is None else self._segment()
+        number, self._number = self._number, self._number + 1
+        if segment is None or number % self._segment_size == 0:  # None: its parts have no graph
+            held, restore = self._keep(x)
+            segment = Segment(lambda: restore(held))
+            self._segment = weakref.ref(segment)
+        elif not segment.follows(x):
+            raise ValueError(
+                "model.checkpoint_segment computes the input of a block from that of the block"
+                " before, but here blocks take something else than the one before gives: use 0"
+            )
+
+        def again(x: Tensor) -> Any:
+            replaying = self._tracker.replaying(snapshot)
+            with torch.no_grad(), replaying, self._announce():
+                return part(x, *rest)
+
+        return segment, segment.add(again)
+
+
+def _after(last: Restore, first: Restore) -> Restore:
+    """Restore by `first`, then by `last`."""
+    return lambda held: last(first(held))

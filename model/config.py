@@ -90,6 +90,13 @@ class ModelConfig:
     """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
     checkpoint_distribute_activations: bool = False
     """mtp: keep 1/p of a recomputed block's input on each tensor rank; gather it in backward."""
+    checkpoint_offload: bool = False
+    """Keep the inputs of recomputed blocks in host memory, pinned where there is a device: they
+    are copied out behind the forward, and back one block ahead of the backward."""
+    checkpoint_segment: CountOrZero = 0
+    """Recompute in two levels: keep the input of every so many-th recomputed block only, and
+    compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
+    such blocks, about sqrt(n) keeps least."""
     checkpoint_norm_outputs: bool = False
     """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
     least in msp mode, whose linears keep what they gather of it."""
@@ -106,6 +113,7 @@ class ModelConfig:
                 "model.checkpoint_distribute_activations has nothing to distribute without"
                 " recomputed blocks: set model.checkpoint above 0"
             )
+        self._check_kept_inputs()
         if self.hf is not None:
             self._check_beside_folder()
             return
@@ -122,6 +130,24 @@ class ModelConfig:
             raise ValueError(
                 f"a head of {self.head_size} features cannot be rotated: model.head_dim (or"
                 f" hidden_size / num_heads) must be even and at least 4"
+            )
+
+    def _check_kept_inputs(self) -> None:
+        for key in ("checkpoint_offload", "checkpoint_segment"):
+            if getattr(self, key) and not self.checkpoint:
+                raise ValueError(
+                    f"model.{key} is about the inputs of recomputed blocks, and there are none: set"
+                    f" model.checkpoint above 0"
+                )
+        if self.checkpoint_segment == 1:
+            raise ValueError(
+                "model.checkpoint_segment=1 keeps the input of every block: use 0, or 2 or more"
+            )
+        if self.checkpoint_segment and self.checkpoint_keeps_attention:
+            raise ValueError(
+                f"model.checkpoint_segment={self.checkpoint_segment} spares the inputs of blocks,"
+                f" and model.checkpoint_keeps_attention=true keeps more than those: set one of them"
+                f" to its default, 0 or false"
             )
 
     def _check_beside_folder(self) -> None:

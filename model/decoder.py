@@ -33,7 +33,7 @@ from isp.pipeline import split_layers
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.trace import Passes, recomputed_blocks
+from isp.weights.trace import Passes, inputs_kept, recomputed_blocks
 from model.config import ModelConfig
 
 __all__ = ["Attention", "Block", "Decoder", "LayerSpan", "build_stages", "stage_spans"]
@@ -259,10 +259,12 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(
             config.head_size, base=config.rope_theta, scaling=config.rope_scaling
         )
-        recompute = Recomputer(
+        self.recompute = recompute = Recomputer(
             tracker=RngStatesTracker(layers.device),
             announce=layers.recomputing,
             distribute_over=layers.tensor if config.checkpoint_distribute_activations else None,
+            offload_to=layers.host if config.checkpoint_offload else None,
+            segment=config.checkpoint_segment,
         )
         recomputed = recomputed_blocks(config.num_layers, config.checkpoint)
         self.layers = nn.ModuleDict(
@@ -290,6 +292,7 @@ class Decoder(nn.Module):
         if self.is_first and self.embedding is not None:
             x = self.embedding(x)
         rotary = self.rotary(positions, dtype=x.dtype)
+        self.recompute.begin()
         for block in self.blocks():
             x = block(x, rotary, mask)
         if self.norm is not None and self.head is not None:
@@ -319,6 +322,8 @@ class Decoder(nn.Module):
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         declared, written = [], Passes(between=2 * self.config.hidden_size)
+        recomputed = tuple(block.recomputed for block in self.blocks())
+        kept = inputs_kept(recomputed, self.config.checkpoint_segment)
         if self.is_first and self.embedding is not None:
             table = DeclaredVisit(
                 name="embedding", layer=self.embedding, weight_in_backward=False, passes=written
@@ -326,12 +331,13 @@ class Decoder(nn.Module):
             declared.append(DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)))
         declared += [
             DeclaredBlock(
-                name=f"layers.{i}",
+                name=f"layers.{self.span.start + i}",
                 module=block,
                 visits=block.weight_visits(),
                 recomputed=block.recomputed,
+                input_kept=kept[i],
             )
-            for i, block in enumerate(self.blocks(), start=self.span.start)
+            for i, block in enumerate(self.blocks())
         ]
         if self.norm is not None and self.head is not None:
             visit = DeclaredVisit(name="head", layer=self.head, passes=written)

@@ -102,6 +102,23 @@ CASES = {
         ),
         Task(model=replace(MODEL, num_layers=4)),
     ),
+    "inputs on the host": (
+        Layout(tensor=2, weight=2, micro=2),
+        Task(model=replace(MODEL, checkpoint=1.0, checkpoint_offload=True)),
+    ),
+    "inputs on the host, pipeline": (
+        Layout(tensor=2, mode=Mode.MTP, pipeline=2, micro=4),
+        Task(
+            model=replace(
+                MODEL,
+                num_layers=6,
+                checkpoint=1.0,
+                checkpoint_offload=True,
+                checkpoint_segment=2,
+                checkpoint_distribute_activations=True,
+            )
+        ),
+    ),
 }
 ISP, _ = CASES["isp"]
 OPTIONS = [
@@ -139,7 +156,7 @@ def test_no_stream_takes_from_another_what_it_needs(case: str) -> None:
     _check(*CASES[case], timed=False)
 
 
-@pytest.mark.parametrize("case", ["isp", "pipeline"])
+@pytest.mark.parametrize("case", ["isp", "pipeline", "inputs on the host"])
 def test_who_times_transfers_adds_no_fault(case: str) -> None:
     """Catches tensors that NCCL lets go of because a stream that only takes the time has waited."""
     _check(*CASES[case], timed=True)

@@ -294,6 +294,6 @@ def split_tensor_into_1d_equal_chunks(
 
 
 @torch.no_grad()
-def gather_split_1d_tensor(chunk: Tensor, channel: Channel) -> Tensor:
+def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, cargo: Cargo = _CARGO) -> Tensor:
     """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
-    return channel.all_gather(chunk.reshape(-1), cargo=_CARGO).wait()
+    return channel.all_gather(chunk.reshape(-1), cargo=cargo).wait()

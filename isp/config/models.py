@@ -21,5 +21,10 @@ def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
     from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
 
     return folder_model(
-        model.hf, dtype, checkpoint=model.checkpoint, attention_backend=model.attention_backend
+        model.hf,
+        dtype,
+        checkpoint=model.checkpoint,
+        checkpoint_offload=model.checkpoint_offload,
+        checkpoint_segment=model.checkpoint_segment,
+        attention_backend=model.attention_backend,
     )

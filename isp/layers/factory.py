@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from isp.comm import Channel
+from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
@@ -45,6 +46,8 @@ class LayerFactory:
     dtype: torch.dtype
     embed_split_hidden: bool = False
     """isp: cut the embedding table by hidden features, not by vocabulary."""
+    host: HostMemory | None = None
+    """Memory for block inputs that are not kept on the device; None: there is none."""
     vocab_parallel_loss: bool = False
     """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
 

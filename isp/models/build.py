@@ -11,6 +11,7 @@ from torch import nn
 
 from isp.attention import CpuAttention
 from isp.comm import Channel, Mesh
+from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter
 from isp.models.protocol import Chunk, LanguageModel
@@ -35,6 +36,8 @@ class BuiltModel:
     """The stages of all ranks, and their order of work."""
     communicator: ISPCommunicator | None
     """None where weights stay on their rank."""
+    host: HostMemory
+    """Where block inputs lie that are not kept on the device."""
 
     @property
     def parameters(self) -> tuple[NamedParameter, ...]:
@@ -82,6 +85,7 @@ def build_model(
     # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
     if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
+    host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)
     layers = LayerFactory(
         mode=mesh.topology.mode,
         tensor=mesh[Axis.TENSOR],
@@ -89,6 +93,7 @@ def build_model(
         communicator=communicator or LocalWeights(),
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
+        host=host,
         device=device,
         dtype=dtype,
     )
@@ -99,7 +104,12 @@ def build_model(
     if communicator is not None:
         communicator.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(
-        model=model, chunks=chunks, stages=stages, order=order, communicator=communicator
+        model=model,
+        chunks=chunks,
+        stages=stages,
+        order=order,
+        communicator=communicator,
+        host=host,
     )
 
 

@@ -37,7 +37,7 @@ from isp.traced.trace import (
     is_transposed,
 )
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.trace import Passes
+from isp.weights.trace import Passes, inputs_kept
 
 __all__ = ["InitialWeights", "TracedChunk"]
 
@@ -61,6 +61,8 @@ class TracedChunk:
         local_attention: Callable[[float | None, float | None, bool, int], LocalAttention],
         recomputed: tuple[bool, ...],
         *,
+        offload: bool = False,
+        segment: int = 0,
         weights: InitialWeights | None = None,
         plan: TensorPlan | None = None,
     ) -> None:
@@ -77,9 +79,14 @@ class TracedChunk:
         self._local_attention = local_attention
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
         self._recompute = Recomputer(
-            tracker=RngStatesTracker(layers.device), announce=layers.recomputing
+            tracker=RngStatesTracker(layers.device),
+            announce=layers.recomputing,
+            offload_to=layers.host if offload else None,
+            segment=segment,
         )
         self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
+        kept = inputs_kept(recomputed, segment)
+        self._input_kept = dict(zip(trace.blocks, kept, strict=True))
         self._points = {block: nn.Identity() for block in trace.blocks}
         self._calls = {
             block: tuple(call for call in trace.calls if call.block == block)
@@ -100,6 +107,7 @@ class TracedChunk:
         All positions, [B, S], where the table leaves a rank its tokens.
         """
         passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
+        self._recompute.begin()
         with self._passing(passage), self._random_numbers():
             return self._host.forward(self.model, x, positions)
 
@@ -168,6 +176,7 @@ class TracedChunk:
             module=self.model.get_submodule(name),
             visits=tuple(visits),
             recomputed=block is not None and self._recomputed[block],
+            input_kept=block is None or self._input_kept[block],
         )
 
     def _passes(self, call: Call) -> Passes:
@@ -224,6 +233,10 @@ class TracedChunk:
         passage = self._under_way(block)
         passage.arrive(Kind.BLOCK, block)
         masks = passage.masks
+
+        if not args:  # its input is the first of what it is called with
+            first, *others = kwargs.items()
+            forward, args, kwargs = partial(_by_name, forward, first[0]), first[1:], dict(others)
 
         def run(*args: Any) -> Any:
             with self._passing(Passage(block, self._calls[block], masks)), self._host.attending():
@@ -284,6 +297,10 @@ class TracedChunk:
             passage.finish()
         finally:
             self._passage = before
+
+
+def _by_name(forward: Callable[..., Any], name: str, /, x: Any, **kwargs: Any) -> Any:
+    return forward(**{name: x}, **kwargs)
 
 
 def _visit_name(call: Call) -> str:

@@ -38,16 +38,22 @@ class TracedModel:
         model: nn.Module,
         *,
         checkpoint: float = 0.0,
+        checkpoint_offload: bool = False,
+        checkpoint_segment: int = 0,
         attention_backend: AttentionBackend = AttentionBackend.AUTO,
         weights: InitialWeights | None = None,
         in_place: bool = True,
     ) -> None:
-        """`weights`: the source of those of a `model` without memory; None: it has them.
+        """`checkpoint..`: as the keys of `model` in a configuration.
+
+        `weights`: the source of those of a `model` without memory; None: it has them.
 
         Not `in_place`, `build` takes a copy of the model each time.
         """
         self.host = host_of(model)
         self.checkpoint = checkpoint
+        self.checkpoint_offload = checkpoint_offload
+        self.checkpoint_segment = checkpoint_segment
         self.attention_backend = attention_backend
         self.model = model
         self._weights = weights
@@ -188,6 +194,8 @@ class TracedModel:
             layers,
             local,
             recomputed,
+            offload=self.checkpoint_offload,
+            segment=self.checkpoint_segment,
             weights=self._weights,
             plan=plan,
         )

@@ -34,6 +34,8 @@ def folder_model(
     dtype: str,
     *,
     checkpoint: float = 0.0,
+    checkpoint_offload: bool = False,
+    checkpoint_segment: int = 0,
     attention_backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
@@ -48,6 +50,8 @@ def folder_model(
         return TracedModel(
             model,
             checkpoint=checkpoint,
+            checkpoint_offload=checkpoint_offload,
+            checkpoint_segment=checkpoint_segment,
             attention_backend=attention_backend,
             weights=weights,
             in_place=False,

@@ -38,7 +38,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     A causal language model of transformers (adapters of PEFT put on or not), or a module of
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
-    `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `attention_backend`); the
+    `optimizer`, `comm`, and of `model` how to compute (`checkpoint*`, `attention_backend`); the
     file needs no other sections. Ranks are torchrun's. A model on the meta device gets the weights
     that it would begin with, by `training.seed`, each rank its part alone. Weights that are frozen
     (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
@@ -51,6 +51,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     traced = TracedModel(
         model,
         checkpoint=config.model.checkpoint,
+        checkpoint_offload=config.model.checkpoint_offload,
+        checkpoint_segment=config.model.checkpoint_segment,
         attention_backend=config.model.attention_backend,
         weights=begun_by_the_model(model),
     )

@@ -1,0 +1,133 @@
+"""What a recomputed part keeps of its input: a part on each rank, a copy on the host, or nothing.
+
+[Note: Held in its place] What a recompute is given lives as long as its graph, so something else
+has to be given to it in place of the input: `Held`, of which the input is made again. Autograd
+keeps it, where it is a tensor; where it is none, it goes with the graph all the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
+from isp.comm.host import HostMemory, Stored
+from isp.comm.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+
+__all__ = ["HostInputs", "Keep", "Restore", "Segment", "in_parts"]
+
+Restore = Callable[[Any], Tensor]
+"""Makes a tensor, without a graph, of what is held in its place."""
+
+Keep = Callable[[Tensor], tuple[Any, Restore]]
+"""What is held in place of a tensor, see [Note: Held in its place], and what restores that."""
+
+
+_CARGO = Cargo(Purpose.BLOCK_INPUT, tensor="block input")
+
+
+def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
+    """1/p of the elements of x on each rank of `channel`; the same x on all of them.
+
+    Raises ValueError if they do not divide by p.
+    """
+    shape = x.shape
+    part = split_tensor_into_1d_equal_chunks(x, channel, new_buffer=True)
+    return part, lambda part: gather_split_1d_tensor(part, channel, cargo=_CARGO).view(shape)
+
+
+class HostInputs:
+    """Inputs in host memory, brought back one ahead of their use.
+
+    Backward passes take the inputs of a forward pass in reverse order, and the passes themselves
+    in theirs. As one is asked for, the next sets off. The input that was kept last stays on the
+    device, too, until there is another: where a backward follows its forward, it needs it at once.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._passes: deque[list[weakref.ref[Stored]]] = deque()
+        self._latest: weakref.ref[Stored] | None = None
+
+    def begin(self) -> None:
+        """Another forward pass begins."""
+        while self._passes and not _alive(self._passes[0]):
+            self._passes.popleft()
+        self._passes.append([])
+
+    def __call__(self, x: Tensor) -> tuple[Stored, Restore]:
+        """See `Keep`."""
+        if self._latest is not None and (latest := self._latest()) is not None:
+            latest.leave()
+        stored = self._memory.store(x, cargo=_CARGO)
+        self._latest = weakref.ref(stored)
+        if not self._passes:
+            self.begin()
+        self._passes[-1].append(self._latest)
+        return stored, self._restore
+
+    def _restore(self, stored: Stored) -> Tensor:
+        x = stored.get()
+        if (following := self._next(stored)) is not None:
+            following.fetch()
+        return x
+
+    def _next(self, stored: Stored) -> Stored | None:
+        """The input that backward asks for after this one."""
+        own = next(kept for kept in self._passes if any(ref() is stored for ref in kept))
+        before: list[Stored] = []
+        for other in _alive(own):
+            if other is stored:
+                break
+            before.append(other)
+        if before:
+            return before[-1]
+        others = (_alive(kept) for kept in self._passes if kept is not own)
+        return next((kept[-1] for kept in others if kept), None)
+
+
+def _alive(kept: list[weakref.ref[Stored]]) -> list[Stored]:
+    return [stored for ref in kept if (stored := ref()) is not None]
+
+
+class Segment:
+    """Parts in a row, each of which takes what the one before gives; only the first input is kept.
+
+    The first of the others that asks for its input has all parts before it computed again, which
+    fills in the inputs of all of them.
+    """
+
+    def __init__(self, first: Callable[[], Tensor]) -> None:
+        """`first`: restores the first input."""
+        self._first = first
+        self._again: list[Callable[[Tensor], Tensor]] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._given: weakref.ref[Tensor] | None = None
+
+    def follows(self, x: Tensor) -> bool:
+        """Whether x is what the last part gave."""
+        return self._given is not None and self._given() is x
+
+    def add(self, again: Callable[[Tensor], Tensor]) -> Restore:
+        """A further part, and how to compute it again without a graph; what restores its input."""
+        number = len(self._again)
+        self._again.append(again)
+        return lambda _: self._input(number)
+
+    def gave(self, y: Any) -> None:
+        """The result of the last part."""
+        self._given = weakref.ref(y) if isinstance(y, Tensor) else None
+
+    def _input(self, number: int) -> Tensor:
+        if number not in self._inputs:
+            x = self._first()
+            for index, again in enumerate(self._again[:number]):
+                self._inputs[index] = x
+                x = again(x)
+            self._inputs[number] = x
+        return self._inputs.pop(number)
