@@ -8,14 +8,15 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from isp.comm.cargo import Cargo, Purpose, Trip
+from isp.comm.host import FROM_HOST, TO_HOST
 from isp.parallel import Axis
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
-from isp.planner.tape import Gradient, Launch, Tapes
+from isp.planner.tape import Event, Gradient, Launch, Tapes
 from isp.weights.plan import ActKind, plan
-from isp.weights.trace import Block
+from isp.weights.trace import ActionKind, Block, sequential_actions, trace
 
 K = TypeVar("K")
 
@@ -61,6 +62,7 @@ def traffic(case: Case, rank: int) -> Traffic:
     for block in blocks:
         for trip in block_trips(tapes[block.name]):
             found[trip] += case.micro_num
+    found.update(_recompute_trips(case, place, tapes))
     send = between_stages(case)
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
         found[hop] += case.micro_num * sum(sum(ends) for ends in neighbours_of(case, place.stage))
@@ -82,9 +84,42 @@ def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
 
 def block_trips(tapes: Tapes) -> Iterator[Trip]:
     """The trips of one micro-batch in a block, besides weights and their gradients."""
-    for event in (*tapes.forward, *tapes.backward):
-        if isinstance(event, Launch):
-            yield event.trip
+    yield from _trips((*tapes.forward, *tapes.backward))
+
+
+def _trips(events: Iterable[Event]) -> Iterator[Trip]:
+    return (event.trip for event in events if isinstance(event, Launch))
+
+
+def _recompute_trips(case: Case, place: Coordinates, tapes: dict[str, Tapes]) -> Counter[Trip]:
+    """The trips of blocks that are computed again for the next one, and of inputs from the host."""
+    found: Counter[Trip] = Counter()
+    for c, chunk in enumerate(shape_of(case, place.stage).chunks):
+        spans = trace((chunk,), sequential_actions(1))
+        for block in (chunk[span.block] for span in spans if span.computes_again):
+            for trip in _trips(tapes[block.name].again):
+                found[trip] += case.micro_num
+        trips = [trip for block in chunk for trip in _trips(tapes[block.name].forward)]
+        back = [trip._replace(kind=FROM_HOST) for trip in trips if trip.kind == TO_HOST]
+        for trip in back:
+            found[trip] += case.micro_num
+        if back:
+            found[back[-1]] -= _never_left(case, place, c)
+    return found
+
+
+def _never_left(case: Case, place: Coordinates, chunk: int) -> int:
+    """The micro-batches whose last input is still on the device in their backward.
+
+    No other has gone forward since.
+    """
+    last, count = -1, 0
+    for kind, micro_batch, of in case.order.actions(place.stage, case.micro_num):
+        if of == chunk and kind is ActionKind.FORWARD:
+            last = micro_batch
+        if of == chunk and kind is ActionKind.BACKWARD:
+            count += micro_batch == last
+    return count
 
 
 def gradients_of(block: Block, tapes: Tapes) -> list[str]:

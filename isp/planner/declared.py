@@ -34,6 +34,8 @@ def bare(model: ModelConfig) -> ModelConfig:
         checkpoint=0.0,
         checkpoint_keeps_attention=False,
         checkpoint_distribute_activations=False,
+        checkpoint_offload=False,
+        checkpoint_segment=0,
     )
 
 

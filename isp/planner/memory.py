@@ -116,7 +116,8 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -> Iterator[Memory]:
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
-    between = _between_stages(case, place)
+    between = _between_stages(case, place) + sum(own.latest for own in kept)
+    fixed = replace(fixed, host=_most_on_host(case, place, kept))
     for own, older in zip(kept, waiting, strict=True):
         base = replace(
             fixed,
@@ -150,11 +151,13 @@ def _backward(
         logits = rehearsal(case, place).logits * case.item_bytes
         yield moment(f"the backward of {own.head.name}", kept, after, logits)
     of_blocks = tapes_of(case, place, own.layers)
+    found, taken = _found_again(own.layers), between_stages(case).sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         tapes = of_blocks[block.name]
+        again = Saved(found[block.name] * taken)
         work = tapes.work + flights[block.name].before
-        yield moment(f"the backward of {block.name}", _sum([kept, tapes.saved]), work)
+        yield moment(f"the backward of {block.name}", _sum([kept, tapes.saved, again]), work)
     if own.table is not None:
         work = _full_gradient(case, place, own.table) + flights[own.table.name].after
         yield moment(f"the backward of {own.table.name}", Saved(), work)
@@ -177,6 +180,11 @@ class _Chunk(NamedTuple):
         """Of all layers and ends."""
         return _sum([*self.saved, Saved(self.ends)])
 
+    @property
+    def latest(self) -> int:
+        """Of what goes to the host the part that is on the device, too: the last or the next."""
+        return max((saved.host for saved in self.saved), default=0)
+
 
 def _kept(case: Case, place: Coordinates) -> list[_Chunk]:
     """What the chunks of a rank keep."""
@@ -194,11 +202,31 @@ def _kept(case: Case, place: Coordinates) -> list[_Chunk]:
 
 
 def _sum(parts: Iterable[Saved]) -> Saved:
-    activations = attention = 0
+    activations = attention = host = 0
     for part in parts:
         activations += part.activations
         attention += part.attention
-    return Saved(activations, attention)
+        host += part.host
+    return Saved(activations, attention, host)
+
+
+def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
+    """The inputs of blocks before each, which were computed again for it and are still there."""
+    found, number = {}, 0
+    for block in layers:
+        number = 0 if block.input_kept else number + 1
+        found[block.name] = max(0, number - 1)
+    return found
+
+
+def _most_on_host(case: Case, place: Coordinates, kept: list[_Chunk]) -> int:
+    """Bytes of the buffers that are lent at once."""
+    live = most = 0
+    for action in case.order.actions(place.stage, case.few_micro_batches):
+        size = kept[action.chunk].total.host
+        live += {ActionKind.FORWARD: size, ActionKind.BACKWARD: -size}.get(action.kind, 0)
+        most = max(most, live)
+    return most
 
 
 def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:

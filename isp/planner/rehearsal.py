@@ -7,6 +7,9 @@ and what autograd keeps of it.
 One block of a kind is run and stands for all of its kind. Kinds are told apart by what the blocks
 declare and by the shapes of their weights.
 
+[Note: Segments] Blocks are rehearsed as if each kept its input. One that does not, because it is
+computed again for it, does what the others do but keep it and bring it back.
+
 [Note: One node] Norms and local attention are one kernel each on CUDA, and keep their inputs,
 output and statistics. On CPU a norm is several operations, as on meta, and attention computes in
 float32 at least. What CUDA keeps has not been counted on a device.
@@ -14,7 +17,7 @@ float32 at least. What CUDA keeps has not been counted on a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,7 +32,9 @@ from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
 from isp.comm import Channel
+from isp.comm.cargo import Trip
 from isp.comm.channel import DryChannel
+from isp.comm.host import TO_HOST, HostChannel, HostMemory
 from isp.config.models import language_model
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
@@ -64,9 +69,14 @@ class Rehearsal(NamedTuple):
 
 def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[str, Tapes]:
     """The tapes of `blocks` at `place`, by name."""
+    blocks = list(blocks)
     kinds = kinds_of(case, place.stage, blocks)
     found = {kind: tapes_of_kind(case, place, kind) for kind in set(kinds.values())}
-    return {name: found[kind] for name, kind in kinds.items()}
+    kept = {block.name for block in blocks if block.input_kept}
+    return {
+        name: found[kind] if name in kept else found[kind].without_input()  # [Note: Segments]
+        for name, kind in kinds.items()
+    }
 
 
 def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
@@ -99,6 +109,8 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
         checkpoint=float(recomputed),
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
+        checkpoint_offload=recomputed and model.checkpoint_offload,
+        checkpoint_segment=0,  # [Note: Segments]
     )
 
 
@@ -127,6 +139,7 @@ def _rehearsed(
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
         communicator=_DryWeights(recorder, gathers=part.gathers_weights),
+        host=HostMemory(META, key="model.checkpoint_offload", channel=_DryHost(recorder)),
         device=META,
         dtype=getattr(torch, dtype),
         vocab_parallel_loss=part.vocab_parallel_loss,
@@ -218,6 +231,19 @@ class _DryVisit:
     def weight(self) -> Tensor:
         self._recorder.note(Read(self._visit, self._recorder.phase))
         return self._weight
+
+
+class _DryHost(HostChannel):
+    """Notes what goes to the host. When it comes back is not the block's to say."""
+
+    def __init__(self, recorder: TapeRecorder) -> None:
+        super().__init__(META)
+        self._recorder = recorder
+
+    def _start(self, trip: Trip, *_: object) -> Callable[[], object]:
+        if trip.kind == TO_HOST:
+            self._recorder.offload(trip)
+        return lambda: None
 
 
 class _DryAttention:

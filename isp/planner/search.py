@@ -9,6 +9,7 @@ from itertools import chain, product
 from math import prod
 
 from isp.comm.cargo import Cargo, Purpose, Trip
+from isp.comm.host import TO_HOST
 from isp.config import JobConfig
 from isp.parallel import Mode, Topology
 from isp.parallel.config import PipelineSchedule
@@ -212,6 +213,8 @@ def _least_recomputed(
             checkpoint_distribute_activations=config.model.checkpoint_distribute_activations
             and fraction > 0
             and not config.parallel.tensor.mode.facts.splits_sequence,
+            checkpoint_offload=config.model.checkpoint_offload and fraction > 0,
+            checkpoint_segment=0 if keeps or not fraction else config.model.checkpoint_segment,
         )
         return _candidate(replace(config, model=model), world_size, on_cpu=on_cpu)
 
@@ -277,7 +280,7 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
     seconds = 0.0
     for event in (*tapes.forward, *tapes.backward):
         match event:
-            case Launch(_, trip):
+            case Launch(_, trip) if trip.kind != TO_HOST:  # behind the forward
                 seconds += fabric.seconds(case, trip)
             case Product(flops):
                 seconds += costs.product(flops)

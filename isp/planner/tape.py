@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.cargo import Trip
+from isp.comm.cargo import Purpose, Trip
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
@@ -94,10 +94,12 @@ class Saved(NamedTuple):
 
     activations: int = 0
     attention: int = 0
+    host: int = 0
+    """In the host's memory: no part of `total`."""
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Both, on the device."""
         return self.activations + self.attention
 
 
@@ -111,6 +113,24 @@ class Tapes(NamedTuple):
     """Memory kept from the one to the other."""
     work: int
     """Bytes in hand besides what was saved, where both together take most in its backward."""
+
+    def without_input(self) -> Tapes:
+        """The same of a recomputed block whose input is not kept, nor brought back."""
+        forward, backward = (tuple(e for e in tape if not _is_of_input(e)) for tape in self[:2])
+        return Tapes(forward, backward, Saved(), self.work)
+
+    @property
+    def again(self) -> Iterator[Event]:
+        """Its forward, as it is computed again for what it gives."""
+        for event in self.forward:
+            if isinstance(event, Reach | Read | Attend):
+                yield event._replace(phase=Phase.RECOMPUTE)
+            elif not _is_of_input(event):
+                yield event
+
+
+def _is_of_input(event: Event) -> bool:
+    return isinstance(event, Launch) and event.trip.cargo.purpose is Purpose.BLOCK_INPUT
 
 
 @dataclass(slots=True)
@@ -152,6 +172,8 @@ class TapeRecorder:
         """The block that has kept it, by the storage."""
         self._peaks: defaultdict[int, int] = defaultdict(int)
         """Bytes there at most while a block goes back, by block."""
+        self._offloaded: Counter[int] = Counter()
+        """Bytes in the host's memory, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
         """Note when a visit of `blocks` is reached."""
@@ -182,6 +204,12 @@ class TapeRecorder:
         number = self._launched
         self.note(Launch(number, trip))
         return lambda: self.note(Arrive(number))
+
+    def offload(self, trip: Trip) -> None:
+        """What the block that comes next is given goes to the host."""
+        self._launched += 1
+        self._events[self._ahead, True].append(Launch(self._launched, trip))
+        self._offloaded[self._ahead] += trip.sent_bytes
 
     def visit_of(self, layer: WeightHolder) -> int:
         """The visit of a layer in its block."""
@@ -237,10 +265,13 @@ class TapeRecorder:
 
     def saved(self, num_blocks: int) -> list[Saved]:
         """Bytes each block keeps, memory once, for the first that does."""
-        found = [[0, 0] for _ in range(num_blocks)]
+        found = [(0, 0)] * num_blocks
         for kept in self._kept.values():
-            found[kept.block][kept.by_attention] += kept.memory.nbytes()
-        return [Saved(*sizes) for sizes in found]
+            others, attention = found[kept.block]
+            size = kept.memory.nbytes()
+            by_attention = size if kept.by_attention else 0
+            found[kept.block] = others + size - by_attention, attention + by_attention
+        return [Saved(*sizes, self._offloaded[b]) for b, sizes in enumerate(found)]
 
     def _enters(self, block: int, *_: object) -> None:
         if self.phase is Phase.FORWARD:

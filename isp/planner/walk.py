@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from isp.comm.cargo import Trip
+from isp.comm.cargo import Cargo, Purpose, Trip
+from isp.comm.host import FROM_HOST, HOST
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import Case
@@ -111,6 +112,8 @@ class Walk:
         """The transfer with which a block's weights are there, by weight."""
         self._reached: tuple[Block, int] | None = None
         """Place of backward, if what passes over memory there is still to be done."""
+        self._fetched: set[Hashable] = set()
+        """The inputs that have set off from the host, by action and block."""
         self._last = self._travels = False
         """Whether no later backward goes through this chunk; whether buckets may travel."""
         visits = [visit for chunk in self.chunks for block in chunk for visit in block.visits]
@@ -164,9 +167,28 @@ class Walk:
         elif self._last and not self._travels:
             self._travels = True
             self._expect_last()
-        for event in tapes.forward if forward else tapes.backward:
+        if not forward:
+            self._bring_back(span)
+        events: Iterable[Event] = tapes.forward if forward else tapes.backward
+        for event in tapes.again if span.computes_again else events:
             self._play(event, block, acts)
         self._pass_back(None)
+
+    def _bring_back(self, span: Span) -> None:
+        """Wait for a block's input from the host, and set off that of the next to go backward.
+
+        That of the last block is taken to be there.
+        """
+        blocks = self.chunks[span.action.chunk]
+        sizes = [self.tapes[block.name].saved.host for block in blocks[: span.block + 1]]
+        if not sizes[-1]:
+            return
+        self.clock.wait((span.action, span.block))
+        following = next((b for b in reversed(range(span.block)) if sizes[b]), None)
+        key = span.action, following
+        if following is not None and key not in self._fetched:
+            self._fetched.add(key)
+            self._launch(key, Trip(FROM_HOST, HOST, Cargo(Purpose.BLOCK_INPUT), sizes[following]))
 
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
         clock = self.clock
@@ -229,7 +251,8 @@ class Walk:
         seconds = self._seconds.get(like)
         if seconds is None:
             seconds = self._seconds[like] = self.fabric.seconds(self.case, trip)
-        self.clock.launch(key, self._wires[axis_of(trip)], seconds, behind=behind)
+        wire = HOST if trip.channel == HOST else self._wires[axis_of(trip)]
+        self.clock.launch(key, wire, seconds, behind=behind)
 
     def _gather(self, acts: Iterable[Act]) -> None:
         for act in (act for act in acts if act.kind is ActKind.GATHER):

@@ -38,6 +38,9 @@ ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8, checkpoint=1.0)
 KEPT = replace(BASE, checkpoint=0.7, checkpoint_keeps_attention=True, qkv_bias=True)
 PARTS = replace(BASE, checkpoint=1.0, checkpoint_distribute_activations=True)
 EVEN = replace(KEPT, vocab_size=52)
+FIVE = replace(BASE, num_layers=5, checkpoint=1.0)
+OFF = replace(FIVE, checkpoint_offload=True)
+TWO_LEVELS = replace(FIVE, checkpoint_segment=2)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
 TILED = replace(TIED, mlp_tile_tokens=5, checkpoint=0.0)
 TILED_ALL = replace(TILED, checkpoint=1.0)
@@ -81,6 +84,11 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=2, weight=4, data=2, options=WeightConfig(overlap=False)), DROPS, "float64"),
     (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=ROUND, chunks=2), DEEP, "float32"),
     (Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4, schedule=V, chunks=2), DEEP, "float32"),
+    (Layout(weight=2, data=2, pipeline=2, micro=4), replace(OFF, checkpoint_segment=2), "float32"),
+    (Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
+    (Layout(mode=Mode.MTP, tensor=4), replace(TWO_LEVELS, checkpoint_offload=True,
+        checkpoint_distribute_activations=True), "float32"),
+    (Layout(tensor=4, weight=4, micro=2), replace(OFF, checkpoint_keeps_attention=True), "float32"),
 ]  # fmt: skip
 
 
