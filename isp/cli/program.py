@@ -223,7 +223,8 @@ def _train(args: argparse.Namespace) -> int:
         _note_unused(config)
     if args.nproc is not None:
         from isp.train.data import check_data
-        from isp.train.run import check_devices, check_host_memory
+        from isp.train.host_memory import check_host_memory
+        from isp.train.run import check_devices
 
         check_devices(config, args.nproc)
         check_host_memory(config, topology, args.nproc)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isp.comm import streams
+from isp.comm import host_memory, streams
 from isp.comm.cargo import Cargo, Trip
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
@@ -141,15 +141,13 @@ class HostMemory:
         return buffer
 
     def _make(self, x: Tensor) -> Tensor:
-        pinned, home = self.is_apart, torch.device("meta" if x.is_meta else "cpu")
         try:
             with torch.inference_mode(False):  # such a tensor could not be written in training
-                buffer = torch.empty(x.numel(), dtype=x.dtype, device=home, pin_memory=pinned)
-        except (RuntimeError, MemoryError) as error:
+                buffer = host_memory.zeros(x.numel(), x.dtype, x.device)
+        except MemoryError as error:
             raise HostMemoryError(
-                f"{self._key}: the host has {self.reserved_bytes / 2**30:.1f} GiB of"
-                f"{' pinned' if pinned else ''} memory for this rank, and no further"
-                f" {x.nbytes / 2**20:.1f} MiB ({str(error).splitlines()[0]}): use a shorter"
+                f"{self._key}: the host has {self.reserved_bytes / 2**30:.1f} GiB of memory for"
+                f" this rank, and no further {x.nbytes / 2**20:.1f} MiB: {error}: use a shorter"
                 f" data.seq_len, a larger model.checkpoint_segment, or {self._key}=false"
             ) from error
         self.reserved_bytes += buffer.nbytes

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from isp.comm.host import HostMemory
 from isp.metrics import peak_memory_gib
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.run.environment import RankPlace
@@ -34,12 +35,17 @@ class MemoryOwner(NamedTuple):
 
     name: str
     num_bytes: int
+    is_elsewhere: bool = False
+    """Whether it is no part of the device's memory."""
 
 
 def memory_owners(
-    gradients: MainGradients, optimizer: Zero1Optimizer, communicator: ISPCommunicator | None
+    gradients: MainGradients,
+    optimizer: Zero1Optimizer,
+    communicator: ISPCommunicator | None,
+    host: HostMemory | None = None,
 ) -> list[MemoryOwner]:
-    """Weights, gradients, optimizer states and the communicator's buffers on this rank's device.
+    """Weights, gradients, optimizer states and buffers of this rank.
 
     A tensor that two of them share, such as master weights that are the weights, counts once.
     """
@@ -61,15 +67,22 @@ def memory_owners(
         MemoryOwner("gradients", gradients.num_bytes + of_autograd),
         MemoryOwner("optimizer states", states),
         *pools,
+        *_on_host(host),
     ]
+
+
+def _on_host(host: HostMemory | None) -> list[MemoryOwner]:
+    if host is None or not host.reserved_bytes:
+        return []
+    return [MemoryOwner("block inputs on the host", host.reserved_bytes, host.is_apart)]
 
 
 def describe_owners(owners: Iterable[MemoryOwner], peak_bytes: float) -> str:
     """A line for each owner, the largest first; the rest of `peak_bytes` is activations."""
-    rest = peak_bytes - sum(owner.num_bytes for owner in owners)
+    rest = peak_bytes - sum(owner.num_bytes for owner in owners if not owner.is_elsewhere)
     named = [*owners, MemoryOwner("activations and the rest", max(0, round(rest)))]
     named.sort(key=lambda owner: owner.num_bytes, reverse=True)
-    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes in named)
+    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes, _ in named)
 
 
 def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from contextlib import ExitStack
@@ -13,22 +12,20 @@ import torch
 
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
-from isp.comm.host_memory import available_bytes
 from isp.config import JobConfig, to_yaml
 from isp.models.build import parameter_shapes
-from isp.optim import check_groups, update_rule
-from isp.optim.states import kept
-from isp.parallel import Topology
+from isp.optim import check_groups
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
 from isp.run.signals import StopRequest
 from isp.train.data import StepData, open_for_rank
+from isp.train.host_memory import check_host_memory
 from isp.train.out_of_memory import MemoryGuard
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
-__all__ = ["check_devices", "check_host_memory", "check_param_groups", "main"]
+__all__ = ["check_devices", "check_param_groups", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,11 @@ def main(config: JobConfig) -> None:
     config.require_packages()
     config.check_folder_model()
     check_param_groups(config)
-    check_host_memory(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    local_ranks, local_rank = (
+        int(os.environ.get(name, default))
+        for name, default in (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    check_host_memory(config, topology, local_ranks, world.rank - local_rank)
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:
@@ -115,33 +116,6 @@ def check_param_groups(config: JobConfig) -> None:
     """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in."""
     if config.optimizer.param_groups:
         check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
-
-
-def check_host_memory(config: JobConfig, topology: Topology, ranks: int) -> None:
-    """Raise ValueError if this machine lacks memory for the states that `ranks` of it keep there.
-
-    The copies of background saves are counted too.
-    """
-    room = available_bytes()
-    if room is None or not config.optimizer.offload_states:
-        return
-    dtype: torch.dtype = getattr(torch, config.training.dtype)
-    numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
-    kinds = kept(update_rule(config.optimizer), dtype).values()
-    own = numbers // (topology.weight * topology.pipeline * topology.zero1)
-    states = ranks * own * sum(kind.itemsize for kind in kinds)
-    copies = 0
-    if config.checkpoint.async_mode == "async" and config.checkpoint.interval:
-        copies = states + ranks * own * topology.zero1 * dtype.itemsize
-    if states + copies <= room:
-        return
-    saves = f", {copies / 2**30:.1f} of them for checkpoint.async_mode=async" if copies else ""
-    raise ValueError(
-        f"optimizer.offload_states=true needs {(states + copies) / 2**30:.1f} GiB of this machine's"
-        f" memory for {ranks} ranks{saves}, and {room / 2**30:.1f} GiB are free: use"
-        f" {'checkpoint.async_mode=disabled, ' if copies else ''}optimizer.moment_dtype=bfloat16,"
-        f" more machines, or offload_states=false"
-    )
 
 
 def choose_device(config: JobConfig) -> torch.device:

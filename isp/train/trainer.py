@@ -114,7 +114,7 @@ class Trainer:
 
     def memory_owners(self) -> list[MemoryOwner]:
         step = self.train_step
-        return memory_owners(step.gradients, step.optimizer, step.communicator)
+        return memory_owners(step.gradients, step.optimizer, step.communicator, step.built.host)
 
     def run(self) -> None:
         """Train to the last step, or until asked to stop or short of time, and save.
@@ -130,6 +130,9 @@ class Trainer:
             while self.step < self.config.training.steps and stopped is None:
                 stopped = self._train_step(outputs)
                 if self.step == first:
+                    offloaded = self.train_step.built.host
+                    if offloaded.reserved_bytes:
+                        logger.info("block inputs on the host: %s", offloaded.describe())
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
 

@@ -18,7 +18,7 @@ from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.states import StateMemory
 from isp.parallel import Topology
 from isp.settings import GradScalerConfig, OptimizerConfig, ParamGroupConfig
-from isp.train import run as train_run
+from isp.train import host_memory as train_memory
 from model.config import ModelConfig
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer
@@ -251,15 +251,16 @@ def test_too_little_host_memory_is_told_before_ranks_start(
     numbers_of_model = config.language_model.num_parameters
     states = 12 * numbers_of_model  # of two ranks, which share them
     copies = states + 2 * numbers_of_model
-    monkeypatch.setattr(train_run, "available_bytes", lambda: states + copies)
-    train_run.check_host_memory(config, config.topology(2), 2)
-    monkeypatch.setattr(train_run, "available_bytes", lambda: states + copies - 1000)
+    monkeypatch.setattr(train_memory, "available_bytes", lambda: states + copies)
+    train_memory.check_host_memory(config, config.topology(2), 2)
+    monkeypatch.setattr(train_memory, "available_bytes", lambda: states + copies - 1000)
     with pytest.raises(
-        ValueError, match=r"memory for 2 ranks.*use checkpoint\.async_mode=disabled"
+        ValueError,
+        match=r"2 ranks keep .* of optimizer states and .* checkpoint\.async_mode=disabled",
     ):
-        train_run.check_host_memory(config, config.topology(2), 2)
+        train_memory.check_host_memory(config, config.topology(2), 2)
     plain = replace(config, optimizer=replace(config.optimizer, offload_states=False))
-    train_run.check_host_memory(plain, config.topology(2), 2)
+    train_memory.check_host_memory(plain, config.topology(2), 2)
 
 
 def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

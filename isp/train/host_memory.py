@@ -1,0 +1,87 @@
+"""The host's memory that a run needs for what its devices do not keep, and whether it is there."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from isp.comm.host_memory import available_bytes
+from isp.config import JobConfig
+from isp.models.build import parameter_shapes
+from isp.optim import update_rule
+from isp.optim.states import kept
+from isp.parallel import Topology
+from isp.pipeline import PipelineOrder
+from isp.weights.trace import ActionKind, inputs_kept, recomputed_blocks
+from model.decoder import stage_spans
+
+__all__ = ["check_host_memory", "input_bytes_on_host"]
+
+GIB = 2**30
+
+
+def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> int:
+    """Bytes of block inputs that a rank of pipeline rank `stage` has in host memory at once."""
+    model, data, mode = config.model, config.data, topology.mode.facts
+    if not model.checkpoint_offload:
+        return 0
+    shared = mode.splits_sequence or model.checkpoint_distribute_activations
+    numbers = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
+    item: int = getattr(torch, config.training.dtype).itemsize
+    one = numbers // (topology.tensor if shared else 1) * item
+    order = PipelineOrder(config.parallel.pipeline)
+    recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
+    spans = stage_spans(model, order.num_stages)
+    counts = []
+    for number in order.stages_of(stage):
+        own = recomputed[slice(*spans[number])]
+        whole = inputs_kept(own, model.checkpoint_segment)
+        counts.append(sum(r and k for r, k in zip(own, whole, strict=True)))
+    live = most = 0
+    for kind, _, chunk in order.actions(stage, data.micro_num):
+        here = counts[chunk]
+        live += {ActionKind.FORWARD: here, ActionKind.BACKWARD: -here}.get(kind, 0)
+        most = max(most, live)
+    return most * one
+
+
+def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: int = 0) -> None:
+    """Raise ValueError if this machine lacks memory for what its ranks keep there.
+
+    `ranks` of them are here, from number `first` on. What cannot be told is not checked.
+    """
+    needs = {name: size for name, size in _needs(config, topology, ranks, first).items() if size}
+    room = available_bytes()
+    if room is None or sum(needs.values()) <= room:
+        return
+    sizes = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in needs.items())
+    ways = [way for name in needs for way in _WAYS[name]]
+    raise ValueError(
+        f"{ranks} ranks keep {sizes} in this machine's memory, of which {room / GIB:.1f} GiB are"
+        f" free: use {', '.join(ways)}, or fewer ranks on a machine"
+    )
+
+
+_INPUTS, _STATES, _COPIES = "block inputs", "optimizer states", "copies for background saves"
+_WAYS = {
+    _INPUTS: ("a larger model.checkpoint_segment", "model.checkpoint_offload=false"),
+    _STATES: ("optimizer.moment_dtype=bfloat16", "optimizer.offload_states=false"),
+    _COPIES: ("checkpoint.async_mode=disabled",),
+}
+"""What needs less, by what is kept."""
+
+
+def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dict[str, int]:
+    """Bytes of all ranks here, by what is kept."""
+    here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
+    needs = {_INPUTS: sum(input_bytes_on_host(config, topology, r // topology.stage) for r in here)}
+    if config.optimizer.offload_states:
+        dtype: torch.dtype = getattr(torch, config.training.dtype)
+        numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
+        kinds = kept(update_rule(config.optimizer), dtype).values()
+        own = numbers // (topology.weight * topology.pipeline * topology.zero1)
+        needs[_STATES] = ranks * own * sum(kind.itemsize for kind in kinds)
+        if config.checkpoint.async_mode == "async" and config.checkpoint.interval:
+            needs[_COPIES] = needs[_STATES] + ranks * own * topology.zero1 * dtype.itemsize
+    return needs

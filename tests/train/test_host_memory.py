@@ -1,0 +1,105 @@
+"""Host memory of block inputs: told beforehand, planned and in the log as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from isp.comm import host_memory as of_the_system
+from isp.config import load_config
+from isp.planner.case import Case
+from isp.planner.memory import memory
+from isp.train import host_memory
+from isp.train.host_memory import check_host_memory, input_bytes_on_host
+from tests.train.jobs import run_folders, run_forked, write_job
+
+OFFLOADED = ("--model.num_layers=6", "--model.checkpoint=1", "--model.checkpoint_offload=true")
+CASES = {
+    "isp": (2, OFFLOADED),
+    "half, in segments": (
+        2,
+        (*OFFLOADED, "--model.checkpoint=0.6", "--model.checkpoint_segment=3"),
+    ),
+    "mtp, in parts, 1F1B": (
+        4,
+        (
+            *OFFLOADED,
+            "--model.checkpoint_distribute_activations=true",
+            "--parallel.tensor.mode=mtp",
+            "--parallel.weight.size=1",
+            "--parallel.pipeline.size=2",
+            "--data.micro_num=5",
+            "--data.micro_bsz=2",
+        ),
+    ),
+    "interleaved": (
+        4,
+        (
+            *OFFLOADED,
+            "--parallel.pipeline.size=2",
+            "--parallel.pipeline.schedule=Interleaved1F1B",
+            "--parallel.pipeline.num_chunks=2",
+            "--data.micro_num=4",
+            "--training.dtype=bfloat16",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_checked_is_what_is_planned(name: str, tmp_path: Path) -> None:
+    """Catches one of the two that forgets chunks, micro-batches under way, or the tensor group."""
+    world, overrides = CASES[name]
+    config = load_config(write_job(tmp_path), overrides)
+    case = Case.of(config, world, on_cpu=True)
+    for rank in range(world):
+        stage = rank // case.topology.stage
+        assert input_bytes_on_host(config, case.topology, stage) == memory(case, rank).host > 0
+
+
+def test_a_run_tells_what_it_takes(tmp_path: Path) -> None:
+    """Catches a size that is not told, or not that of the buffers."""
+    job = write_job(tmp_path)
+    run_forked(job, *OFFLOADED, "--training.steps=2")
+    (run,) = run_folders(job)
+    told = (run / "logs" / "rank_0.log").read_text()
+    wanted = input_bytes_on_host(
+        load_config(job, OFFLOADED), load_config(job, OFFLOADED).topology(2), 0
+    )
+    found = re.search(r"block inputs on the host: ([\d.]+) MiB of host memory in 6 buffers", told)
+    assert found is not None, told
+    assert float(found[1]) == pytest.approx(wanted / 2**20, abs=0.1)
+
+
+def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
+    """Catches a machine that starts to swap, or a rank that is killed, hours later."""
+    config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
+    topology = config.topology(2)
+    with (
+        mock.patch.object(host_memory, "available_bytes", return_value=2**30),
+        pytest.raises(
+            ValueError, match=r"2 ranks keep 1\.5 GiB of block inputs in .* 1\.0 GiB are free"
+        ),
+    ):
+        check_host_memory(config, topology, 2)
+    check_host_memory(load_config(write_job(tmp_path)), topology, 2)
+
+
+def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a container's limit overlooked, and a system that tells nothing."""
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    monkeypatch.setattr(of_the_system, "_MEMINFO", meminfo)
+    monkeypatch.setattr(of_the_system, "_CGROUP", cgroup)
+    assert of_the_system.available_bytes() is None
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    assert of_the_system.available_bytes() == 2 * 2**20
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("max\n")
+    assert of_the_system.available_bytes() == 2 * 2**20
+    (cgroup / "memory.max").write_text("1500000\n")
+    (cgroup / "memory.current").write_text("700000\n")
+    (cgroup / "memory.stat").write_text("anon 5\nactive_file 150000\ninactive_file 50000\n")
+    assert of_the_system.available_bytes() == 1_000_000
