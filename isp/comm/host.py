@@ -121,6 +121,7 @@ class HostMemory:
         """Lent now."""
         self.is_apart = device.type == "cuda"
         """Whether it is not the memory that the device computes in; pinned then."""
+        self._device = device
         self._key = key
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
 
@@ -143,7 +144,7 @@ class HostMemory:
     def _make(self, x: Tensor) -> Tensor:
         try:
             with torch.inference_mode(False):  # such a tensor could not be written in training
-                buffer = host_memory.zeros(x.numel(), x.dtype, x.device)
+                buffer = host_memory.zeros(x.numel(), x.dtype, self._device)
         except MemoryError as error:
             raise HostMemoryError(
                 f"{self._key}: the host has {self.reserved_bytes / 2**30:.1f} GiB of memory for"
@@ -181,7 +182,7 @@ class Stored:
     def fetch(self) -> None:
         """Set it on its way back, unless it is there, or under way."""
         if self._here is None:
-            out = torch.empty_like(self._buffer, device=self._device, pin_memory=False)
+            out = torch.empty_like(self._buffer, device=self._device)
             self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, cargo=self._cargo)
 
     def get(self) -> Tensor:

@@ -86,9 +86,14 @@ class DecoderSubject:
         return _PlainDecoder(self.driven(0.0))
 
     def driven(self, checkpoint: float) -> ModelConfig:
-        distributes = self._config.checkpoint_distribute_activations and checkpoint > 0
+        config = self._config
         return replace(
-            self._config, checkpoint=checkpoint, checkpoint_distribute_activations=distributes
+            config,
+            checkpoint=checkpoint,
+            checkpoint_distribute_activations=config.checkpoint_distribute_activations
+            and checkpoint > 0,
+            checkpoint_offload=config.checkpoint_offload and checkpoint > 0,
+            checkpoint_segment=config.checkpoint_segment if checkpoint > 0 else 0,
         )
 
 

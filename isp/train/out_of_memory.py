@@ -35,8 +35,6 @@ class MemoryOwner(NamedTuple):
 
     name: str
     num_bytes: int
-    is_elsewhere: bool = False
-    """Whether it is no part of the device's memory."""
 
 
 def memory_owners(
@@ -72,17 +70,17 @@ def memory_owners(
 
 
 def _on_host(host: HostMemory | None) -> list[MemoryOwner]:
-    if host is None or not host.reserved_bytes:
-        return []
-    return [MemoryOwner("block inputs on the host", host.reserved_bytes, host.is_apart)]
+    if host is None or host.is_apart or not host.reserved_bytes:
+        return []  # it takes nothing of the device's memory
+    return [MemoryOwner("block inputs on the host", host.reserved_bytes)]
 
 
 def describe_owners(owners: Iterable[MemoryOwner], peak_bytes: float) -> str:
     """A line for each owner, the largest first; the rest of `peak_bytes` is activations."""
-    rest = peak_bytes - sum(owner.num_bytes for owner in owners if not owner.is_elsewhere)
+    rest = peak_bytes - sum(owner.num_bytes for owner in owners)
     named = [*owners, MemoryOwner("activations and the rest", max(0, round(rest)))]
     named.sort(key=lambda owner: owner.num_bytes, reverse=True)
-    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes, _ in named)
+    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes in named)
 
 
 def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
