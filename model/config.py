@@ -84,6 +84,8 @@ class ModelConfig:
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
 
+    loss_chunk_tokens: CountOrZero = 4096
+    """Tokens whose logits and losses a rank computes at a time; 0: all at once."""
     checkpoint: Fraction = 0.0
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
     checkpoint_keeps_attention: bool = False

@@ -24,7 +24,6 @@ from isp.attention import (
 )
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
-from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.layers.tiled_mlp import TiledMLP
@@ -230,7 +229,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, or the part of the way that one pipeline stage goes; a `Chunk`.
+    """Tokens to losses, or the part of the way that one pipeline stage goes; a `Chunk`.
 
     Names are those of the whole model: a stage's first block may be `layers.4`. Where the head is
     tied, the last stage has an `embedding`, too: `table`, if the first stage is on this rank, else
@@ -280,14 +279,13 @@ class Decoder(nn.Module):
                 config.vocab_size,
                 std=config.init_std,
                 tied_to=self.embedding if config.tie_embeddings else None,
+                loss_chunk_tokens=config.loss_chunk_tokens,
             )
-        self.loss_channel = layers.loss_channel
-        self.first_logit = layers.first_logit(config.vocab_size)
         self.splits_logits = layers.splits_logits
         bind_names(self)
 
     def forward(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """x and positions [B, S'] -> logits [B, S', V']; between stages [B, S', D]."""
+        """x and positions [B, S'] -> [B, S', D], on the last stage behind the last norm."""
         mask = AttentionMask(causal=True, window=self.config.sliding_window, cu_seqlens=cu_seqlens)
         if self.is_first and self.embedding is not None:
             x = self.embedding(x)
@@ -295,9 +293,18 @@ class Decoder(nn.Module):
         self.recompute.begin()
         for block in self.blocks():
             x = block(x, rotary, mask)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-        return x
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of what the last stage's forward gave, [B, S', D] -> [B, S', V']."""
+        assert self.head is not None
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
+        assert self.head is not None
+        loss: Tensor = self.head(output, labels, expected)
+        return loss
 
     def blocks(self) -> Iterator[Block]:
         """The blocks, in order."""
@@ -340,15 +347,12 @@ class Decoder(nn.Module):
             for i, block in enumerate(self.blocks())
         ]
         if self.norm is not None and self.head is not None:
-            visit = DeclaredVisit(name="head", layer=self.head, passes=written)
+            visit = DeclaredVisit(
+                name="head", layer=self.head, weight_in_backward=False, passes=written
+            )
             last = nn.ModuleList((self.norm, self.head))
             declared.append(DeclaredBlock(name="head", module=last, visits=(visit,)))
         return tuple(declared)
-
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(
-            logits, labels, first=self.first_logit, channel=self.loss_channel
-        )
 
 
 def build_stages(

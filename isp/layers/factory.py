@@ -12,6 +12,7 @@ import torch
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
+from isp.layers.head import VocabParallelHead
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.parallel import Axis, Mode
@@ -155,8 +156,13 @@ class LayerFactory:
         *,
         std: float,
         tied_to: VocabParallelEmbedding | None = None,
-    ) -> ParallelLinear:
-        """The linear to the logits, split by vocabulary; may share the embedding's table."""
+        loss_chunk_tokens: int = 0,
+        label_smoothing: float = 0.0,
+    ) -> VocabParallelHead:
+        """The linear to the logits, split by vocabulary; may share the embedding's table.
+
+        Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
+        """
         layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
         if tied_to is not None:
             layout = tied_to.layouts["weight"]
@@ -169,8 +175,12 @@ class LayerFactory:
                 retain_out_sharded=True if self.vocab_parallel_loss else None,
             )
             moves = Moves(y=communicator.output_hook, dy=communicator.grad_output_hook)
-        return ParallelLinear(
+        return VocabParallelHead(
             layout,
+            loss_channel=self.loss_channel,
+            first_logit=self.first_logit(vocab_size),
+            chunk_tokens=loss_chunk_tokens,
+            label_smoothing=label_smoothing,
             moves=moves,
             communicator=communicator or self.communicator,
             init_std=std,

@@ -5,7 +5,7 @@ B batch, S sequence, V vocabulary; logits are [B, S, V/p], targets [B, S].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 
-__all__ = ["IGNORED", "vocab_parallel_cross_entropy"]
+__all__ = ["IGNORED", "losses_and_gradient", "vocab_parallel_cross_entropy"]
 
 IGNORED = -100
 """The target of a token that has no loss."""
@@ -23,6 +23,66 @@ IGNORED = -100
 _MAX, _TARGET, _SUM = (
     Cargo(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
 )
+
+
+class _Softmax(NamedTuple):
+    """What a gradient is made of."""
+
+    values: Tensor
+    """[.., V/p], in float32 at least."""
+    local: Tensor
+    """The place of the target, [.., 1]; 0 if another rank holds it."""
+    held: Tensor
+    """Whether this rank holds the target."""
+    valid: Tensor
+    """Whether the token has a loss."""
+    vocab_size: Tensor
+    """V; only with smoothing."""
+
+
+def _losses(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    smoothing: float,
+    first: int,
+    channel: Channel,
+    reuse_logits: bool,
+) -> tuple[Tensor, _Softmax]:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    top = channel.all_reduce(logits.amax(-1).to(wide), op="max", cargo=_MAX).wait()
+    shifted = logits.detach() if reuse_logits else logits
+    shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
+    valid = target != IGNORED
+    local = (target - first).masked_fill(~valid, -1)
+    held = (local >= 0) & (local < logits.shape[-1])
+    local = local.masked_fill(~held, 0).unsqueeze(-1)
+    own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
+    vocab_size = torch.zeros((), device=logits.device)
+    if smoothing == 0:
+        minuend = channel.all_reduce(own, cargo=_TARGET).wait()
+    else:
+        size = own.new_full((1,), logits.shape[-1])
+        parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
+        parts = channel.all_reduce(parts, cargo=_TARGET).wait()
+        vocab_size = parts[-1]
+        own, summed = parts[:-1].view(2, *target.shape)
+        minuend = own.lerp(summed / vocab_size, smoothing)
+    exp = shifted.exp_()
+    total = channel.all_reduce(exp.sum(-1), cargo=_SUM).wait()
+    loss = (total.log() - minuend).masked_fill(~valid, 0)
+    return loss, _Softmax(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
+
+
+def _gradient(softmax: _Softmax, dloss: Tensor, smoothing: float) -> Tensor:
+    """The gradient of the logits, in the place of the softmax."""
+    values, local, held, valid, vocab_size = softmax
+    at_target = held.unsqueeze(-1).to(values.dtype) * (smoothing - 1)
+    values.scatter_add_(-1, local, at_target)
+    if smoothing:
+        values -= smoothing / vocab_size
+    values *= (dloss * valid).unsqueeze(-1)
+    return values
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -45,43 +105,48 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         channel: Channel,
         reuse_logits: bool,
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        top = channel.all_reduce(logits.amax(-1).to(wide), op="max", cargo=_MAX).wait()
-        shifted = logits.detach() if reuse_logits else logits
-        shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
-        valid = target != IGNORED
-        local = (target - first).masked_fill(~valid, -1)
-        held = (local >= 0) & (local < logits.shape[-1])
-        local = local.masked_fill(~held, 0).unsqueeze(-1)
-        own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
-        vocab_size = torch.zeros((), device=logits.device)
-        if smoothing == 0:
-            minuend = channel.all_reduce(own, cargo=_TARGET).wait()
-        else:
-            size = own.new_full((1,), logits.shape[-1])
-            parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
-            parts = channel.all_reduce(parts, cargo=_TARGET).wait()
-            vocab_size = parts[-1]
-            own, summed = parts[:-1].view(2, *target.shape)
-            minuend = own.lerp(summed / vocab_size, smoothing)
-        exp = shifted.exp_()
-        total = channel.all_reduce(exp.sum(-1), cargo=_SUM).wait()
-        loss = (total.log() - minuend).masked_fill(~valid, 0)
-        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
+        loss, softmax = _losses(
+            logits,
+            target,
+            smoothing=smoothing,
+            first=first,
+            channel=channel,
+            reuse_logits=reuse_logits,
+        )
+        ctx.save_for_backward(*softmax)
         ctx.dtype, ctx.smoothing, ctx.reuse_logits = logits.dtype, smoothing, reuse_logits
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, local, held, valid, vocab_size = ctx.saved_tensors
-        at_target = held.unsqueeze(-1).to(softmax.dtype) * (ctx.smoothing - 1)
-        grad = softmax if ctx.reuse_logits else softmax.clone()
-        grad.scatter_add_(-1, local, at_target)
-        if ctx.smoothing:
-            grad -= ctx.smoothing / vocab_size
-        grad *= (dloss * valid).unsqueeze(-1)
+        softmax = _Softmax(*ctx.saved_tensors)
+        if not ctx.reuse_logits:
+            softmax = softmax._replace(values=softmax.values.clone())
+        grad = _gradient(softmax, dloss, ctx.smoothing)
         return grad.to(ctx.dtype), None, None, None, None, None
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    dloss: Tensor | None,
+    *,
+    label_smoothing: float = 0.0,
+    channel: Channel,
+    first: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of tokens, as `vocab_parallel_cross_entropy` has them, and dlogits for `dloss`.
+
+    Overwrites the logits. No gradient where `dloss` is None.
+    """
+    losses, softmax = _losses(
+        logits, target, smoothing=label_smoothing, first=first, channel=channel, reuse_logits=True
+    )
+    if dloss is None:
+        return losses, None
+    gradient = _gradient(softmax, dloss.to(softmax.values.dtype), label_smoothing)
+    return losses, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
 def vocab_parallel_cross_entropy(

@@ -27,18 +27,19 @@ class Chunk(Protocol):
     """Whether the losses need the labels of the whole sequence, or those of this rank's tokens."""
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Forward: x and positions [B, S'] -> [B, S', D], or what `token_losses` takes.
+        """Forward: x and positions [B, S'] -> [B, S', D], or what `loss` takes.
 
         x are the tokens; on a later stage, what the one before gave, [B, S', D]. cu_seqlens
         [documents + 1], int32: where the documents of the *full* row of all ranks begin, B being 1;
         None if rows are not packed.
         """
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """On the last stage, the loss of each token: [B, S', V'], [B, S'] -> [B, S'], 0 if ignored.
+    def loss(self, output: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
+        """On the last stage, the sum of all tokens' losses, ignored ones left out; [].
 
-        What the forward gives may be anything that this takes. Labels and losses are those of all S
-        tokens if `splits_logits`.
+        `output` is what the forward gave, whatever that is. Labels [B, S'] are those of all S
+        tokens if `splits_logits`. `expected` [], not 0, is the gradient that the sum will have if
+        there is a backward: for those who compute gradients together with the loss.
         """
 
     def shards(self) -> Iterator[NamedParameter]:
@@ -48,7 +49,7 @@ class Chunk(Protocol):
         """Give the parameters the weights to begin from; the same in every layout."""
 
     def parts(self) -> dict[str, nn.Module]:
-        """The modules that a forward calls in turn, by name; together they have all parameters."""
+        """The modules that forward and loss call in turn, by name; they have all parameters."""
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """The weights gathered in a forward, in order."""

@@ -54,7 +54,8 @@ class Memory:
     """Buffers that weights are gathered into and gradients reduced into."""
     activations: int = 0
     attention: int = 0
-    logits: int = 0
+    loss: int = 0
+    """Logits of a chunk of tokens, and the gradients that are computed with their loss."""
     work: int = 0
     host: int = 0
     """In the memory of the host: no part of `total`."""
@@ -133,23 +134,20 @@ def _backward(
 ) -> Iterator[Memory]:
     """The moments of the last backward through a chunk."""
 
-    def moment(name: str, kept: Saved, work: int, logits: int = 0) -> Memory:
+    def moment(name: str, kept: Saved, work: int, loss: int = 0) -> Memory:
         return replace(
             base,
             activations=base.activations + kept.activations,
             attention=base.attention + kept.attention,
-            logits=logits,
+            loss=loss,
             work=work,
             moment=name,
         )
 
     kept = _sum(own.saved)
     if own.head is not None:
-        before, after = flights[own.head.name]
-        yield moment("the loss", kept, before, _loss_bytes(case, place))
-        after += _full_gradient(case, place, own.head)
-        logits = rehearsal(case, place).logits * case.item_bytes
-        yield moment(f"the backward of {own.head.name}", kept, after, logits)
+        in_loss = rehearsal(case, place).in_loss
+        yield moment("the loss", kept, flights[own.head.name].before, in_loss)
     of_blocks = tapes_of(case, place, own.layers)
     found, taken = _found_again(own.layers), between_stages(case).sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
@@ -281,13 +279,6 @@ def _between_stages(case: Case, place: Coordinates) -> int:
             waiting += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
             most = max(most, waiting)
     return one * (ends + most)
-
-
-def _loss_bytes(case: Case, place: Coordinates) -> int:
-    """The softmax and, in the loss's backward, the gradient that is made of it."""
-    found = rehearsal(case, place)
-    narrow = case.item_bytes if case.item_bytes < case.wide_bytes else 0
-    return found.loss + found.logits * (case.wide_bytes + narrow)
 
 
 def _update(case: Case, place: Coordinates) -> int:

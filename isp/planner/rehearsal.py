@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from isp.parallel import Axis, Mode
 from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, kind_of, kinds_of
+from isp.planner.made import Made
 from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, TapeRecorder, Tapes
 from isp.traced.model import TracedModel
 from isp.traced.trace import Role as TraceRole
@@ -61,6 +63,8 @@ class Rehearsal(NamedTuple):
     """Bytes that all blocks keep together."""
     loss: int
     """Bytes that the loss keeps."""
+    in_loss: int
+    """Bytes that it makes, where they are most; what it keeps among them."""
     logits: int
     """Numbers that the loss is made of."""
     splits_logits: bool
@@ -160,11 +164,21 @@ def _rehearsed(
     recorder.know((*(item.parameter for item in parameters), ids))
     with _Products(recorder):
         with saved_tensors_hooks(recorder.keep, lambda x: x):
-            logits = whole(ids, ids, None)
+            output = whole(ids, ids, None)
+            recorder.at_loss(len(blocks))
+            length = output.shape[1]
+            chunk_tokens = 0 if isinstance(own_model, TracedModel) else model.loss_chunk_tokens
+            run, left_out = _few_chunks(chunk_tokens, length, labels.numel())
+            if left_out:
+                output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
+            with Made() as made:
+                expected = output.new_empty((), dtype=torch.float64)
+                loss = whole.loss(output, labels, expected)
+            if left_out:
+                recorder.repeat_products(_PRODUCTS, 2 * _PRODUCTS, left_out)
             recorder.note(Loss())
-            loss = whole.token_losses(logits, labels).sum()
+            recorder.note(Loss())  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)
-        recorder.note(Loss())
         loss.backward()
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
@@ -174,7 +188,29 @@ def _rehearsed(
     shared = saved[first].total - saved[second].total
     tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
     by_kind = dict(zip(kinds, tapes, strict=True))
-    return Rehearsal(by_kind, shared, saved[-1].total, logits.numel(), whole.splits_logits)
+    vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
+    logits = rows * tokens * vocab // part.tensor
+    # dx of what was left out; of a traced model, the loss's backward, which makes its gradient.
+    rest = (length - run) * rows * output.shape[2] * output.itemsize
+    after = logits * max(4, output.itemsize) if isinstance(own_model, TracedModel) else 0
+    loss_bytes = saved[-1].total + rest, made.most + rest + after
+    return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
+
+
+_PRODUCTS = 3
+"""Of a chunk: logits, dx and dW."""
+
+
+def _few_chunks(chunk_tokens: int, length: int, losses: int) -> tuple[int, int]:
+    """The tokens of each row whose loss is run, and the number of chunks that are left out.
+
+    [Note: Alike chunks] All chunks but the last are alike, so of many four are run, and the second
+    stands for the rest.
+    """
+    count = 1
+    if chunk_tokens:
+        count = ceil(length / max(1, chunk_tokens // (losses // length)))
+    return (length, 0) if count <= 4 else (4 * ceil(length / count), count - 4)
 
 
 class _DryWeights(WPCommunicator):

@@ -89,6 +89,13 @@ class Loss(NamedTuple):
 Event = Launch | Arrive | Reach | Read | Product | Attend | Gradient | Loss
 
 
+def _renumbered(event: Event, by: int) -> Event:
+    """The same with another transfer, if it is one's."""
+    if isinstance(event, Launch | Arrive):
+        return event._replace(number=event.number + by)
+    return event
+
+
 class Saved(NamedTuple):
     """Bytes that are kept for backward, by who keeps them."""
 
@@ -198,6 +205,18 @@ class TapeRecorder:
         """Something happens in the block that runs."""
         self._events[self._block, self.phase is Phase.FORWARD].append(event)
 
+    def repeat_products(self, first: int, stop: int, times: int) -> None:
+        """Repeat what came from product number `first` of the block that runs to number `stop`."""
+        events = self._events[self._block, self.phase is Phase.FORWARD]
+        places = [i for i, event in enumerate(events) if isinstance(event, Product)]
+        begin, end = places[first], places[stop]
+        step = sum(isinstance(event, Launch) for event in events[begin:end])
+        copies = [
+            _renumbered(event, n * step) for n in range(1, times + 1) for event in events[begin:end]
+        ]
+        events[end:] = copies + [_renumbered(event, times * step) for event in events[end:]]
+        self._launched += times * step
+
     def launched(self, trip: Trip) -> Callable[[], None]:
         """A transfer sets off."""
         self._launched += 1
@@ -254,6 +273,10 @@ class TapeRecorder:
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""
         self._known = {x.untyped_storage()._cdata for x in tensors}
+
+    def at_loss(self, block: int) -> None:
+        """What is kept from here on is the loss's, as if that were block number `block`."""
+        self._ahead = block
 
     def keep(self, x: Tensor) -> Tensor:
         """Autograd keeps x."""

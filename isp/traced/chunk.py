@@ -111,14 +111,15 @@ class TracedChunk:
         with self._passing(passage), self._random_numbers():
             return self._host.forward(self.model, x, positions)
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The cross-entropy of each token: [B, S', V'], [B, S'] -> [B, S'], 0 where ignored."""
-        return vocab_parallel_cross_entropy(
-            logits,
+    def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
+        """The sum of the tokens' cross-entropies: logits [B, S', V'], [B, S'] -> []."""
+        losses = vocab_parallel_cross_entropy(
+            output,
             labels,
             first=self._layers.first_logit(self.trace.vocab_size),
             channel=self._layers.loss_channel,
         )
+        return losses.sum()
 
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the model."""

@@ -304,7 +304,9 @@ class StepWork:
         step, last = self._step, self._step.chunks[-1]
         labels = (self._batches if last.splits_logits else self._parts)[micro_batch].labels
         step.hook.before_criterion()
-        loss = last.token_losses(output, labels).sum() / self.valid.clamp(min=1)
+        valid = self.valid.clamp(min=1)
+        expected = step.optimizer.scale_loss(torch.ones_like(valid)) / valid
+        loss = last.loss(output, labels, expected) / valid
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)

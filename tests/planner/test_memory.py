@@ -14,7 +14,7 @@ from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
 from isp.planner.declared import shape_of
 from isp.planner.memory import Memory, memory, moments, states
-from isp.planner.rehearsal import tapes_of
+from isp.planner.rehearsal import _rehearsed, rehearsal, tapes_of
 from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
@@ -44,6 +44,8 @@ BOTH = replace(OFF, checkpoint_segment=3)
 FOUR = replace(MODEL, num_layers=4)
 TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
 TILED_ALL = replace(TILED, checkpoint=1.0)
+CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
+EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 CASES = [
     (Layout(), MODEL, "float32"),
     (Layout(), HALF, "bfloat16"),
@@ -59,6 +61,10 @@ CASES = [
     (Layout(mode=Mode.MTP, data=2), HALF, "float64"),
     (Layout(mode=Mode.MSP, tensor=2, micro=2), MODEL, "float32"),
     (Layout(mode=Mode.FSP, tensor=2), HALF, "bfloat16"),
+    (Layout(), CHUNKED, "bfloat16"),
+    (Layout(tensor=2, weight=2, options=EXCHANGED), CHUNKED, "float32"),
+    (Layout(weight=2, data=2, micro=2), CHUNKED, "float32"),
+    (Layout(mode=Mode.MSP, tensor=2), CHUNKED, "bfloat16"),
     (Layout(mode=Mode.MTP, pipeline=2, micro=8), MODEL, "float32"),
     (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.INTERLEAVED, chunks=2), FOUR, "float32"),
     (Layout(pipeline=2, micro=6, schedule=PipelineSchedule.ZBV, chunks=2), FOUR, "float32"),
@@ -241,6 +247,50 @@ def test_recomputation_and_shards_take_less() -> None:
     kept = total(Layout(tensor=2, weight=2), checkpoint=1.0, checkpoint_keeps_attention=True)
     whole = total(Layout(tensor=2, weight=2), checkpoint=1.0)
     assert whole.attention < kept.attention == plain.attention
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tensor=2, weight=2, options=EXCHANGED),
+        Layout(mode=Mode.MTP, tensor=2),
+        Layout(mode=Mode.MSP, tensor=2),
+    ],
+    ids=str,
+)
+def test_many_chunks_are_rehearsed_as_a_few(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a transfer, a product or bytes lost with the chunks that are not run."""
+    case = _case(layout, replace(MODEL, loss_chunk_tokens=16), "float32", 256)
+    few = rehearsal(case, case.place(0))
+    monkeypatch.setattr("isp.planner.rehearsal._few_chunks", lambda _, length, __: (length, 0))
+    _rehearsed.cache_clear()
+    every = rehearsal(case, case.place(0))
+    _rehearsed.cache_clear()
+    for kind, tapes in every.tapes.items():
+        assert few.tapes[kind].forward == tapes.forward
+    assert few.loss == every.loss
+    assert few.in_loss == pytest.approx(every.in_loss, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", [Mode.ISP, Mode.MTP])
+def test_logits_of_one_chunk_are_all_that_a_loss_has(mode: Mode) -> None:
+    """Catches a second copy of a chunk's logits, and what grows with tokens besides dx."""
+    vocab, hidden, chunk, parts = 8192, MODEL.hidden_size, 64, 2
+    model = replace(MODEL, vocab_size=vocab, loss_chunk_tokens=chunk)
+    layout = Layout(mode=mode, tensor=parts, weight=1 if mode is Mode.MTP else parts)
+
+    def loss(tokens: int) -> int:
+        case = _case(layout, model, "float32", tokens)
+        return rehearsal(case, case.place(0)).in_loss
+
+    split = parts if mode is Mode.MTP else 1
+    logits, dw = 4 * chunk * vocab // split, 4 * vocab * hidden // split
+    assert logits + dw < loss(1024) < 1.05 * (logits + dw) + 4 * 1024 * hidden
+    dx = 4 * 1024 * hidden * split // parts
+    assert loss(2048) - loss(1024) == pytest.approx(dx, rel=0.1)
 
 
 def test_a_gpu_keeps_less_than_a_cpu() -> None:

@@ -78,7 +78,7 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
         inputs: Any = (batch.tokens, batch.positions, batch.cu_seqlens)
 
         def forward(model: Any = model, inputs: Any = inputs, labels: Any = labels) -> Any:
-            return model.token_losses(model(*inputs), labels).sum()
+            return model.loss(model(*inputs), labels, torch.ones((), dtype=torch.float64))
 
         known = {x.untyped_storage()._cdata for x in (*model.parameters(), batch.tokens)}
         of_model = _kept(lambda model=model, inputs=inputs: model(*inputs), known)  # type: ignore[misc]

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
         "--fabric",
         "h200",
         "--data.seq_len",
-        "1048576",
+        "2097152",
         "--data.micro_num",
         "1",
     ]

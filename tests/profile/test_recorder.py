@@ -81,7 +81,7 @@ def test_isp_steps():
                 ("forward", "layers.0"): 4,
                 ("forward", "layers.1"): 4,
                 ("forward", "layers.2"): 4,
-                ("forward", "head"): 1,
+                ("loss", "head"): 1,
                 ("backward", "layers.1"): 4,
                 ("recompute", "layers.0"): 4,
             }
@@ -100,9 +100,10 @@ def _check_marks(times: RankTimes) -> None:
     marks = [m for m in times.marks if begin <= m.at < end]
     assert [m.at for m in marks] == sorted(m.at for m in marks)
     order = [key for key, _ in groupby((m.phase, m.block) for m in marks if m.block)]
-    parts = ["embedding", "layers.0", "layers.1", "layers.2", "norm", "head"]
+    parts = ["embedding", "layers.0", "layers.1", "layers.2", "norm"]
     assert order == [
         *(("forward", part) for part in parts),
+        ("loss", "head"),
         *(("backward", part) for part in ("head", "norm", "layers.2", "layers.1", "layers.0")),
         ("recompute", "layers.0"),
         ("backward", "layers.0"),

@@ -59,13 +59,13 @@ def _bad_step(
     wanted: Weights,
 ) -> tuple[float, float]:
     """Its loss and norm."""
-    token_losses = Decoder.token_losses
+    as_it_is = Decoder.loss
     run = make_run(mesh, layout, Task(model=MODEL))
     found, before = run.numbers(range(2)), run.weights()
     if mesh.rank >= 2:  # one of two data ranks
-        Decoder.token_losses = lambda *args: poison(token_losses(*args))  # type: ignore[method-assign]
+        Decoder.loss = lambda *args: poison(as_it_is(*args))  # type: ignore[method-assign]
     ((loss, norm),) = run.numbers(range(2, 3))
-    Decoder.token_losses = token_losses  # type: ignore[method-assign]
+    Decoder.loss = as_it_is  # type: ignore[method-assign]
     assert all((weight == before[name]).all() for name, weight in run.weights().items())
     assert run.optimizer.num_skipped == 1
     found += run.numbers(range(3, 6))
@@ -83,14 +83,14 @@ def test_a_bad_batch_leaves_no_trace(name: str) -> None:
 
 def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a skipped step that is not shown, not counted, or taken for the end."""
-    token_losses, calls = Decoder.token_losses, []
+    loss, calls = Decoder.loss, []
 
     def bad_once(self: Decoder, *args: Tensor) -> Tensor:
         calls.append(0)
         bad = os.environ["RANK"] == "1" and len(calls) == 3
-        return token_losses(self, *args) * (math.nan if bad else 1.0)
+        return loss(self, *args) * (math.nan if bad else 1.0)
 
-    monkeypatch.setattr(Decoder, "token_losses", bad_once)
+    monkeypatch.setattr(Decoder, "loss", bad_once)
     run_forked(write_job(tmp_path), "--optimizer.max_skipped_steps", "2")
     (run,) = run_folders(tmp_path / "job.yaml")
     records = read_metrics(run / "metrics.jsonl")

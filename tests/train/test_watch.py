@@ -114,7 +114,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
-    forward, token_losses = Decoder.forward, Decoder.token_losses
+    forward, loss = Decoder.forward, Decoder.loss
     end_step, own = StepMeter.end_step, []
 
     def slow_forward(self: Decoder, *args: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         return forward(self, *args)
 
     def spiking(self: Decoder, *args: Tensor) -> Tensor:
-        return token_losses(self, *args) * (4 if len(own) == 23 else 1)
+        return loss(self, *args) * (4 if len(own) == 23 else 1)
 
     def told(self: StepMeter) -> PhaseTimes:
         times = end_step(self)
@@ -132,7 +132,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         return times
 
     monkeypatch.setattr(Decoder, "forward", slow_forward)
-    monkeypatch.setattr(Decoder, "token_losses", spiking)
+    monkeypatch.setattr(Decoder, "loss", spiking)
     monkeypatch.setattr(StepMeter, "end_step", told)
     job = write_job(tmp_path)
     words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]

@@ -1,0 +1,189 @@
+"""The linear to the logits, with the loss of their tokens: the logits never exist as a whole.
+
+B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank; p ranks
+whose tokens' losses a rank computes together (1 where each has its own), c chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo, Purpose
+from isp.layers.linear import Moves, ParallelLinear, Wanted, wanted
+from isp.layers.loss import losses_and_gradient
+from isp.parallel.phase import Phase
+
+__all__ = ["VocabParallelHead"]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """forward   of each chunk of tokens: logits = move_y(move_x(x) W^T), their losses, and at once
+                 dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
+    backward  dx and dW, times dloss / expected; dW to the communicator
+
+    Here the gradient of a loss is known with the loss, as soon as its own gradient is: `expected`.
+    So there are three products a token, as without chunks, the weight is read in one visit, and the
+    one dW leaves once. A chunk's x is gathered while the one before is computed, and its dx travels
+    while its dW is.
+
+    [Note: Sum of products] Of several chunks dW is added up in float32 at least, and rounded once.
+    One chunk is computed as a linear and a cross-entropy would be, in every bit.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shard: Tensor,
+        expected: Tensor,
+        labels: Tensor,
+        head: VocabParallelHead,
+        training: bool,
+    ) -> Tensor:
+        ctx.head = head
+        need_x, need_w = (training and need for need in ctx.needs_input_grad[:2])
+        moves, communicator = head.moves, head.communicator
+        pieces = x.chunk(head.num_chunks(x, labels), dim=1)  # [B, S'/c, D]
+        count = len(pieces)
+        by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
+        targets = [target.flatten(1) for target in by_ranks.chunk(count, dim=2)]  # [B, p S'/c]
+        dx = torch.empty_like(x) if need_x else None
+        dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
+        loss, dw = torch.zeros((), dtype=torch.float64, device=x.device), None
+        with communicator.visit(head, Phase.FORWARD, shard) as full:
+            for own_x, target, dx_part in zip(
+                _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
+            ):
+                part, dy = head.losses_and_gradient(
+                    own_x, full.weight, target, expected if need_x or need_w else None
+                )
+                loss += part
+                if dy is None:
+                    continue
+                arriving = None
+                if dx_part is not None:
+                    cargo = Cargo(Purpose.INPUT_GRADIENT, head.name, "dx")
+                    arriving = moves.dx(dy @ full.weight.to(dy.dtype), cargo=cargo)
+                if need_w:
+                    dw = _add_product(dw, dy.flatten(0, 1), own_x.flatten(0, 1), count)
+                del dy
+                if dx_part is not None and arriving is not None:
+                    dx_part.copy_(arriving.wait())
+        ctx.save_for_backward(dx, None if dw is None else dw.to(x.dtype), expected)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        want_x, want_w = wanted(ctx, 0), wanted(ctx, 1)
+        dx, dw, expected = ctx.saved_tensors
+        head, communicator = ctx.head, ctx.head.communicator
+        factor = dloss / expected  # 1, unless somebody has done something else with the loss
+        # No weight is read: the visit says that backward has come here.
+        visit = communicator.visit(head, Phase.BACKWARD, head.weight) if want_x else nullcontext()
+        with visit:
+            if want_w:
+                returned = want_w is Wanted.VALUE
+                dw = communicator.grad_hook(dw.mul_(factor), module=head, returned=returned)
+        return dx.mul_(factor) if want_x else None, dw if want_w else None, None, None, None, None
+
+
+def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The pieces of x as they are multiplied; the next one is on its way by then."""
+    cargo = Cargo(Purpose.ACTIVATION, layer, "x")
+    before: Pending | None = None
+    for piece in pieces:
+        arriving = moves.x(piece.contiguous(), cargo=cargo)  # one product for all rows
+        if before is not None:
+            yield before.wait()
+        before = arriving
+    assert before is not None
+    yield before.wait()
+
+
+def _add_product(total: Tensor | None, dy: Tensor, x: Tensor, count: int) -> Tensor:
+    """The sum of `count` products dy^T x, of which `total` are there, [Note: Sum of products]."""
+    x = x.to(dy.dtype)  # another under autocast
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    if total is None:
+        product = dy.T @ x
+        return product if count == 1 else product.to(wide)
+    if dy.dtype == wide:
+        return torch.addmm(total, dy.T, x, out=total)
+    return total.add_(dy.T @ x)
+
+
+class VocabParallelHead(ParallelLinear):
+    """The linear to the logits, split by vocabulary as its mode wants; and the loss of them."""
+
+    def __init__(
+        self,
+        *args: Any,
+        loss_channel: Channel,
+        first_logit: int,
+        chunk_tokens: int,
+        label_smoothing: float,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.bias is None
+        self.loss_channel = loss_channel
+        """The ranks over which the logits of a token are split."""
+        self.first_logit = first_logit
+        self.chunk_tokens = chunk_tokens
+        """Tokens whose losses are computed at a time; 0: all."""
+        self.label_smoothing = label_smoothing
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
+    ) -> Tensor:
+        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the sum of all losses, [].
+
+        `labels` [B, S'], or [B, p S'] where the ranks of a sequence compute its losses together.
+        `expected` [], not 0, is the gradient that the sum is going to have: gradients are computed
+        with it, so that narrow numbers are of the right size, and are right with any other.
+        """
+        if labels is None:
+            return super().forward(x)
+        if expected is None:
+            expected = torch.ones((), dtype=torch.float64, device=x.device)
+        training = torch.is_grad_enabled()
+        loss: Tensor = _ChunkedLoss.apply(x, self.weight, expected, labels, self, training)
+        return loss
+
+    def num_chunks(self, x: Tensor, labels: Tensor) -> int:
+        """The chunks of x's sequence, as equal as may be."""
+        if not self.chunk_tokens:
+            return 1
+        at_each = labels.numel() // x.shape[1]  # losses, of all rows and ranks
+        return math.ceil(x.shape[1] / max(1, self.chunk_tokens // at_each))
+
+    def losses_and_gradient(
+        self, x: Tensor, weight: Tensor, target: Tensor, expected: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of a chunk's losses, and dlogits as they come back from their moves."""
+        logits = F.linear(x, weight)
+        y = self.moves.y(logits, cargo=Cargo(Purpose.ACTIVATION, self.name, "y")).wait()
+        del logits
+        losses, dy = losses_and_gradient(
+            y,
+            target,
+            expected,
+            label_smoothing=self.label_smoothing,
+            channel=self.loss_channel,
+            first=self.first_logit,
+        )
+        del y
+        if dy is not None:
+            cargo = Cargo(Purpose.OUTPUT_GRADIENT, self.name, "dy")
+            dy = self.moves.dy(dy, cargo=cargo).wait()
+        return losses.sum(), dy

@@ -1,0 +1,237 @@
+"""The head's loss in chunks of tokens against F.linear and F.cross_entropy, in float64.
+
+B batch, S sequence, D hidden size, V vocabulary
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.comm import Channel, Mesh
+from isp.layers.factory import LayerFactory
+from isp.layers.head import VocabParallelHead
+from isp.layers.loss import IGNORED
+from isp.parallel import Axis, Mode, WeightConfig
+from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.wp import LocalWeights
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes
+
+B, S, D, V = 2, 12, 8, 52
+CHUNKS = (0, 1, 5, 7, 18, 1000)
+"""Tokens; the losses of a chunk are of B rows, so 1 is one position of each."""
+VOCAB = WeightConfig(vocab_parallel_loss=True)
+CPU = torch.device("cpu")
+
+
+class Wanted(NamedTuple):
+    """What plain torch finds."""
+
+    x: Tensor
+    weight: Tensor
+    labels: Tensor
+    loss: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+@torch.enable_grad()
+def plain(smoothing: float) -> Wanted:
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(B, S, D, generator=random, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(V, D, generator=random, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(V, (B, S), generator=random)
+    labels[0, 3:8] = IGNORED
+    logits = F.linear(x, weight).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    return Wanted(x.detach(), weight.detach(), labels, loss.detach(), dx, dw)
+
+
+def head_of(
+    mesh: Mesh, mode: Mode, *, vocab_parallel: bool, chunk_tokens: int, smoothing: float
+) -> tuple[VocabParallelHead, LayerFactory, ISPCommunicator | None]:
+    runtime = None
+    if mode is Mode.ISP:
+        config = ISPCommModelConfig(device=CPU)
+        runtime = ISPCommunicator(mesh[Axis.WEIGHT], config, poison=True)
+    layers = LayerFactory(
+        mode=mode,
+        tensor=mesh[Axis.TENSOR],
+        weight=mesh[Axis.WEIGHT],
+        communicator=runtime or LocalWeights(),
+        vocab_parallel_loss=vocab_parallel,
+        device=CPU,
+        dtype=torch.float64,
+    )
+    head = layers.head(D, V, std=1.0, loss_chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    head.name = "head"
+    return head, layers, runtime
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int, smoothing: float) -> None:
+    wanted, tensor = plain(smoothing), mesh[Axis.TENSOR]
+    head, layers, runtime = head_of(
+        mesh,
+        mode,
+        vocab_parallel=options.vocab_parallel_loss,
+        chunk_tokens=chunk,
+        smoothing=smoothing,
+    )
+    with torch.no_grad():
+        head.weight.copy_(head.layouts["weight"].shard(wanted.weight))
+
+    def own(t: Tensor) -> Tensor:
+        """This rank's tokens, as they come to the head."""
+        return t.chunk(tensor.size, 1)[tensor.rank] if mode is not Mode.MTP else t
+
+    x = own(wanted.x).clone().requires_grad_()
+    labels = wanted.labels if layers.splits_logits else own(wanted.labels)
+    mesh.log.collect()
+    # Given another gradient than was announced.
+    loss = head(x * 1, labels, torch.tensor(0.25, dtype=torch.float64))
+    (3 * loss).backward()
+    if runtime is not None:
+        runtime.finish()
+    moved = [t.label for t in mesh.log.take()]
+    travels = mode is Mode.ISP and mesh[Axis.WEIGHT].size > 1
+    weights = [label for label in moved if label.startswith("head.weight")]
+    assert weights == (["head.weight", "head.weight.grad"] if travels else [])
+    summed = loss.detach()
+    if not layers.splits_logits:
+        summed = tensor.all_reduce(summed).wait()
+    close(summed, wanted.loss)
+    assert x.grad is not None
+    assert head.weight.grad is not None
+    close(x.grad, 3 * own(wanted.dx))
+    close(head.weight.grad, 3 * head.layouts["weight"].shard(wanted.dw))
+    with torch.no_grad():
+        evaluated = head(x, labels)
+    close(evaluated, loss.detach())
+
+
+def _all(rank: int, layouts: list[Layout]) -> None:
+    meshes = Meshes(rank)
+    for layout in layouts:
+        for chunk in CHUNKS:
+            mesh = meshes.of(layout)
+            _check(mesh, layout.mode, layout.options, chunk, 0.1 if chunk % 2 else 0.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_chunk_size_gives_loss_and_gradients_of_plain_torch(world: int) -> None:
+    """Catches tokens and labels cut or gathered in another order, a chunk left out or counted
+    twice, a gradient that ignores what becomes of the loss, and reductions per rank."""
+    isp = Layout(tensor=world, weight=world)
+    layouts = [Layout(mode=mode, tensor=world) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)]
+    run_ranks(world, _all, [isp, Layout(tensor=world, weight=world, options=VOCAB), *layouts])
+
+
+def solo_head(chunk_tokens: int, dtype: torch.dtype = torch.float64) -> VocabParallelHead:
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=CPU,
+        dtype=dtype,
+    )
+    head = layers.head(D, V, std=1.0, loss_chunk_tokens=chunk_tokens)
+    with torch.no_grad():
+        head.weight.copy_(plain(0.0).weight)
+    return head
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_only_what_is_wanted_is_computed(chunk: int) -> None:
+    """Catches gradients of a frozen head or input, and those of an evaluation."""
+    wanted, products = plain(0.0), []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(func)
+            return func(*args, **(kwargs or {}))
+
+    head = solo_head(chunk)
+    chunks = head.num_chunks(wanted.x, wanted.labels)
+    assert chunks == (6 if chunk else 1)
+    for of_x, of_w, training, number in (
+        (True, True, True, 3),
+        (True, False, True, 2),
+        (False, True, True, 2),
+        (True, True, False, 1),
+    ):
+        head.weight.requires_grad_(of_w)
+        x = wanted.x.clone().requires_grad_(of_x)
+        products.clear()
+        with Products(), torch.set_grad_enabled(training):
+            loss = head(x, wanted.labels)
+        assert len(products) == number * chunks
+        if training:
+            loss.backward()
+            assert (x.grad is not None, head.weight.grad is not None) == (of_x, of_w)
+        head.weight.grad = None
+
+
+def test_gradients_that_are_returned_or_not_asked_for() -> None:
+    """Catches a gradient for `torch.autograd.grad` that is sent elsewhere, or one nobody wants."""
+    wanted, head = plain(0.0), solo_head(5)
+    x = wanted.x.clone().requires_grad_()
+    (dw,) = torch.autograd.grad(head(x, wanted.labels), head.weight)
+    close(dw, wanted.dw)
+    (dx,) = torch.autograd.grad(head(x, wanted.labels), x)
+    close(dx, wanted.dx)
+    assert x.grad is None
+    assert head.weight.grad is None
+
+
+def test_going_backward_twice_is_refused() -> None:
+    """Catches gradients that are scaled in their place, and given a second time."""
+    wanted, head = plain(0.0), solo_head(5)
+    loss = 2 * head(wanted.x, wanted.labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_narrow_chunks_are_added_up_wide() -> None:
+    """bfloat16: the sum over 24 chunks is as near to float64's as one product is.
+
+    Catches a sum of chunks in bfloat16, and a dtype of gradients that is not the weight's.
+    """
+    wanted, far = plain(0.0), {}
+    for chunk in (0, 1):
+        head = solo_head(chunk, torch.bfloat16)
+        x = wanted.x.bfloat16().requires_grad_()
+        head(x, wanted.labels).backward()
+        assert head.weight.grad is not None
+        assert head.weight.grad.dtype == torch.bfloat16
+        far[chunk] = (head.weight.grad - wanted.dw).norm() / wanted.dw.norm()
+    assert far[1] < 1.1 * far[0] < 0.02
+
+
+def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
+    """float16: catches gradients computed for 1 and scaled afterwards, when they have vanished."""
+    wanted, head = plain(0.0), solo_head(5, torch.float16)
+    x, vanished, found = (3 * wanted.x).half(), {}, {}
+    for scale in (1.0, 2.0**12):
+        expected = torch.tensor(scale, dtype=torch.float64)
+        _, dy = head.losses_and_gradient(x, head.weight.detach(), wanted.labels, expected)
+        assert dy is not None
+        vanished[scale] = int((dy[0, :3] == 0).sum())
+        leaf = x.clone().requires_grad_()
+        (scale * head(leaf, wanted.labels, expected)).backward()
+        assert leaf.grad is not None
+        found[scale] = leaf.grad.double() / scale
+    assert vanished[2.0**12] < vanished[1.0]
+    assert (found[1.0] - found[2.0**12]).norm() < 0.01 * found[1.0].norm()
