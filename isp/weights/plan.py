@@ -203,9 +203,9 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
                 together = counted[span.until[offset] + 1] - 1
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases[weight]
-                own = chunks[site.chunk][site.block].visits[site.visit].bias
-                forward = site.phase is not Phase.BACKWARD and own == bias
-                bias = bias if forward else None
+                visit = chunks[site.chunk][site.block].visits[site.visit]
+                forward = site.phase is not Phase.BACKWARD or not visit.in_recompute
+                bias = bias if forward and visit.bias == bias else None
                 reads.append(_Read(step + offset, weight, bias, together))
         if extent:
             units.append(_Unit(span, step, begin, len(reads), extent))
