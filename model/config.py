@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
-from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.config import ModeFacts, ParallelConfig, PipelineConfig
+from isp.parallel.head_groups import HeadGroups
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import Count, CountOrZero, Fraction, NotNegative, Size, section
@@ -108,6 +109,9 @@ class ModelConfig:
     """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
     more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
     little."""
+    attention_head_groups: Size = 1
+    """Compute norm, attention and residual for one of so many groups of heads at a time, and again
+    in backward; 1: all heads at once. A recomputed block then keeps its input and its MLP's."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -119,6 +123,11 @@ class ModelConfig:
         if self.hf is not None:
             self._check_beside_folder()
             return
+        if self.attention_head_groups > 1 and self.checkpoint_keeps_attention:
+            raise ValueError(
+                f"model.checkpoint_keeps_attention=true keeps what model.attention_head_groups="
+                f"{self.attention_head_groups} is there not to keep: set it to false, or use 1"
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.hidden_size="
@@ -164,11 +173,15 @@ class ModelConfig:
                     f"model.{key}=true is for isp's own model, and model.hf={self.hf} is another:"
                     f" use false; model.checkpoint recomputes whole blocks"
                 )
-        if self.mlp_tile_tokens:
-            raise ValueError(
-                f"model.mlp_tile_tokens={self.mlp_tile_tokens} is for isp's own model, and"
-                f" model.hf={self.hf} is another: use 0; model.checkpoint recomputes whole blocks"
-            )
+        for key, value, plain in (
+            ("mlp_tile_tokens", self.mlp_tile_tokens, 0),
+            ("attention_head_groups", self.attention_head_groups, 1),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"model.{key}={value} is for isp's own model, and model.hf={self.hf} is"
+                    f" another: use {plain}; model.checkpoint recomputes whole blocks"
+                )
 
     @property
     def kv_heads(self) -> int:
@@ -226,6 +239,16 @@ class ModelConfig:
         heads = self.num_layers * self.num_heads * self.head_size
         return 6 * self.matmul_parameters * tokens + 6 * heads * pairs_doubled
 
+    def head_groups(self, tensor_ranks: int, facts: ModeFacts) -> HeadGroups:
+        """The groups of attention's heads.  Raises ValueError if the heads do not divide."""
+        split = tensor_ranks if facts.splits_features else 1
+        return HeadGroups.of(
+            self.attention_head_groups,
+            self.num_heads // split,
+            self.kv_heads // split,
+            tensor_ranks // split,
+        )
+
     def build(
         self,
         layers: LayerFactory,
@@ -250,6 +273,7 @@ class ModelConfig:
                         f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
                         f" features"
                     )
+        self.head_groups(size, facts)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
             _check_distributable(self, parallel, seq_len)

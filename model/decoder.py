@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,15 @@ from isp.attention import (
     LocalAttention,
     make_local_attention,
 )
+from isp.attention.heads import HeadPlan
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
+from isp.layers.grouped_attention import GroupedAttention
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
+from isp.parallel.head_groups import HeadGroups
 from isp.pipeline import split_layers
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
@@ -58,8 +61,15 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """q [B, S', H', d], k and v [B, S', K', d] -> [B, S', H', d]."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: HeadPlan | None = None
+    ) -> Tensor:
+        """q [B, S', H', d], k and v [B, S', K', d] -> [B, S', H', d].
+
+        With a `plan` they are this rank's heads, arrived, and stay where they are.
+        """
+        if plan is not None:
+            return self.attention.attend_arrived(q, k, v, plan, mask)
         return self.attention(q, k, v, mask=mask)
 
 
@@ -89,6 +99,12 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, mask: AttentionMask, grouped: GroupedAttention
+    ) -> Tensor:
+        """x [B, S', D] through norm, attention and residual, heads in groups."""
+        return grouped(x, rotary, mask)
 
     def output(self, heads: Tensor) -> Tensor:
         """Map what each head found, [B, S', H', d] -> [B, S', D]."""
@@ -139,6 +155,8 @@ class Block(nn.Module):
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, layers)
         self.tiled = self._tiled(config.mlp_tile_tokens) if config.mlp_tile_tokens else None
+        groups = config.head_groups(layers.tensor.size, layers.mode.facts)
+        self.grouped = self._grouped(groups) if config.attention_head_groups > 1 else None
 
     def _tiled(self, tokens: int) -> TiledMLP:
         mlp = self.feed_forward
@@ -150,12 +168,32 @@ class Block(nn.Module):
             tokens=tokens,
         )
 
+    def _grouped(self, groups: HeadGroups) -> GroupedAttention:
+        attention = self.attention
+        return GroupedAttention(
+            norm=self.attention_norm,
+            column=attention.wqkv,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            core=attention.core,
+            row=attention.wo,
+            heads=attention.heads,
+            head_size=attention.head_size,
+            groups=groups,
+        )
+
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """x [B, S', D] -> [B, S', D].
 
-        If `recomputed`, only x is kept for backward, or x and what attention takes and gives.
+        If `recomputed`, only x is kept for backward, or x and what attention takes and gives, or,
+        with heads in groups, x and what the MLP takes.
         """
-        if not (self.recomputed and torch.is_grad_enabled()):
+        recomputed = self.recomputed and torch.is_grad_enabled()
+        if self.grouped is not None:
+            compute: Callable[..., Tensor] = self.recompute if recomputed else _call
+            x = compute(self.attention, x, rotary, mask, self.grouped)
+            return compute(self._mlp, x)
+        if not recomputed:
             return self._computed(x, rotary, mask)
         if not self.keeps_attention:
             return self.recompute(self._computed, x, rotary, mask)
@@ -172,7 +210,10 @@ class Block(nn.Module):
         return self.attention.to_heads(fused, rotary)
 
     def _after_attention(self, x: Tensor, heads: Tensor) -> Tensor:
-        mlp, x = self.feed_forward, x + self.attention.output(heads)
+        return self._mlp(x + self.attention.output(heads))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        mlp = self.feed_forward
         if self.tiled is not None:
             y: Tensor = mlp(x, self.tiled)
             return y
@@ -193,22 +234,32 @@ class Block(nn.Module):
         attention, mlp, at, config = self.attention, self.feed_forward, LaunchPoint, self.config
         norm_and_sum = Passes(between=5 * config.hidden_size)
         turned = (config.num_heads + config.kv_heads) * config.head_size
-        tiled = self.tiled is not None
-        mlp_call = mlp if tiled else None
+        tiled, grouped = self.tiled is not None, self.grouped is not None
+        mlp_call, attention_call = mlp if tiled else None, attention if grouped else None
         return (
             DeclaredVisit(
                 name="wqkv",
                 layer=attention.wqkv,
+                at=attention_call,
                 launch_point=at.WQKV,
+                in_recompute=not grouped,
                 passes=norm_and_sum._replace(inside=2 * turned),
             ),
             DeclaredVisit(
                 name="attn",
                 at=attention.core,
                 launch_point=at.ATTN,
-                in_recompute=not self.keeps_attention,
+                in_recompute=not (self.keeps_attention or grouped),
             ),
-            DeclaredVisit(name="wo", layer=attention.wo, launch_point=at.WO, passes=Passes()),
+            DeclaredVisit(
+                name="wo",
+                layer=attention.wo,
+                at=attention_call,
+                launch_point=at.WO,
+                in_recompute=not grouped,
+                with_previous=grouped,
+                passes=Passes(),
+            ),
             DeclaredVisit(
                 name="w1",
                 layer=mlp.w13,
@@ -226,6 +277,10 @@ class Block(nn.Module):
                 passes=Passes(inside=3 * config.intermediate_size),
             ),
         )
+
+
+def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
 
 
 class Decoder(nn.Module):

@@ -91,7 +91,8 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+    def exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+        """The trip by which tensors spread their `heads` and join their tokens, S = `length`."""
         spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
         sequence = Cut.even(_SEQUENCE, length, self.channel.size)
         cargo = Cargo(Purpose.HEADS, tensor=f"attention.{label}")
@@ -102,7 +103,7 @@ class DistributedAttention:
     ) -> Arrival:
         """xs [B, S/p, H, d] on their way to [B, S, h, d] by the heads of each rank."""
         length = xs[0].shape[_SEQUENCE] * self.channel.size
-        return launch(self._exchange(heads, length, label), xs)
+        return launch(self.exchange(heads, length, label), xs)
 
     def _attend(
         self,
@@ -114,20 +115,32 @@ class DistributedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
-        if q.shape[_HEADS] == 0:
-            out = _NoHeads.apply(q, k, v, *([] if sinks is None else [sinks]))
-        else:
-            repeated = plan.repeated_kv(self.channel.rank)
-            if repeated is not None:
-                index = torch.tensor(repeated, device=k.device)
-                k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
-            if sinks is not None:
-                own = plan.query[self.channel.rank]
-                sinks = sinks[own.start : own.stop]
-            out = self._attend_here(q, k, v, mask, sinks)
-        back = self._exchange((plan.query,), out.shape[_SEQUENCE], "out")
+        out = self.attend_arrived(q, k, v, plan, mask, sinks)
+        back = self.exchange((plan.query,), out.shape[_SEQUENCE], "out")
         (out,) = launch(back, (out,), reverse=True)()
         return out
+
+    def attend_arrived(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: HeadPlan,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's heads of `plan`: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
+        if q.shape[_HEADS] == 0:
+            out: Tensor = _NoHeads.apply(q, k, v, *([] if sinks is None else [sinks]))
+            return out
+        repeated = plan.repeated_kv(self.channel.rank)
+        if repeated is not None:
+            index = torch.tensor(repeated, device=k.device)
+            k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
+        if sinks is not None:
+            own = plan.query[self.channel.rank]
+            sinks = sinks[own.start : own.stop]
+        return self._attend_here(q, k, v, mask, sinks)
 
     def _attend_here(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None

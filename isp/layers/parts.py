@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isp.layers.linear import ParallelLinear, Wanted
 
-__all__ = ["SummedGradient", "SummedProduct", "keep", "kept"]
+__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
 
 
 class _Keep(torch.autograd.Function):
@@ -94,11 +94,18 @@ class SummedProduct(SummedGradient):
 
     def deliver(self) -> Tensor | None:
         """The gradient of the shard for autograd, or None if the communicator brings it."""
-        dw = self.take()
-        if dw is None:
-            return None
-        layer, returned = self._layer, self.want is Wanted.VALUE
-        return layer.communicator.grad_hook(dw, module=layer, returned=returned)
+        return deliver(self._layer, self.take(), self.want)
+
+
+def deliver(
+    layer: ParallelLinear, gradient: Tensor | None, want: Wanted, *, is_bias: bool = False
+) -> Tensor | None:
+    """A linear's full gradient as that of its shard, None if the communicator brings it later."""
+    if gradient is None or not want:
+        return None
+    return layer.communicator.grad_hook(
+        gradient, module=layer, is_bias=is_bias, returned=want is Wanted.VALUE
+    )
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -298,7 +298,9 @@ class _DryAttention:
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
         features = q.shape[2] * (q.shape[3] + v.shape[3]) // 2
-        event = Attend(self._recorder.phase, features, mask.window)
+        phase = self._recorder.phase
+        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
+        event = Attend(again, features, mask.window)
         tensors = (x.to(own) for x in (q, k, v))
         out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
         self._recorder.attends = False

@@ -311,7 +311,8 @@ class TapeRecorder:
             return
         block, _ = self._places[id(module)]
         self._ahead = block + (id(module) in self._lasts)
-        y.register_hook(lambda _: self._goes_back(block))
+        if y.requires_grad:  # not so within a layer that computes its own gradient
+            y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
         self._block = block

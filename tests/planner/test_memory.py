@@ -46,6 +46,9 @@ TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
 TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
+WIDE = replace(MODEL, num_heads=16, num_kv_heads=16, head_dim=16, num_layers=2)
+HEADS = replace(WIDE, attention_head_groups=8, mlp_tile_tokens=32)
+HEADS_ALL = replace(HEADS, checkpoint=1.0)
 CASES = [
     (Layout(), MODEL, "float32"),
     (Layout(), HALF, "bfloat16"),
@@ -53,6 +56,9 @@ CASES = [
     (Layout(weight=2, data=2, options=WeightConfig(overlap=False)), KEPT, "float32"),
     (Layout(tensor=2, weight=2), ALL, "float32"),
     (Layout(), TILED, "float32"),
+    (Layout(), HEADS, "float32"),
+    (Layout(), HEADS_ALL, "bfloat16"),
+    (Layout(tensor=2, weight=2), HEADS_ALL, "float32"),
     (Layout(tensor=2, weight=2), TILED_ALL, "bfloat16"),
     (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
