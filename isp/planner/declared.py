@@ -36,6 +36,8 @@ def bare(model: ModelConfig) -> ModelConfig:
         checkpoint_distribute_activations=False,
         checkpoint_offload=False,
         checkpoint_segment=0,
+        mlp_tile_tokens=0,
+        attention_head_groups=1,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from statistics import median
 
 from isp.pipeline.order import timeline
@@ -13,7 +13,7 @@ from isp.planner.counts import between_stages
 from isp.planner.declared import kinds_of, shape_of
 from isp.planner.fabric import Fabric
 from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Product
+from isp.planner.tape import Product, Read, Tapes
 from isp.planner.walk import Walked, walk
 from isp.weights.trace import ActionKind, Block
 
@@ -138,9 +138,9 @@ def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     costs, place = Costs(case, case.place(0), fabric.device, fabric.host), case.place(0)
 
     def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
-        found = tapes_of(case, place._replace(stage=rank), blocks).values()
-        events = chain(*(tapes.forward for tapes in found))
-        return sum(costs.product(event.flops) for event in events if isinstance(event, Product))
+        found = tapes_of(case, place._replace(stage=rank), blocks)
+        products = (f for block in blocks for f in _put_off(block, found[block.name]))
+        return sum(costs.product(flops) for flops in products)
 
     return {
         stage: seconds(rank, blocks)
@@ -149,3 +149,13 @@ def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
             case.order.stages_of(rank), shape_of(case, rank).chunks, strict=True
         )
     }
+
+
+def _put_off(block: Block, tapes: Tapes) -> Iterator[int]:
+    """FLOPs of each product whose weight gradient waits: none of layers that compute in parts."""
+    waits = True
+    for event in tapes.forward:
+        if isinstance(event, Read):
+            waits = block.visits[event.visit].in_recompute
+        elif isinstance(event, Product) and waits:
+            yield event.flops

@@ -66,24 +66,28 @@ class DecoderSubject:
     name = "isp's own decoder"
 
     def __init__(self, config: ModelConfig) -> None:
-        heads, kv_heads = config.num_heads, config.kv_heads
+        groups, tile = min(config.attention_head_groups, 2), min(config.mlp_tile_tokens, 5)
+        share, kv_heads = min(config.num_heads // config.kv_heads, 4), 4 * groups
         self._config = replace(
             config,
             preset=None,
             vocab_size=160,
             hidden_size=64,
             num_layers=2,
-            num_heads=4 * min(heads // kv_heads, 4),
-            num_kv_heads=4,
+            num_heads=kv_heads * share,
+            num_kv_heads=kv_heads,
             head_dim=8,
             intermediate_size=48,
             sliding_window=config.sliding_window and min(config.sliding_window, 9),
             init_std=0.2,
+            mlp_tile_tokens=tile,
+            attention_head_groups=groups,
         )
         self.vocab_size = self._config.vocab_size
 
     def plain(self) -> _PlainDecoder:
-        return _PlainDecoder(self.driven(0.0))
+        whole = replace(self.driven(0.0), mlp_tile_tokens=0, attention_head_groups=1)
+        return _PlainDecoder(whole)
 
     def driven(self, checkpoint: float) -> ModelConfig:
         config = self._config
