@@ -138,7 +138,8 @@ CASES = {
 class Found(NamedTuple):
     """What a step of a run gave on a rank."""
 
-    numbers: tuple[float, float]
+    numbers: tuple[float, float, float]
+    """Loss, gradient norm, and the loss of an evaluation after it."""
     grads: dict[str, Any]
     moved: Counter[tuple[Purpose, str, str]]
     """Transfers by purpose, kind and label."""
@@ -166,6 +167,7 @@ def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
     outcome = step(batches, 1e-2)
     transfers = mesh.log.take()
     grads = {i.name: gradients.grad(i.parameter).clone().numpy() for i in built.trained}
+    evaluated = step.evaluate([batches])
     for item in built.trained:
         optimizer.published(item.parameter)
     step.hook.after_step()
@@ -173,7 +175,7 @@ def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
     sent: Counter[Purpose] = Counter()
     for t in transfers:
         sent[t.cargo.purpose] += t.sent_bytes
-    return Found((outcome.loss, outcome.grad_norm), grads, moved, sent)
+    return Found((outcome.loss, outcome.grad_norm, evaluated), grads, moved, sent)
 
 
 def _both(rank: int, case: Case) -> tuple[Found, Found]:
@@ -267,3 +269,15 @@ def test_a_block_takes_what_a_tile_and_a_group_take() -> None:
     assert both[4] < both[2] - heads / 4
     assert both[8] < both[4] - heads / 8
     assert plain > 4 * both[8]
+
+
+def test_a_graph_that_is_kept_goes_back_again() -> None:
+    """Catches sums of a first pass that are still there in a second, and an input that is gone."""
+    model = filled(replace(LARGE, num_kv_heads=2, **BOTH))
+    (block,) = model.blocks()
+    x = torch.randn(1, 8, HIDDEN, dtype=torch.float64, requires_grad=True)
+    y = block(x, model.rotary(torch.arange(8)[None], dtype=x.dtype), AttentionMask(causal=True))
+    leaves = [x, *block.parameters()]
+    first = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y.square().sum(), leaves), strict=True):
+        assert torch.equal(a, b)
