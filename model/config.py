@@ -99,7 +99,7 @@ class ModelConfig:
     checkpoint_segment: CountOrZero = 0
     """Recompute in two levels: keep the input of every so many-th recomputed block only, and
     compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
-    such blocks, about sqrt(n) keeps least."""
+    such blocks, about sqrt(n) keeps least. 1 is for attention_head_groups."""
     checkpoint_norm_outputs: bool = False
     """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
     least in msp mode, whose linears keep what they gather of it."""
@@ -111,7 +111,8 @@ class ModelConfig:
     little."""
     attention_head_groups: Size = 1
     """Compute norm, attention and residual for one of so many groups of heads at a time, and again
-    in backward; 1: all heads at once. A recomputed block then keeps its input and its MLP's."""
+    in backward; 1: all heads at once. A recomputed block then keeps its input and its MLP's; with
+    checkpoint_segment not, at the cost of one more forward of attention."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -150,7 +151,7 @@ class ModelConfig:
                     f"model.{key} is about the inputs of recomputed blocks, and there are none: set"
                     f" model.checkpoint above 0"
                 )
-        if self.checkpoint_segment == 1:
+        if self.checkpoint_segment == 1 and self.attention_head_groups == 1:
             raise ValueError(
                 "model.checkpoint_segment=1 keeps the input of every block: use 0, or 2 or more"
             )

@@ -157,6 +157,8 @@ class Block(nn.Module):
         self.tiled = self._tiled(config.mlp_tile_tokens) if config.mlp_tile_tokens else None
         groups = config.head_groups(layers.tensor.size, layers.mode.facts)
         self.grouped = self._grouped(groups) if config.attention_head_groups > 1 else None
+        self.in_halves = self.grouped is not None and not config.checkpoint_segment
+        """Whether attention and the MLP are recomputed each from an input of its own."""
 
     def _tiled(self, tokens: int) -> TiledMLP:
         mlp = self.feed_forward
@@ -186,13 +188,13 @@ class Block(nn.Module):
         """x [B, S', D] -> [B, S', D].
 
         If `recomputed`, only x is kept for backward, or x and what attention takes and gives, or,
-        with heads in groups, x and what the MLP takes.
+        with heads in groups (but not in segments), x and what the MLP takes.
         """
         recomputed = self.recomputed and torch.is_grad_enabled()
         if self.grouped is not None:
-            compute: Callable[..., Tensor] = self.recompute if recomputed else _call
-            x = compute(self.attention, x, rotary, mask, self.grouped)
-            return compute(self._mlp, x)
+            if recomputed and not self.in_halves:
+                return self.recompute(self._in_groups, x, rotary, mask)
+            return self._in_groups(x, rotary, mask, self.recompute if recomputed else _call)
         if not recomputed:
             return self._computed(x, rotary, mask)
         if not self.keeps_attention:
@@ -200,6 +202,17 @@ class Block(nn.Module):
         q, k, v = self.recompute(self._before_attention, x, rotary)
         heads = self.attention.core(q, k, v, mask)
         return self.recompute(self._after_attention, x, heads)
+
+    def _in_groups(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        mask: AttentionMask,
+        compute: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        compute = compute or _call
+        x = compute(self.attention, x, rotary, mask, self.grouped)
+        return compute(self._mlp, x)
 
     def _computed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         q, k, v = self._before_attention(x, rotary)
@@ -235,6 +248,7 @@ class Block(nn.Module):
         norm_and_sum = Passes(between=5 * config.hidden_size)
         turned = (config.num_heads + config.kv_heads) * config.head_size
         tiled, grouped = self.tiled is not None, self.grouped is not None
+        attends_again = not grouped or (self.recomputed and not self.in_halves)
         mlp_call, attention_call = mlp if tiled else None, attention if grouped else None
         return (
             DeclaredVisit(
@@ -242,21 +256,21 @@ class Block(nn.Module):
                 layer=attention.wqkv,
                 at=attention_call,
                 launch_point=at.WQKV,
-                in_recompute=not grouped,
+                in_recompute=attends_again,
                 passes=norm_and_sum._replace(inside=2 * turned),
             ),
             DeclaredVisit(
                 name="attn",
                 at=attention.core,
                 launch_point=at.ATTN,
-                in_recompute=not (self.keeps_attention or grouped),
+                in_recompute=attends_again and not self.keeps_attention,
             ),
             DeclaredVisit(
                 name="wo",
                 layer=attention.wo,
                 at=attention_call,
                 launch_point=at.WO,
-                in_recompute=not grouped,
+                in_recompute=attends_again,
                 with_previous=grouped,
                 passes=Passes(),
             ),

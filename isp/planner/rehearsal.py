@@ -107,6 +107,7 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
 @lru_cache(maxsize=64)
 def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     """Two layers of the model; all of those that a folder has."""
+    segmented = model.checkpoint_segment > 0 and model.attention_head_groups > 1
     return replace(
         model,
         num_layers=2 if model.hf is None else model.num_layers,
@@ -114,7 +115,7 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
         checkpoint_offload=recomputed and model.checkpoint_offload,
-        checkpoint_segment=0,  # [Note: Segments]
+        checkpoint_segment=int(recomputed and segmented),  # [Note: Segments]
     )
 
 

@@ -51,6 +51,8 @@ BOTH: dict[str, Any] = {**TILES, "attention_head_groups": 4}
 WHOLE: dict[str, Any] = {"checkpoint": 1.0}
 HALF: dict[str, Any] = {"checkpoint": 0.5}
 DISTRIBUTED: dict[str, Any] = {**WHOLE, "checkpoint_distribute_activations": True}
+SEGMENTS: dict[str, Any] = {**WHOLE, "checkpoint_segment": 2, "checkpoint_offload": True}
+OFFLOADED: dict[str, Any] = {**WHOLE, "checkpoint_offload": True}
 KEPT: dict[str, Any] = {"checkpoint": 0.5, "checkpoint_keeps_attention": True}
 
 
@@ -109,6 +111,8 @@ CASES = {
     ),
     "both, no overlap": Case(Layout(tensor=2, weight=2, options=NO_OVERLAP), MODEL, BOTH, HALF),
     "both, per module": Case(Layout(weight=2, data=2, micro=2, options=PER_MODULE), MODEL, BOTH),
+    "both, in segments": Case(Layout(tensor=2, weight=2), FOUR, BOTH, SEGMENTS),
+    "both, on the host": Case(Layout(weight=2, data=2, micro=2), FOUR, BOTH, OFFLOADED),
     "both, zero bubble": Case(
         Layout(pipeline=2, schedule=ZERO, chunks=2, micro=4), FOUR, BOTH, WHOLE
     ),
@@ -206,7 +210,8 @@ def test_blocks_in_parts_train_as_in_one_piece(world: int) -> None:
                 assert sum(found.values()) <= sum(wanted.values()), name
             else:
                 assert found == wanted, name
-            assert parts.sent[Purpose.HEADS] == _heads_bytes(name, whole), name
+            if "checkpoint_segment" not in cases[name].recompute:
+                assert parts.sent[Purpose.HEADS] == _heads_bytes(name, whole), name
 
 
 def _of_weights(moved: Counter[tuple[Purpose, str, str]]) -> dict[Any, int]:
