@@ -45,6 +45,7 @@ DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=Tr
 TILED = replace(TIED, mlp_tile_tokens=5, checkpoint=0.0)
 HEADS = replace(TIED, num_kv_heads=4, attention_head_groups=4, checkpoint=0.0)
 HEADS_ALL = replace(HEADS, attention_head_groups=2, checkpoint=1.0, mlp_tile_tokens=5)
+HEADS_SEGMENTS = replace(HEADS_ALL, checkpoint_segment=2, checkpoint_offload=True)
 TILED_KEPT = replace(TILED, checkpoint=0.5, checkpoint_keeps_attention=True)
 ENDS = WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True, own_reduce_group=True)
 LATE = WeightConfig(
@@ -72,6 +73,8 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.FSP, tensor=2, data=2), HEADS, "float64"),
     (Layout(tensor=2, weight=2, data=2, micro=2), HEADS, "float64"),
     (Layout(tensor=4, weight=2, options=LATE), HEADS_ALL, "bfloat16"),
+    (Layout(tensor=4, weight=2), replace(HEADS_ALL, checkpoint_offload=True), "float32"),
+    (Layout(tensor=2, weight=2, data=2, micro=2), HEADS_SEGMENTS, "float32"),
     (Layout(mode=Mode.FSP, tensor=4), BASE, "bfloat16"),
     (Layout(mode=Mode.FSP, tensor=2, data=2, micro=2), TIED, "float64"),
     (Layout(mode=Mode.FSP, data=2, pipeline=2, micro=2), DROPS, "float32"),
