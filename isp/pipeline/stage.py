@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
@@ -73,8 +75,9 @@ class Pipeline:
         self._program = program(
             order, channel.rank, len(work.tokens), training=gradients is not None
         )
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """By micro-batch and chunk: its input and output, until the backward."""
+        self._kept: dict[tuple[int, int], tuple[_Entry, Tensor | GradientEdge]] = {}
+        """By micro-batch and chunk: the two ends of its graph, until the backward; no activations,
+        which are kept by who needs them."""
         self._second_halves: dict[tuple[int, int], Callable[[], None]] = {}
         """By micro-batch and chunk: the second half of its backward."""
         self._made: dict[Hop, Tensor] = {}
@@ -120,24 +123,29 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         _, micro_batch, chunk = action
         stage, x = self._stages[chunk], self._work.tokens[micro_batch]
+        entry = _Entry()
         if stage > 0:
-            came = self._coming.pop(Hop(ActionKind.FORWARD, micro_batch, stage - 1))
-            x = came.wait().requires_grad_(self._gradients is not None)
+            x = self._coming.pop(Hop(ActionKind.FORWARD, micro_batch, stage - 1)).wait()
+            if self._gradients is not None:
+                x = entry(x)
         self._hook.before_forward(chunk)
         y = self._work.forward(chunk, micro_batch, x)
+        del x
         self._hook.after_forward(chunk)
+        end: Tensor | GradientEdge
         if stage < self._order.num_stages - 1:
             self._hand_on(Hop(ActionKind.FORWARD, micro_batch, stage), y.detach())
+            end = get_gradient_edge(y) if self._gradients is not None else y
         else:
-            y = self._work.loss(micro_batch, y)  # what is kept until the backward: no logits
+            end = self._work.loss(micro_batch, y)
         if self._gradients is not None:
-            self._kept[action[1:]] = x, y
+            self._kept[action[1:]] = entry, end
 
     def _backward(self, action: Action, *, is_split: bool) -> None:
         assert self._gradients is not None
         _, micro_batch, chunk = action
         stage, dy = self._stages[chunk], None
-        x, y = self._kept.pop(action[1:])
+        entry, end = self._kept.pop(action[1:])
         if stage < self._order.num_stages - 1:
             dy = self._coming.pop(Hop(ActionKind.BACKWARD, micro_batch, stage + 1)).wait()
         self._backwards_left[chunk] -= 1
@@ -146,7 +154,7 @@ class Pipeline:
             self._gradients.expect_last()
         self._hook.before_backward(chunk)
         with nullcontext() if is_last else self._gradients.no_sync():
-            torch.autograd.backward(y, dy)
+            torch.autograd.backward(end, dy)
             if self._deferred is not None:
                 multiply = self._deferred.take()
                 if is_split:
@@ -155,5 +163,42 @@ class Pipeline:
                     multiply()
         self._hook.after_backward(chunk)
         if stage > 0:
-            assert x.grad is not None
-            self._hand_on(Hop(ActionKind.BACKWARD, micro_batch, stage), x.grad)
+            self._hand_on(Hop(ActionKind.BACKWARD, micro_batch, stage), entry.take_gradient())
+
+
+class _Entry:
+    """Where a stage's graph begins: has the gradient of its input, and no hold on the input."""
+
+    def __init__(self) -> None:
+        self._gradient: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x, whose gradient comes here."""
+        entered: Tensor = _Enter.apply(x.new_empty(0).requires_grad_(), x, self)
+        return entered
+
+    def put(self, dx: Tensor) -> None:
+        self._gradient = dx
+
+    def take_gradient(self) -> Tensor:
+        """The gradient, which goes to who asks."""
+        dx, self._gradient = self._gradient, None
+        assert dx is not None, "no backward has come to the stage's input"
+        return dx
+
+
+class _Enter(torch.autograd.Function):
+    """forward   x, in a graph because of `door`, which is empty
+    backward  dx to the entry
+    """
+
+    @staticmethod
+    def forward(ctx: Any, door: Tensor, x: Tensor, entry: _Entry) -> Tensor:
+        ctx.entry = entry
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, None, None]:
+        ctx.entry.put(dx)
+        return None, None, None

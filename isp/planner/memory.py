@@ -117,7 +117,9 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -> Iterator[Memory]:
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
-    between = _between_stages(case, place) + sum(own.latest for own in kept)
+    between = _between_stages(case, place)
+    if place.stage < case.topology.pipeline - 1:  # the last of another micro-batch
+        between += sum(own.on_both for own in kept)
     fixed = replace(fixed, host=_most_on_host(case, place, kept))
     for own, older in zip(kept, waiting, strict=True):
         base = replace(
@@ -144,10 +146,11 @@ def _backward(
             moment=name,
         )
 
-    kept = _sum(own.saved)
+    kept = _sum([*own.saved, Saved(own.on_both)])
     if own.head is not None:
         in_loss = rehearsal(case, place).in_loss
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
+    kept = _sum(own.saved)  # the input that comes back is rehearsed
     of_blocks = tapes_of(case, place, own.layers)
     found, taken = _found_again(own.layers), between_stages(case).sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
@@ -179,8 +182,8 @@ class _Chunk(NamedTuple):
         return _sum([*self.saved, Saved(self.ends)])
 
     @property
-    def latest(self) -> int:
-        """Of what goes to the host the part that is on the device, too: the last or the next."""
+    def on_both(self) -> int:
+        """Of what goes to the host the part that is on the device, too: the last input."""
         return max((saved.host for saved in self.saved), default=0)
 
 
@@ -266,19 +269,12 @@ def _batch(case: Case) -> int:
 
 
 def _between_stages(case: Case, place: Coordinates) -> int:
-    """The bytes received from the neighbours, and sent to the next.
+    """The bytes received from the neighbours, and sent to them.
 
-    From each neighbour one has arrived that is not used yet; a stage's output stays until its
-    gradient has come.
+    From each neighbour one has arrived that is not used yet, and to each one is on its way.
     """
-    one = between_stages(case).sent_bytes
     ends = sum(before + behind for before, behind in neighbours_of(case, place.stage))
-    waiting = most = 0
-    if ends and place.stage < case.topology.pipeline - 1:
-        for action in case.order.actions(place.stage, case.few_micro_batches):
-            waiting += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
-            most = max(most, waiting)
-    return one * (ends + most)
+    return 2 * ends * between_stages(case).sent_bytes
 
 
 def _update(case: Case, place: Coordinates) -> int:
