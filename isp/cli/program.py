@@ -16,6 +16,7 @@ from isp.cli import (
     check_command,
     checkpoint_command,
     data_command,
+    lengths_command,
     plan_command,
     profile_command,
     topology_command,
@@ -119,13 +120,21 @@ def _build_parser() -> argparse.ArgumentParser:
             overrides=True,
         )
     )
+    lengths_command.add_options(
+        _command(
+            commands,
+            "plan",
+            lengths_command.run,
+            "say what memory a layout takes, and how long its rows can be",
+            overrides=True,
+        )
+    )
     plan_command.add_plan_options(
         _command(
             commands,
             "layouts",
             plan_command.run_plan,
             "say which layouts fit on so many ranks, and how fast each would be",
-            once="plan",
             overrides=True,
         )
     )

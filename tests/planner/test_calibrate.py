@@ -1,4 +1,4 @@
-"""`isp calibrate`: the fit, and a file that `isp plan` reads."""
+"""`isp calibrate`: the fit, and a file that `isp layouts` reads."""
 
 from __future__ import annotations
 

@@ -81,28 +81,28 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     """Catches a plan that ends in "it does not fit", and a remedy that is none."""
     words = ["--fabric", "h200", "--data.micro_num", "1"]
     long = [*words, "--world", "4", "--data.seq_len", "1048576"]
-    assert main(["plan", file, *long, "--batch", "2"]) == 0
+    assert main(["layouts", file, *long, "--batch", "2"]) == 0
     said = capsys.readouterr().out
     (remedy,) = re.findall(r"does not fit: .*\n  it fits with (.*)", said)
-    assert main(["plan", file, *long, "--batch", "2", *remedy.split()]) == 0
+    assert main(["layouts", file, *long, "--batch", "2", *remedy.split()]) == 0
     assert "is marked *" in capsys.readouterr().out
 
     words += ["--parallel.tensor.size", "1", "--parallel.weight.size", "1"]
     longer = [*words, "--world", "1", "--data.seq_len"]
-    assert main(["plan", file, *longer, "4194304"]) == 1
+    assert main(["layouts", file, *longer, "4194304"]) == 1
     (tokens,) = re.findall(r"--data.seq_len of about (\d+) or less", capsys.readouterr().out)
-    assert main(["plan", file, *longer, tokens]) == 0
+    assert main(["layouts", file, *longer, tokens]) == 0
 
     capsys.readouterr()
     large = ["--model.num_layers", "256", *words, "--fabric", "h100x8_ib400"]
-    assert main(["plan", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
+    assert main(["layouts", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
     (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
-    assert main(["plan", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
+    assert main(["layouts", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
 
 
 def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a mode that is missing from the ranking without a word."""
-    assert main(["plan", file, "--world", "16", "--batch", "2"]) == 0
+    assert main(["layouts", file, "--world", "16", "--batch", "2"]) == 0
     said = capsys.readouterr().out
     assert "mtp, msp, fsp: no sizes share the sequences of a step evenly" in said
     assert "--parallel.tensor.size 8" in said.split("the first one")[1]
@@ -110,7 +110,7 @@ def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixt
 
 def test_plans_can_be_read_by_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches JSON that is mixed with text, or differs from what is shown to people."""
-    assert main(["plan", file, "--world", "4", "--json", "--top", "2"]) == 0
+    assert main(["layouts", file, "--world", "4", "--json", "--top", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["layouts"]) == 2
     best = found["layouts"][0]
@@ -124,7 +124,7 @@ def test_a_configuration_that_is_no_layout_is_told(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a search that fails because the configuration at hand does not fit the ranks."""
-    assert main(["plan", file, "--world", "9", "--batch", "18"]) == 0
+    assert main(["layouts", file, "--world", "9", "--batch", "18"]) == 0
     said = capsys.readouterr().out
     assert "the configuration as it is: parallel.tensor.size=2 must divide the world size 9" in said
 

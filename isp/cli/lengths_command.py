@@ -1,0 +1,104 @@
+"""`isp plan`: a layout's memory, the longest rows that it has memory for, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from isp.cli.options import positive
+
+if TYPE_CHECKING:
+    from isp.planner.fabric import Fabric
+
+__all__ = ["add_options", "run"]
+
+_DEFAULT_FABRIC = "h100x8_ib400"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options besides the configuration."""
+    parser.add_argument(
+        "--world",
+        type=positive,
+        metavar="N",
+        help="ranks to plan for (default: the fewest that the layout fits)",
+    )
+    parser.add_argument(
+        "--max-seq-len",
+        action="store_true",
+        help="find the longest data.seq_len that fits, with every rung of the memory ladder",
+    )
+    parser.add_argument(
+        "--memory", type=gib, metavar="GIB", help="memory of a device (default: the fabric's)"
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=gib,
+        metavar="GIB",
+        help="memory of a node, which its ranks share (default: the fabric's, or no limit)",
+    )
+    parser.add_argument(
+        "--fabric",
+        default=_DEFAULT_FABRIC,
+        metavar="FILE",
+        help="the machine: a YAML file, or one of those in configs/fabrics by name"
+        f" (default: {_DEFAULT_FABRIC})",
+    )
+    parser.usage = (
+        "isp plan CONFIG [--world N] [--max-seq-len] [--memory GIB] [--host-memory GIB]"
+        " [--fabric FILE] [--json] [--section.key value ...]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and tokens")
+
+
+def gib(text: str) -> float:
+    """A size such as 80, 80GiB or 1.5TiB, in GiB."""
+    number, factor = text, 1.0
+    for unit, of_unit in (("GiB", 1.0), ("TiB", 1024.0)):
+        if text.endswith(unit):
+            number, factor = text.removesuffix(unit), of_unit
+    try:
+        size = float(number) * factor
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 2**30:
+        raise argparse.ArgumentTypeError(f"{text} must be a size in GiB, such as 80 or 1.5TiB")
+    return size
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the memory of a configuration, and with --max-seq-len what rows it has memory for."""
+    from isp.config import load_config
+    from isp.planner import load_fabric
+    from isp.planner.ladder import climb
+    from isp.planner.lengths import Budget, Planned
+    from isp.planner.lengths_report import Said, lengths_as_json, lengths_as_text
+
+    config = load_config(args.config, args.overrides)
+    world = args.world or config.parallel.least_ranks
+    fabric = _with_memory(load_fabric(args.fabric), args)
+    fabric.check(world)
+    planned = Planned(config, world, fabric.device.kind == "cpu")
+    budget, seq_len = Budget.of(fabric, world), config.data.seq_len
+    said = Said(
+        planned,
+        fabric,
+        budget,
+        planned.peak(seq_len),
+        planned.growth(seq_len),
+        planned.longest(budget) if args.max_seq_len else None,
+        climb(planned, budget) if args.max_seq_len else (),
+    )
+    print(lengths_as_json(said) if args.json else lengths_as_text(said))
+    return 0 if said.fits else 1
+
+
+def _with_memory(fabric: Fabric, args: argparse.Namespace) -> Fabric:
+    """The machine with the sizes of its memories that were given."""
+    device, host = fabric.device, fabric.host
+    if args.memory is not None:
+        device = replace(device, memory_gib=args.memory)
+    if args.host_memory is not None:
+        host = replace(host, memory_gib=args.host_memory)
+    return replace(fabric, device=device, host=host)

@@ -1,0 +1,116 @@
+"""The memory ladder: keys that save memory, in the order in which they cost, and what each gives.
+
+A rung is a line of `RUNGS`. What rows of a model it makes possible is found with all rungs before
+it, by rehearsals; the order is that of cost in time, except where weights, gradients and states
+alone are too much: then what takes states off the device comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from isp.config import JobConfig
+from isp.planner.lengths import Budget, Growth, Longest, Planned
+from isp.planner.memory import Memory
+
+__all__ = ["RUNGS", "Rung", "Step", "changes", "climb", "with_keys"]
+
+
+class Rung(NamedTuple):
+    """A step of the ladder."""
+
+    name: str
+    keys: Mapping[str, Any]
+    of_states: bool = False
+    """Whether it saves what no row has a part in."""
+
+
+WITHOUT: Mapping[str, Any] = {
+    "model.checkpoint": 0.0,
+    "model.checkpoint_keeps_attention": False,
+    "model.checkpoint_distribute_activations": False,
+    "model.checkpoint_norm_outputs": False,
+    "model.checkpoint_mlp_activation": False,
+    "optimizer.offload_states": False,
+    "optimizer.moment_dtype": "float32",
+}
+"""The ground that the ladder stands on."""
+RUNGS = (
+    Rung(
+        "norms and activations again",
+        {"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True},
+    ),
+    Rung(
+        "all but attention again",
+        {
+            "model.checkpoint": 1.0,
+            "model.checkpoint_keeps_attention": True,
+            "model.checkpoint_norm_outputs": False,
+            "model.checkpoint_mlp_activation": False,
+        },
+    ),
+    Rung("all again", {"model.checkpoint_keeps_attention": False}),
+    Rung("moments in bfloat16", {"optimizer.moment_dtype": "bfloat16"}, of_states=True),
+    Rung("states on the host", {"optimizer.offload_states": True}, of_states=True),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rung, with all before it."""
+
+    rung: Rung
+    keys: Mapping[str, Any]
+    """All keys of the ladder."""
+    longest: Longest | Memory
+    """Of rows; the memory of the shortest if none fits."""
+    growth: Growth
+    """At that length."""
+
+
+def climb(planned: Planned, budget: Budget) -> list[Step]:
+    """What each rung gives, with all before it; without those that are not for this model."""
+    ground = Rung("nothing of it", {})
+    keys = dict(WITHOUT)
+    steps: list[Step] = []
+    for rung in (ground, *_ordered(planned, budget)):
+        more = {**keys, **rung.keys}
+        try:
+            config = with_keys(planned.config, more)
+        except ValueError:  # not for this model, or this layout
+            continue
+        keys = more
+        there = replace(planned, config=config)
+        longest = there.longest(budget)
+        length = longest.seq_len if isinstance(longest, Longest) else planned.config.data.seq_len
+        steps.append(Step(rung, keys, longest, there.growth(length)))
+    return steps
+
+
+def with_keys(config: JobConfig, keys: Mapping[str, Any]) -> JobConfig:
+    """`config` with other values of `section.key`.  Raises ValueError if they do not go with it."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in keys.items():
+        section, key = path.split(".")
+        sections.setdefault(section, {})[key] = value
+    changed = {name: replace(getattr(config, name), **of) for name, of in sections.items()}
+    return replace(config, **changed)
+
+
+def changes(config: JobConfig, keys: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that make `config` one with these keys."""
+    words = []
+    for path, value in keys.items():
+        section, key = path.split(".")
+        if getattr(getattr(config, section), key) != value:
+            words.append(f"--{path} {str(value).lower()}")
+    return words
+
+
+def _ordered(planned: Planned, budget: Budget) -> Iterable[Rung]:
+    states = replace(planned, config=with_keys(planned.config, WITHOUT)).peak(planned.unit).states
+    if states < budget.device:
+        return RUNGS
+    return sorted(RUNGS, key=lambda rung: not rung.of_states)

@@ -1,0 +1,179 @@
+"""How a layout's memory grows with the length of its rows, and the longest row that fits.
+
+Most owners are affine in the tokens of a row, so two lengths give a fixed part and one for each
+token; what is larger at one length than at another may be another moment of the step. The longest
+row is looked for by those lines and found by rehearsals of it and of the next one, which does not
+fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from isp.config import ConfigError, JobConfig
+from isp.planner.case import Case
+from isp.planner.fabric import Fabric
+from isp.planner.memory import Memory, moments
+
+__all__ = ["Budget", "Growth", "Longest", "Planned"]
+
+GRAIN = 1024
+"""Tokens: rows of other multiples than of this, or of the layout's own, are not looked at."""
+
+
+class Budget(NamedTuple):
+    """Bytes that a rank may take."""
+
+    device: int
+    host: int | None
+    """None: no limit is known."""
+
+    @classmethod
+    def of(cls, fabric: Fabric, world_size: int) -> Budget:
+        """A rank's part of a node of `fabric`."""
+        gib, ranks = fabric.host.memory_gib, min(world_size, fabric.devices_per_node)
+        host = None if gib is None else int(gib * 2**30 / ranks)
+        return cls(fabric.device.usable_bytes, host)
+
+    def excess(self, memory: Memory) -> int:
+        """Bytes by which `memory` is too much; below 0 if it fits."""
+        over = memory.total - self.device
+        return over if self.host is None else max(over, memory.host - self.host)
+
+    def on_host(self, memory: Memory) -> bool:
+        """Whether it is the host whose memory ends first."""
+        return self.host is not None and memory.host - self.host > memory.total - self.device
+
+
+class Growth(NamedTuple):
+    """Bytes of each owner at one moment: a fixed part, and so many for a token of a rank."""
+
+    fixed: dict[str, float]
+    per_token: dict[str, float]
+    tokens: int
+    """Tokens that a rank holds, at which the moment is the largest."""
+    memory: Memory
+
+    @property
+    def device_fixed(self) -> float:
+        return sum(size for name, size in self.fixed.items() if name != HOST)
+
+    @property
+    def device_per_token(self) -> float:
+        return sum(size for name, size in self.per_token.items() if name != HOST)
+
+
+HOST = "host"
+"""The owner that is no part of the device."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row that fits, and why the next does not."""
+
+    seq_len: int
+    memory: Memory
+    next_len: int
+    beyond: Memory | str
+    """Memory of the next one, or why there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A configuration as it is, with rows of any length."""
+
+    config: JobConfig
+    world_size: int
+    on_cpu: bool
+
+    @cached_property
+    def unit(self) -> int:
+        """Lengths are multiples of it, in tokens."""
+        return math.lcm(GRAIN, self.config.parallel.tensor.size)
+
+    def case(self, seq_len: int) -> Case:
+        """The case of rows of `seq_len` tokens.  Raises ConfigError if there are none."""
+        try:
+            longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return Case.of(longer, self.world_size, on_cpu=self.on_cpu)
+
+    def peak(self, seq_len: int) -> Memory:
+        """The memory of the rank that takes most, at its most; of the host the most of all."""
+        found = [m for rank in self._ranks for m in moments(self.case(seq_len), rank)]
+        return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The first stages keep most micro-batches, the last has the logits."""
+        topology = self.config.topology(self.world_size)
+        last = topology.pipeline - 1
+        return sorted({stage * topology.stage for stage in (0, min(1, last), last)})
+
+    def growth(self, seq_len: int) -> Growth:
+        """The lines through the largest moment of rows of `seq_len` and of half as many tokens."""
+        longer = max(2 * self.unit, seq_len)
+        shorter = longer // 2 // self.unit * self.unit
+        case = self.case(longer)
+        rank, peak = max(
+            ((rank, m) for rank in self._ranks for m in moments(case, rank)),
+            key=lambda pair: pair[1].total,
+        )
+        below = next(m for m in moments(self.case(shorter), rank) if m.moment == peak.moment)
+        tokens = _tokens(case)
+        step = tokens - _tokens(self.case(shorter))
+        names = [f.name for f in fields(Memory) if f.name != "moment"]
+        slopes = {n: (getattr(peak, n) - getattr(below, n)) / step for n in names}
+        fixed = {n: getattr(peak, n) - slopes[n] * tokens for n in names}
+        return Growth(fixed, slopes, tokens, peak)
+
+    def longest(self, budget: Budget) -> Longest | Memory:
+        """The longest row that `budget` has memory for; the memory of the shortest if none fits."""
+        low = self._try(1, budget)
+        if low.excess > 0:
+            assert isinstance(low.found, Memory)
+            return low.found
+        high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
+        while high.excess <= 0:
+            low, high = high, self._try(2 * high.units, budget)
+        halve = False
+        while (gap := high.units - low.units) > 1:
+            middle = self._try(_between(low, high, halve=halve), budget)
+            low, high = (low, middle) if middle.excess > 0 else (middle, high)
+            halve = high.units - low.units > gap / 2
+        assert isinstance(low.found, Memory)
+        return Longest(low.units * self.unit, low.found, high.units * self.unit, high.found)
+
+    def _try(self, units: int, budget: Budget) -> _Tried:
+        try:
+            memory = self.peak(units * self.unit)
+        except ConfigError as error:
+            return _Tried(units, math.inf, str(error))
+        return _Tried(units, budget.excess(memory), memory)
+
+
+class _Tried(NamedTuple):
+    """A length, in units, and what it takes."""
+
+    units: int
+    excess: float
+    """Bytes that are too many; infinite where the length is refused."""
+    found: Memory | str
+
+
+def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
+    """Where a line through both says that memory ends, or the middle; neither of the two."""
+    share = 0.5
+    if not halve and math.isfinite(high.excess):
+        share = low.excess / (low.excess - high.excess)
+    guess = low.units + int(share * (high.units - low.units))
+    return min(max(guess, low.units + 1), high.units - 1)
+
+
+def _tokens(case: Case) -> int:
+    """Those of a micro-batch that a rank holds between the linears."""
+    return case.rows * case.tokens_between

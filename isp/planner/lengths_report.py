@@ -1,0 +1,221 @@
+"""What `isp plan` says of a layout's memory, its longest row and the ladder: text, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from isp.planner.fabric import Fabric
+from isp.planner.ladder import Step, changes
+from isp.planner.lengths import HOST, Budget, Growth, Longest, Planned
+from isp.planner.memory import Memory
+from isp.profile.table import aligned
+
+__all__ = ["Said", "lengths_as_json", "lengths_as_text"]
+
+GIB, KIB = 2**30, 2**10
+
+
+class Said(NamedTuple):
+    """What was found of a configuration."""
+
+    planned: Planned
+    fabric: Fabric
+    budget: Budget
+    memory: Memory
+    """Of the configuration as it is."""
+    growth: Growth
+    longest: Longest | Memory | None
+    """None if it was not asked for."""
+    steps: Sequence[Step]
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a row that fits: the configuration's, or any, if it was asked for."""
+        if self.longest is not None:
+            return isinstance(self.longest, Longest)
+        return self.budget.excess(self.memory) <= 0
+
+
+def lengths_as_text(said: Said) -> str:
+    parts = [_head(said), _owners(said), _verdict(said)]
+    if said.longest is not None:
+        parts += [_end(said.longest, said.budget), _ladder(said), _advice(said)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def lengths_as_json(said: Said) -> str:
+    """The same as one JSON object; bytes and tokens."""
+    plain: dict[str, Any] = {
+        "world": said.planned.world_size,
+        "fabric": said.fabric.name,
+        "device_bytes": said.budget.device,
+        "host_bytes": said.budget.host,
+        "seq_len": said.planned.config.data.seq_len,
+        "memory": _plain(said.memory),
+        "growth": _plain_growth(said.growth),
+    }
+    if said.longest is not None:
+        plain["longest"] = _plain_longest(said.longest)
+        plain["ladder"] = [
+            {
+                "rung": step.rung.name,
+                "keys": dict(step.keys),
+                "overrides": changes(said.planned.config, step.keys),
+                "growth": _plain_growth(step.growth),
+                "longest": _plain_longest(step.longest),
+            }
+            for step in said.steps
+        ]
+    return json.dumps(plain, indent=1)
+
+
+def _plain(memory: Memory) -> dict[str, Any]:
+    return {"bytes": memory.by_owner(), HOST: memory.host, "moment": memory.moment}
+
+
+def _plain_growth(growth: Growth) -> dict[str, Any]:
+    return {
+        "moment": growth.memory.moment,
+        "fixed_bytes": {name: round(size) for name, size in growth.fixed.items()},
+        "bytes_per_token": growth.per_token,
+    }
+
+
+def _plain_longest(longest: Longest | Memory) -> dict[str, Any]:
+    if isinstance(longest, Memory):
+        return {"seq_len": 0, "beyond": _plain(longest)}
+    beyond = longest.beyond
+    return {
+        "seq_len": longest.seq_len,
+        "memory": _plain(longest.memory),
+        "beyond": beyond if isinstance(beyond, str) else _plain(beyond),
+    }
+
+
+# -- pieces of the text ----------------------------------------------------------------------
+
+
+def _head(said: Said) -> str:
+    config, budget = said.planned.config, said.budget
+    case = said.planned.case(config.data.seq_len)
+    topology, model = case.topology, config.model
+    name = f"{model.hf or model.preset}, " if model.hf or model.preset else ""
+    host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
+    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
+    return "\n".join(
+        [
+            f"{ranks}  {said.fabric.name}",
+            f"model     {name}{case.language_model.num_parameters:,} parameters,"
+            f" {config.training.dtype}",
+            f"layout    {topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
+            f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
+            f"memory    {_gib(budget.device)} GiB of a rank for tensors{host}",
+        ]
+    )
+
+
+def _owners(said: Said) -> str:
+    growth, memory = said.growth, said.growth.memory
+    seq_len = said.planned.config.data.seq_len
+    sizes = {**memory.by_owner(), HOST: memory.host}
+    shown = [name for name, size in sizes.items() if size and name != HOST]
+    rows = [("", "fixed GiB", "KiB a token", f"GiB at {seq_len:,}")]
+    rows += [_line(name, growth.fixed[name], growth.per_token[name], sizes[name]) for name in shown]
+    rows.append(_line("in all", growth.device_fixed, growth.device_per_token, memory.total))
+    if sizes[HOST]:
+        rows.append(_line(HOST, growth.fixed[HOST], growth.per_token[HOST], sizes[HOST]))
+    return (
+        f"{aligned(rows)}\nat {memory.moment}, of the rank that takes most; tokens are those that"
+        f" a rank holds, {growth.tokens:,} here"
+    )
+
+
+def _line(name: str, fixed: float, per_token: float, size: int) -> tuple[str, str, str, str]:
+    return name, _gib(fixed), f"{per_token / KIB:,.1f}", _gib(size)
+
+
+def _verdict(said: Said) -> str:
+    seq_len, excess = said.planned.config.data.seq_len, said.budget.excess(said.memory)
+    if excess <= 0:
+        return f"data.seq_len={seq_len} fits"
+    return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said.budget)}"
+
+
+def _end(longest: Longest | Memory, budget: Budget) -> str:
+    if isinstance(longest, Memory):
+        return f"no row fits, however short: {_too_much(longest, budget)}"
+    beyond = longest.beyond
+    why = beyond if isinstance(beyond, str) else _too_much(beyond, budget)
+    return f"longest data.seq_len: {longest.seq_len:,}\n  {longest.next_len:,} do not fit: {why}"
+
+
+def _too_much(memory: Memory, budget: Budget) -> str:
+    if budget.on_host(memory):
+        return f"{_gib(memory.host)} GiB in the memory of the host"
+    owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
+    most = ", ".join(f"{name} {_gib(size)}" for name, size in owners)
+    return f"{_gib(memory.total)} GiB at {memory.moment}: {most}"
+
+
+def _ladder(said: Said) -> str:
+    head = ("with", "fixed GiB", "KiB a token", "longest row", "GiB", "host GiB", "ends with")
+    rows = [head, *(_rung(step, said.budget) for step in said.steps)]
+    table = aligned(rows, text_from=len(head) - 1)
+    return f"the ladder, each rung with all above it\n{table}"
+
+
+def _rung(step: Step, budget: Budget) -> tuple[str, str, str, str, str, str, str]:
+    growth, longest = step.growth, step.longest
+    fits = isinstance(longest, Longest)
+    there = longest.memory if isinstance(longest, Longest) else longest
+    beyond = longest.beyond if isinstance(longest, Longest) else longest
+    return (
+        step.rung.name,
+        _gib(growth.device_fixed),
+        f"{growth.device_per_token / KIB:,.1f}",
+        f"{longest.seq_len:,}" if isinstance(longest, Longest) else "none",
+        _gib(there.total) if fits else f"({_gib(there.total)})",
+        _gib(there.host),
+        _reason(beyond, budget),
+    )
+
+
+def _reason(beyond: Memory | str, budget: Budget) -> str:
+    if isinstance(beyond, str):
+        return "a length that is refused"
+    if budget.on_host(beyond):
+        return HOST
+    owner, _ = max(beyond.by_owner().items(), key=lambda item: item[1])
+    return f"{owner}, at {beyond.moment}"
+
+
+def _advice(said: Said) -> str:
+    """The keys with which the configuration's rows fit, and those of the longest."""
+    config, wanted = said.planned.config, said.planned.config.data.seq_len
+    found = [s for s in said.steps if isinstance(s.longest, Longest)]
+    enough = next((s for s in found if _length(s) >= wanted), None)
+    lines = []
+    if enough is not None:
+        words = " ".join(changes(config, enough.keys)) or "as it is"
+        lines.append(f"data.seq_len={wanted} fits with `{enough.rung.name}`: {words}")
+    if found:
+        best = max(found, key=_length)
+        if best is not enough:
+            words = " ".join(changes(config, best.keys))
+            lines.append(f"the longest: --data.seq_len {_length(best)} {words}")
+    if enough is None:
+        lines.append(
+            f"data.seq_len={wanted} fits with none of them: use more ranks (--world), over which"
+            f" parallel.tensor.size shares a row and parallel.weight.size the weights"
+        )
+    return "\n".join(lines)
+
+
+def _length(step: Step) -> int:
+    return step.longest.seq_len if isinstance(step.longest, Longest) else 0
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB + 0.0:,.2f}"

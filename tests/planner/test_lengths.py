@@ -1,0 +1,144 @@
+"""`isp plan`: how memory grows with rows, the longest that fit, and the ladder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from isp.cli import main
+from isp.config import load_config
+from isp.planner import load_fabric
+from isp.planner.ladder import climb
+from isp.planner.lengths import HOST, Budget, Longest, Planned
+from isp.planner.memory import Memory
+
+TEXT = """
+model:
+  {vocab_size: 2048, hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 2,
+   intermediate_size: 704}
+data: {source: python-stdlib, seq_len: 16384, micro_num: 2}
+parallel: {tensor: {size: 2}, weight: {size: 4}}
+training: {dtype: bfloat16}
+"""
+MIB = 2**20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "model.yaml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def _planned(file: str, *words: str, world: int = 4) -> Planned:
+    return Planned(load_config(file, words), world, on_cpu=False)
+
+
+@pytest.mark.parametrize("mib", [300, 1000])
+def test_the_longest_row_fits_and_the_next_does_not(file: str, mib: int) -> None:
+    """Catches a search that stops too early, or believes a line where memory is none."""
+    planned, budget = _planned(file), Budget(mib * MIB, None)
+    found = planned.longest(budget)
+    assert isinstance(found, Longest)
+    assert found.next_len - found.seq_len == planned.unit == 1024
+    assert planned.peak(found.seq_len) == found.memory
+    assert budget.excess(found.memory) <= 0 < budget.excess(planned.peak(found.next_len))
+
+
+def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
+    """Catches states that leave the device for a host that has no room for them."""
+    planned = _planned(file, "--optimizer.offload_states", "true")
+    memory = planned.peak(planned.unit)
+    assert memory.host > 0
+    assert memory.optimizer == 0
+    assert isinstance(planned.longest(Budget(300 * MIB, memory.host)), Longest)
+    assert isinstance(planned.longest(Budget(300 * MIB, memory.host - 1)), Memory)
+
+
+def test_a_line_says_what_a_third_length_takes(file: str) -> None:
+    """Catches a slope of another moment, or of a whole row's tokens where a rank has a part."""
+    planned = _planned(file, "--optimizer.offload_states", "true")
+    growth = planned.growth(32768)
+    assert growth.tokens == 32768 // 2
+    other = planned.peak(65536)
+    told = growth.device_fixed + growth.device_per_token * 2 * growth.tokens
+    assert told == pytest.approx(other.total, rel=0.01)
+    assert growth.fixed[HOST] == other.host
+    assert growth.fixed["weights"] == other.weights
+    assert growth.per_token["weights"] == 0
+
+
+def test_every_rung_reaches_as_far_as_the_one_before(file: str) -> None:
+    """Catches a rung that is planned to save memory and does not, and keys that do not add up."""
+    planned, budget = _planned(file), Budget(300 * MIB, None)
+    steps = climb(planned, budget)
+    lengths = [s.longest.seq_len for s in steps if isinstance(s.longest, Longest)]
+    assert len(lengths) == len(steps) > 4
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 2 * lengths[0]
+    assert not any(isinstance(value, bool) and value for value in steps[0].keys.values())
+    assert steps[-1].keys["optimizer.offload_states"] is True
+    assert steps[-1].growth.fixed["optimizer"] == 0
+
+
+def test_states_leave_first_where_they_alone_are_too_much(file: str) -> None:
+    """Catches a ladder whose first rungs are all of no use."""
+    planned = _planned(file)
+    states = planned.peak(planned.unit).states
+    names = [step.rung.name for step in climb(planned, Budget(states - 1, None))]
+    assert names[1:3] == ["moments in bfloat16", "states on the host"]
+
+
+def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches advice that does not do what it says, and JSON that says something else."""
+    words = ["plan", file, "--memory", "0.7", "--host-memory", "64GiB", "--max-seq-len"]
+    long = ["--data.seq_len", "50000"]  # no multiple of anything
+    assert main([*words, *long]) == 0
+    said = capsys.readouterr().out
+    assert "16.00 GiB of its host's" in said  # four ranks share it
+    assert "data.seq_len=50000 does not fit: 1." in said
+    (enough,) = re.findall(r"data.seq_len=50000 fits with `.*`: (.*)", said)
+    (best,) = re.findall(r"the longest: (.*)", said)
+    plan = words[:-1]
+    assert main([*plan, *long]) == 1
+    assert main([*plan, *long, *enough.split()]) == 0
+    assert main([*plan, *best.split()]) == 0
+    further = re.sub(r"seq_len (\d+)", lambda m: f"seq_len {int(m[1]) + 1024}", best)
+    assert main([*plan, *further.split()]) == 1
+    capsys.readouterr()
+    assert main([*words, *long, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"longest data.seq_len: {found['longest']['seq_len']:,}" in said
+    told = re.findall(r"--model\S+ \S+|--optim\S+ \S+", best)
+    assert told in [step["overrides"] for step in found["ladder"]]
+    assert sum(found["memory"]["bytes"].values()) > found["device_bytes"]
+
+
+def test_memory_for_no_row_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a search that never ends, or a traceback, where weights alone do not fit."""
+    assert main(["plan", file, "--memory", "0.001", "--max-seq-len"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"no row fits, however short: 0\.\d+ GiB at the .*: ", said)
+    assert "data.seq_len=16384 fits with none of them: use more ranks (--world)" in said
+    assert main(["plan", file, "--memory", "0.001", "--max-seq-len", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["longest"]["seq_len"] == 0
+
+
+@pytest.mark.parametrize("size", ["80GB", "-1", "nan", "much", "0"])
+def test_sizes_that_are_none_are_refused(
+    file: str, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a memory of nothing, and decimal gigabytes taken for binary ones."""
+    with pytest.raises(SystemExit):
+        main(["plan", file, "--memory", size])
+    assert f"{size} must be a size in GiB, such as 80 or 1.5TiB" in capsys.readouterr().err
+
+
+def test_a_node_shares_its_host(file: str) -> None:
+    """Catches the memory of a host that every rank is given whole."""
+    fabric = load_fabric("h100x8_ib400")
+    assert Budget.of(fabric, 8).host is None
+    assert Budget.of(fabric, 8).device == fabric.device.usable_bytes
