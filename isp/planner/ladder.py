@@ -7,7 +7,7 @@ alone are too much: then what takes states off the device comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,42 +18,47 @@ from isp.planner.memory import Memory
 __all__ = ["RUNGS", "Rung", "Step", "changes", "climb", "with_keys"]
 
 
+Keys = Mapping[str, Any]
+"""Values of keys, each as `section.key`."""
+
+
 class Rung(NamedTuple):
     """A step of the ladder."""
 
     name: str
-    keys: Mapping[str, Any]
+    choices: Sequence[Keys]
+    """The first of them that goes with a model and its layout counts."""
     of_states: bool = False
     """Whether it saves what no row has a part in."""
 
 
-WITHOUT: Mapping[str, Any] = {
+WITHOUT: Keys = {
     "model.checkpoint": 0.0,
     "model.checkpoint_keeps_attention": False,
     "model.checkpoint_distribute_activations": False,
     "model.checkpoint_norm_outputs": False,
     "model.checkpoint_mlp_activation": False,
+    "model.mlp_tile_tokens": 0,
     "optimizer.offload_states": False,
     "optimizer.moment_dtype": "float32",
 }
 """The ground that the ladder stands on."""
+ALL_AGAIN: Keys = {
+    "model.checkpoint": 1.0,
+    "model.checkpoint_keeps_attention": False,
+    "model.checkpoint_norm_outputs": False,
+    "model.checkpoint_mlp_activation": False,
+}
 RUNGS = (
     Rung(
         "norms and activations again",
-        {"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True},
+        [{"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True}],
     ),
-    Rung(
-        "all but attention again",
-        {
-            "model.checkpoint": 1.0,
-            "model.checkpoint_keeps_attention": True,
-            "model.checkpoint_norm_outputs": False,
-            "model.checkpoint_mlp_activation": False,
-        },
-    ),
-    Rung("all again", {"model.checkpoint_keeps_attention": False}),
-    Rung("moments in bfloat16", {"optimizer.moment_dtype": "bfloat16"}, of_states=True),
-    Rung("states on the host", {"optimizer.offload_states": True}, of_states=True),
+    Rung("all but attention again", [{**ALL_AGAIN, "model.checkpoint_keeps_attention": True}]),
+    Rung("all again", [ALL_AGAIN]),
+    Rung("MLP in tiles of tokens", [{"model.mlp_tile_tokens": 8192}]),
+    Rung("moments in bfloat16", [{"optimizer.moment_dtype": "bfloat16"}], of_states=True),
+    Rung("states on the host", [{"optimizer.offload_states": True}], of_states=True),
 )
 
 
@@ -62,7 +67,7 @@ class Step:
     """A rung, with all before it."""
 
     rung: Rung
-    keys: Mapping[str, Any]
+    keys: Keys
     """All keys of the ladder."""
     longest: Longest | Memory
     """Of rows; the memory of the shortest if none fits."""
@@ -72,16 +77,13 @@ class Step:
 
 def climb(planned: Planned, budget: Budget) -> list[Step]:
     """What each rung gives, with all before it; without those that are not for this model."""
-    ground = Rung("nothing of it", {})
     keys = dict(WITHOUT)
     steps: list[Step] = []
-    for rung in (ground, *_ordered(planned, budget)):
-        more = {**keys, **rung.keys}
-        try:
-            config = with_keys(planned.config, more)
-        except ValueError:  # not for this model, or this layout
+    for rung in (Rung("nothing of it", [{}]), *_ordered(planned, budget)):
+        changed = _first_that_goes(planned.config, keys, rung)
+        if changed is None:
             continue
-        keys = more
+        keys, config = changed
         there = replace(planned, config=config)
         longest = there.longest(budget)
         length = longest.seq_len if isinstance(longest, Longest) else planned.config.data.seq_len
@@ -89,7 +91,20 @@ def climb(planned: Planned, budget: Budget) -> list[Step]:
     return steps
 
 
-def with_keys(config: JobConfig, keys: Mapping[str, Any]) -> JobConfig:
+def _first_that_goes(
+    config: JobConfig, keys: Keys, rung: Rung
+) -> tuple[dict[str, Any], JobConfig] | None:
+    """`keys` with those of a rung, and the configuration with them; None if none of them goes."""
+    for choice in rung.choices:
+        more = {**keys, **choice}
+        try:
+            return more, with_keys(config, more)
+        except ValueError:
+            continue
+    return None
+
+
+def with_keys(config: JobConfig, keys: Keys) -> JobConfig:
     """`config` with other values of `section.key`.  Raises ValueError if they do not go with it."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in keys.items():
@@ -99,7 +114,7 @@ def with_keys(config: JobConfig, keys: Mapping[str, Any]) -> JobConfig:
     return replace(config, **changed)
 
 
-def changes(config: JobConfig, keys: Mapping[str, Any]) -> list[str]:
+def changes(config: JobConfig, keys: Keys) -> list[str]:
     """The words of a command line that make `config` one with these keys."""
     words = []
     for path, value in keys.items():

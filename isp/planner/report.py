@@ -11,6 +11,7 @@ from typing import Any
 from isp.parallel import Mode
 from isp.planner.counts import traffic
 from isp.planner.fabric import Fabric
+from isp.planner.lengths import Budget
 from isp.planner.memory import Memory
 from isp.planner.search import Candidate, Found
 from isp.profile.table import aligned
@@ -133,7 +134,7 @@ def _shown(found: Found, own: Candidate | str, fabric: Fabric, top: int) -> list
 
 
 def _fits(candidate: Candidate, fabric: Fabric) -> bool:
-    return candidate.memory.total <= fabric.device.usable_bytes
+    return Budget.of(fabric, candidate.case.topology.world_size).excess(candidate.memory) <= 0
 
 
 def _as_it_is(own: Candidate | str, found: Found, fabric: Fabric) -> str:
@@ -179,7 +180,8 @@ def _largest(candidate: Candidate) -> str:
     """Its memory, and the owners that have most."""
     owners = sorted(candidate.memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {_size(size)}" for name, size in owners)
-    return f"{_size(candidate.memory.total)} at {candidate.memory.moment}: {most}"
+    host = f", and {_size(candidate.memory.host)} of the host" if candidate.memory.host else ""
+    return f"{_size(candidate.memory.total)} at {candidate.memory.moment}: {most}{host}"
 
 
 def _step(candidate: Candidate) -> float:

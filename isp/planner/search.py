@@ -19,6 +19,7 @@ from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.fabric import Fabric
+from isp.planner.lengths import Budget
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
 from isp.planner.rehearsal import tapes_of_kind
@@ -122,7 +123,7 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
     for layout in _layouts(config, world_size, fabric, rows, refused):
         found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
         group = found.case.mode, found.case.topology.tensor
-        if found.memory.total <= fabric.device.usable_bytes:
+        if Budget.of(fabric, world_size).excess(found.memory) <= 0:
             fitting.append(found)
             fits.add(group)
         elif group not in smallest or found.memory.total < smallest[group].memory.total:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -102,3 +103,18 @@ def test_layouts_of_a_folder_are_searched_and_of_experts_refused(
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in told.out
     assert "--parallel.weight.size" in told.out
     assert "isp layouts cannot plan model.hf=" in told.err
+
+
+def test_the_ladder_of_a_folder_leaves_out_what_it_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan that dies of a key for isp's own model, and a rung that is lost with it."""
+    job = write_job(tmp_path, write_folder(tmp_path / "model", "llama", weights=False))
+    words = ["--parallel.tensor.size", "2", "--parallel.weight.size", "2", "--fabric", "cpu"]
+    assert main(["plan", str(job), *words, "--max-seq-len", "--memory", "0.1"]) == 0
+    told = capsys.readouterr().out
+    ladder = told.split("the ladder")[1]
+    assert "norms and activations again" not in ladder
+    lengths = re.findall(r"^(nothing of it|all again) .*?(\d+,\d+) ", ladder, re.MULTILINE)
+    assert [name for name, _ in lengths] == ["nothing of it", "all again"]
+    assert int(lengths[1][1].replace(",", "")) > int(lengths[0][1].replace(",", ""))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isp.cli.program import main
 from isp.config import JobConfig, load_config
-from isp.planner import evaluate, load_fabric, rows_of, search
+from isp.planner import as_text, evaluate, load_fabric, rows_of, search
 from isp.planner.case import Case
+from isp.planner.fabric import HostSpec
 
 TEXT = """
 model:
@@ -98,6 +100,18 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["layouts", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
     (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
     assert main(["layouts", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
+
+
+def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
+    """Catches layouts that fit a device because the host is taken for endless."""
+    config = _config(file, "--optimizer.offload_states", "true", "--data.seq_len", "1024")
+    fabric = load_fabric("h200")
+    assert search(config, 4, fabric, rows=16, on_cpu=False).num_fitting > 0
+    little = replace(fabric, host=HostSpec(memory_gib=0.01))
+    found = search(config, 4, little, rows=16, on_cpu=False)
+    assert not found.fitting
+    own = evaluate(config, 4, little, on_cpu=False)
+    assert "MiB of the host" in as_text(found, own, little, world_size=4, rows=16, top=1)
 
 
 def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
