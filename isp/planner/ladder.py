@@ -1,8 +1,8 @@
 """The memory ladder: keys that save memory, in the order in which they cost, and what each gives.
 
 A rung is a line of `RUNGS`. What rows of a model it makes possible is found with all rungs before
-it, by rehearsals; the order is that of cost in time, except where weights, gradients and states
-alone are too much: then what takes states off the device comes first.
+it, by rehearsals, but for those that shorten them; the order is that of cost in time, except where
+weights, gradients and states alone are too much: then what takes states off the device comes first.
 """
 
 from __future__ import annotations
@@ -73,22 +73,34 @@ class Step:
     """Of rows; the memory of the shortest if none fits."""
     growth: Growth
     """At that length."""
+    taken: bool
+    """Whether rows are as long with it as without, or longer: else later ones go without it."""
 
 
 def climb(planned: Planned, budget: Budget) -> list[Step]:
     """What each rung gives, with all before it; without those that are not for this model."""
-    keys = dict(WITHOUT)
+    keys: Keys = WITHOUT
     steps: list[Step] = []
+    reached = 0.0
     for rung in (Rung("nothing of it", [{}]), *_ordered(planned, budget)):
         changed = _first_that_goes(planned.config, keys, rung)
         if changed is None:
             continue
-        keys, config = changed
+        more, config = changed
         there = replace(planned, config=config)
         longest = there.longest(budget)
         length = longest.seq_len if isinstance(longest, Longest) else planned.config.data.seq_len
-        steps.append(Step(rung, keys, longest, there.growth(length)))
+        reaches = _reach(longest, budget)
+        taken = not steps or reaches >= reached
+        steps.append(Step(rung, more, longest, there.growth(length), taken))
+        if taken:
+            keys, reached = more, reaches
     return steps
+
+
+def _reach(longest: Longest | Memory, budget: Budget) -> float:
+    """Tokens of the longest row; below 0, and by how many bytes there is too little, if none."""
+    return longest.seq_len if isinstance(longest, Longest) else -budget.excess(longest)
 
 
 def _first_that_goes(

@@ -62,6 +62,7 @@ def lengths_as_json(said: Said) -> str:
             {
                 "rung": step.rung.name,
                 "keys": dict(step.keys),
+                "taken": step.taken,
                 "overrides": changes(said.planned.config, step.keys),
                 "growth": _plain_growth(step.growth),
                 "longest": _plain_longest(step.longest),
@@ -163,7 +164,7 @@ def _ladder(said: Said) -> str:
     head = ("with", "fixed GiB", "KiB a token", "longest row", "GiB", "host GiB", "ends with")
     rows = [head, *(_rung(step, said.budget) for step in said.steps)]
     table = aligned(rows, text_from=len(head) - 1)
-    return f"the ladder, each rung with all above it\n{table}"
+    return f"the ladder, each rung with all above it that are of use\n{table}"
 
 
 def _rung(step: Step, budget: Budget) -> tuple[str, str, str, str, str, str, str]:
@@ -172,7 +173,7 @@ def _rung(step: Step, budget: Budget) -> tuple[str, str, str, str, str, str, str
     there = longest.memory if isinstance(longest, Longest) else longest
     beyond = longest.beyond if isinstance(longest, Longest) else longest
     return (
-        step.rung.name,
+        step.rung.name if step.taken else f"{step.rung.name} (no use)",
         _gib(growth.device_fixed),
         f"{growth.device_per_token / KIB:,.1f}",
         f"{longest.seq_len:,}" if isinstance(longest, Longest) else "none",

@@ -10,8 +10,8 @@ import pytest
 
 from isp.cli import main
 from isp.config import load_config
-from isp.planner import load_fabric
-from isp.planner.ladder import climb
+from isp.planner import ladder, load_fabric
+from isp.planner.ladder import Rung, climb
 from isp.planner.lengths import HOST, Budget, Longest, Planned
 from isp.planner.memory import Memory
 
@@ -82,6 +82,19 @@ def test_every_rung_reaches_as_far_as_the_one_before(file: str) -> None:
     assert not any(isinstance(value, bool) and value for value in steps[0].keys.values())
     assert steps[-1].keys["optimizer.offload_states"] is True
     assert steps[-1].growth.fixed["optimizer"] == 0
+
+
+def test_a_rung_that_shortens_rows_is_not_taken_along(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a ladder that ends below where it has been."""
+    again, not_again = {"model.checkpoint": 1.0}, {"model.checkpoint": 0.0}
+    states = {"optimizer.offload_states": True}
+    rungs = [Rung("up", [again]), Rung("down", [not_again]), Rung("on", [states])]
+    monkeypatch.setattr(ladder, "RUNGS", rungs)
+    steps = climb(_planned(file), Budget(200 * MIB, None))
+    assert [step.taken for step in steps] == [True, True, False, True]
+    assert [step.keys["model.checkpoint"] for step in steps] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_states_leave_first_where_they_alone_are_too_much(file: str) -> None:
