@@ -61,8 +61,6 @@ class DeviceSpec:
     """Bandwidth of the memory, in 1e9 bytes a second."""
     memory_efficiency: Share = 0.8
     """Share of it that passes over memory reach."""
-    host_gb_per_second: Positive = 40.0
-    """Bandwidth of the way to its host's memory, pinned, one way, in 1e9 bytes a second."""
     layer_us: NotNegative = 0.0
     """Gaps between the kernels of a block's forward; its backward has twice as much."""
 
@@ -161,7 +159,7 @@ class Fabric:
         together, but no faster than inside; an all-to-all sends by each rank's own link.
         """
         if trip.kind in (TO_HOST, FROM_HOST):
-            return trip.sent_bytes / (self.device.host_gb_per_second * 1e9)
+            return trip.sent_bytes / (self.host.gb_per_second * 1e9)
         spread = Spread(2, 2) if trip.kind == "send" else self.spread(case, axis_of(trip))
         if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
             spread = Spread(2, 1)

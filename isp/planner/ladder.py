@@ -39,6 +39,8 @@ WITHOUT: Keys = {
     "model.checkpoint_norm_outputs": False,
     "model.checkpoint_mlp_activation": False,
     "model.mlp_tile_tokens": 0,
+    "model.checkpoint_offload": False,
+    "model.checkpoint_segment": 0,
     "optimizer.offload_states": False,
     "optimizer.moment_dtype": "float32",
 }
@@ -57,6 +59,8 @@ RUNGS = (
     Rung("all but attention again", [{**ALL_AGAIN, "model.checkpoint_keeps_attention": True}]),
     Rung("all again", [ALL_AGAIN]),
     Rung("MLP in tiles of tokens", [{"model.mlp_tile_tokens": 8192}]),
+    Rung("inputs of blocks on the host", [{"model.checkpoint_offload": True}]),
+    Rung("inputs of every 4th block", [{"model.checkpoint_segment": 4}]),
     Rung("moments in bfloat16", [{"optimizer.moment_dtype": "bfloat16"}], of_states=True),
     Rung("states on the host", [{"optimizer.offload_states": True}], of_states=True),
 )

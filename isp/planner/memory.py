@@ -120,7 +120,7 @@ def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -
     between = _between_stages(case, place)
     if place.stage < case.topology.pipeline - 1:  # the last of another micro-batch
         between += sum(own.on_both for own in kept)
-    fixed = replace(fixed, host=_most_on_host(case, place, kept))
+    fixed = replace(fixed, host=fixed.host + _most_on_host(case, place, kept))
     for own, older in zip(kept, waiting, strict=True):
         base = replace(
             fixed,

@@ -58,6 +58,17 @@ def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
     assert isinstance(planned.longest(Budget(300 * MIB, memory.host - 1)), Memory)
 
 
+def test_states_and_inputs_of_blocks_share_the_host(file: str) -> None:
+    """Catches one of the two that is forgotten where there are both."""
+    states, inputs = ["--optimizer.offload_states", "true"], ["--model.checkpoint_offload", "true"]
+    inputs += ["--model.checkpoint", "1"]
+    each = [_planned(file, *words).growth(32768) for words in (states, inputs, states + inputs)]
+    fixed, slopes = zip(*((g.fixed[HOST], g.per_token[HOST]) for g in each), strict=True)
+    assert fixed[0] > 0 == fixed[1]
+    assert slopes[0] == 0 < slopes[1] == 4 * 256 * 2  # layers, features, bytes
+    assert (fixed[2], slopes[2]) == (fixed[0], slopes[1])
+
+
 def test_a_line_says_what_a_third_length_takes(file: str) -> None:
     """Catches a slope of another moment, or of a whole row's tokens where a rank has a part."""
     planned = _planned(file, "--optimizer.offload_states", "true")
