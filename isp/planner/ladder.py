@@ -38,6 +38,7 @@ WITHOUT: Keys = {
     "model.checkpoint_distribute_activations": False,
     "model.checkpoint_norm_outputs": False,
     "model.checkpoint_mlp_activation": False,
+    "model.loss_chunk_tokens": 0,
     "model.mlp_tile_tokens": 0,
     "model.checkpoint_offload": False,
     "model.checkpoint_segment": 0,
@@ -52,6 +53,7 @@ ALL_AGAIN: Keys = {
     "model.checkpoint_mlp_activation": False,
 }
 RUNGS = (
+    Rung("loss in chunks of tokens", [{"model.loss_chunk_tokens": 4096}]),
     Rung(
         "norms and activations again",
         [{"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True}],
