@@ -19,6 +19,7 @@ from isp.traced.model import TracedModel
 from isp.traced.tiny import tiny_model
 from isp.train.check_reference import modules_of
 from model.config import ModelConfig
+from model.decoder import Decoder
 
 __all__ = ["DecoderSubject", "HuggingFaceSubject", "read_folder"]
 
@@ -114,7 +115,9 @@ class _PlainDecoder:
             device=torch.device("cpu"),
             dtype=torch.float64,
         )
-        (self._chunk,) = built.chunks
+        (chunk,) = built.chunks
+        assert isinstance(chunk, Decoder)
+        self._chunk = chunk
         self._parameters = {item.name: item.parameter for item in built.parameters}
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -124,7 +127,7 @@ class _PlainDecoder:
                     parameter.add_(noise, alpha=0.1)
 
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._chunk(ids, positions, None)
+        return self._chunk.logits(self._chunk(ids, positions, None))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self._parameters
