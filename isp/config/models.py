@@ -27,4 +27,5 @@ def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
         checkpoint_offload=model.checkpoint_offload,
         checkpoint_segment=model.checkpoint_segment,
         attention_backend=model.attention_backend,
+        loss_chunk_tokens=model.loss_chunk_tokens,
     )

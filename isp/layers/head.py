@@ -7,7 +7,7 @@ whose tokens' losses a rank computes together (1 where each has its own), c chun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,11 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
-from isp.layers.linear import Moves, ParallelLinear, Wanted, wanted
+from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Wanted, wanted
 from isp.layers.loss import losses_and_gradient
 from isp.parallel.phase import Phase
+from isp.weights.wp import FullWeights
 
-__all__ = ["VocabParallelHead"]
+__all__ = ["ChunkLoss", "VocabParallelHead", "chunked_loss", "num_chunks"]
+
+
+ChunkLoss = Callable[[Tensor, FullWeights, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Of x of a chunk, the weights, targets and the gradient that the loss will have: the sum of the
+losses, and the gradient of what the linear gives; none where no gradient is expected."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -44,28 +50,30 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         shard: Tensor,
+        bias: Tensor | None,
         expected: Tensor,
         labels: Tensor,
-        head: VocabParallelHead,
+        head: LinearLayer,
+        chunk_tokens: int,
+        chunk_loss: ChunkLoss,
         training: bool,
     ) -> Tensor:
         ctx.head = head
-        need_x, need_w = (training and need for need in ctx.needs_input_grad[:2])
+        need_x, need_w, need_b = (training and need for need in ctx.needs_input_grad[:3])
+        needs = need_x or need_w or need_b
         moves, communicator = head.moves, head.communicator
-        pieces = x.chunk(head.num_chunks(x, labels), dim=1)  # [B, S'/c, D]
+        pieces = x.chunk(num_chunks(x, labels, chunk_tokens), dim=1)  # [B, S'/c, D]
         count = len(pieces)
         by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
         targets = [target.flatten(1) for target in by_ranks.chunk(count, dim=2)]  # [B, p S'/c]
         dx = torch.empty_like(x) if need_x else None
         dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
-        loss, dw = torch.zeros((), dtype=torch.float64, device=x.device), None
-        with communicator.visit(head, Phase.FORWARD, shard) as full:
+        loss, dw, db = torch.zeros((), dtype=torch.float64, device=x.device), None, None
+        with communicator.visit(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target, dx_part in zip(
                 _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
             ):
-                part, dy = head.losses_and_gradient(
-                    own_x, full.weight, target, expected if need_x or need_w else None
-                )
+                part, dy = chunk_loss(own_x, full, target, expected if needs else None)
                 loss += part
                 if dy is None:
                     continue
@@ -75,26 +83,39 @@ class _ChunkedLoss(torch.autograd.Function):
                     arriving = moves.dx(dy @ full.weight.to(dy.dtype), cargo=cargo)
                 if need_w:
                     dw = _add_product(dw, dy.flatten(0, 1), own_x.flatten(0, 1), count)
+                if need_b:
+                    wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dy.dtype
+                    summed = dy.flatten(0, 1).sum(0, dtype=wide)
+                    db = summed if db is None else db + summed
                 del dy
                 if dx_part is not None and arriving is not None:
                     dx_part.copy_(arriving.wait())
-        ctx.save_for_backward(dx, None if dw is None else dw.to(x.dtype), expected)
+        dw, db = (None if d is None else d.to(x.dtype) for d in (dw, db))
+        ctx.save_for_backward(dx, dw, db, expected)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        want_x, want_w = wanted(ctx, 0), wanted(ctx, 1)
-        dx, dw, expected = ctx.saved_tensors
+        want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
+        dx, dw, db, expected = ctx.saved_tensors
         head, communicator = ctx.head, ctx.head.communicator
         factor = dloss / expected  # 1, unless somebody has done something else with the loss
         # No weight is read: the visit says that backward has come here.
         visit = communicator.visit(head, Phase.BACKWARD, head.weight) if want_x else nullcontext()
+
+        def delivered(gradient: Tensor, want: Wanted, is_bias: bool) -> Tensor | None:
+            if not want:
+                return None
+            found: Tensor | None = communicator.grad_hook(
+                gradient.mul_(factor), module=head, is_bias=is_bias, returned=want is Wanted.VALUE
+            )
+            return found
+
         with visit:
-            if want_w:
-                returned = want_w is Wanted.VALUE
-                dw = communicator.grad_hook(dw.mul_(factor), module=head, returned=returned)
-        return dx.mul_(factor) if want_x else None, dw if want_w else None, None, None, None, None
+            dw, db = delivered(dw, want_w, False), delivered(db, want_b, True)
+        dx = dx.mul_(factor) if want_x else None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -120,6 +141,38 @@ def _add_product(total: Tensor | None, dy: Tensor, x: Tensor, count: int) -> Ten
     if dy.dtype == wide:
         return torch.addmm(total, dy.T, x, out=total)
     return total.add_(dy.T @ x)
+
+
+def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:
+    """The chunks of x's sequence, as equal as may be."""
+    if not chunk_tokens:
+        return 1
+    at_each = labels.numel() // x.shape[1]  # losses, of all rows and ranks
+    return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
+
+
+def chunked_loss(
+    x: Tensor,
+    labels: Tensor,
+    expected: Tensor | None,
+    head: LinearLayer,
+    chunk_tokens: int,
+    chunk_loss: ChunkLoss,
+) -> Tensor:
+    """The sum of the losses of all tokens, of which `chunk_loss` computes some at a time; [].
+
+    x [B, S', D] is what `head` is given, `labels` are [B, S'], or [B, p S'] where the ranks of a
+    sequence compute its losses together. `expected` [], not 0, is the gradient that the sum is
+    going to have; None: 1. Gradients are computed with it, so that narrow numbers are of the right
+    size, and are right with any other.
+    """
+    if expected is None:
+        expected = torch.ones((), dtype=torch.float64, device=x.device)
+    training = torch.is_grad_enabled()
+    loss: Tensor = _ChunkedLoss.apply(
+        x, head.weight, head.bias, expected, labels, head, chunk_tokens, chunk_loss, training
+    )
+    return loss
 
 
 class VocabParallelHead(ParallelLinear):
@@ -148,30 +201,17 @@ class VocabParallelHead(ParallelLinear):
     ) -> Tensor:
         """The logits, [B, S', D] -> [B, S', V'], or with `labels` the sum of all losses, [].
 
-        `labels` [B, S'], or [B, p S'] where the ranks of a sequence compute its losses together.
-        `expected` [], not 0, is the gradient that the sum is going to have: gradients are computed
-        with it, so that narrow numbers are of the right size, and are right with any other.
+        `labels` and `expected` are those of `chunked_loss`.
         """
         if labels is None:
             return super().forward(x)
-        if expected is None:
-            expected = torch.ones((), dtype=torch.float64, device=x.device)
-        training = torch.is_grad_enabled()
-        loss: Tensor = _ChunkedLoss.apply(x, self.weight, expected, labels, self, training)
-        return loss
-
-    def num_chunks(self, x: Tensor, labels: Tensor) -> int:
-        """The chunks of x's sequence, as equal as may be."""
-        if not self.chunk_tokens:
-            return 1
-        at_each = labels.numel() // x.shape[1]  # losses, of all rows and ranks
-        return math.ceil(x.shape[1] / max(1, self.chunk_tokens // at_each))
+        return chunked_loss(x, labels, expected, self, self.chunk_tokens, self.losses_and_gradient)
 
     def losses_and_gradient(
-        self, x: Tensor, weight: Tensor, target: Tensor, expected: Tensor | None
+        self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum of a chunk's losses, and dlogits as they come back from their moves."""
-        logits = F.linear(x, weight)
+        """As `ChunkLoss`, with the moves of the logits."""
+        logits = F.linear(x, full.weight)
         y = self.moves.y(logits, cargo=Cargo(Purpose.ACTIVATION, self.name, "y")).wait()
         del logits
         losses, dy = losses_and_gradient(

@@ -45,6 +45,7 @@ from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, kind_of, kinds_of
 from isp.planner.made import Made
 from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, TapeRecorder, Tapes
+from isp.traced.chunk import TracedChunk
 from isp.traced.model import TracedModel
 from isp.traced.trace import Role as TraceRole
 from isp.weights.declare import WeightHolder, as_chunks
@@ -168,7 +169,9 @@ def _rehearsed(
             output = whole(ids, ids, None)
             recorder.at_loss(len(blocks))
             length = output.shape[1]
-            chunk_tokens = 0 if isinstance(own_model, TracedModel) else model.loss_chunk_tokens
+            chunk_tokens = model.loss_chunk_tokens
+            if traced := isinstance(whole, TracedChunk):
+                chunk_tokens = whole.loss_chunk_tokens
             run, left_out = _few_chunks(chunk_tokens, length, labels.numel())
             if left_out:
                 output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
@@ -191,9 +194,9 @@ def _rehearsed(
     by_kind = dict(zip(kinds, tapes, strict=True))
     vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
     logits = rows * tokens * vocab // part.tensor
-    # dx of what was left out; of a traced model, the loss's backward, which makes its gradient.
+    # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
     rest = (length - run) * rows * output.shape[2] * output.itemsize
-    after = logits * max(4, output.itemsize) if isinstance(own_model, TracedModel) else 0
+    after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0
     loss_bytes = saved[-1].total + rest, made.most + rest + after
     return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
 

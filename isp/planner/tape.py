@@ -161,6 +161,8 @@ class TapeRecorder:
         """The block that what is kept belongs to: the next from a block's last visit on."""
         self._launched = 0
         self._known: set[int] = set()
+        self._reached: set[tuple[int, int]] = set()
+        """Blocks and visits that forward has come to."""
         self._kept: dict[int, _Kept] = {}
         """By the storage."""
         self._places: dict[int, tuple[int, int]] = {}
@@ -302,12 +304,16 @@ class TapeRecorder:
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         block, visit = self._places[id(module)]
+        if self.phase is Phase.FORWARD:
+            if (block, visit) in self._reached:  # a loss that runs what is behind the head again
+                return
+            self._reached.add((block, visit))
         self._enters(block)
         self.note(Reach(visit, self.phase))
 
     def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
         """A block goes back from the moment at which the gradient of a visit's result is there."""
-        if self.phase is not Phase.FORWARD:
+        if self.phase is not Phase.FORWARD or not y.requires_grad:
             return
         block, _ = self._places[id(module)]
         self._ahead = block + (id(module) in self._lasts)

@@ -14,17 +14,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
+from isp.comm import Channel
 from isp.layers.factory import LayerFactory
-from isp.layers.linear import Moves, Role, moves_for
-from isp.layers.loss import vocab_parallel_cross_entropy
+from isp.layers.head import chunked_loss
+from isp.layers.linear import Moves, Role, moves_for, multiply
+from isp.layers.loss import losses_and_gradient, vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
 from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
+from isp.traced.head import AtHead
 from isp.traced.hosts import Host
 from isp.traced.passage import Masks, Passage, outer_calls
 from isp.traced.region import Entrance
@@ -38,6 +42,7 @@ from isp.traced.trace import (
 )
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from isp.weights.trace import Passes, inputs_kept
+from isp.weights.wp import FullWeights
 
 __all__ = ["InitialWeights", "TracedChunk"]
 
@@ -65,8 +70,17 @@ class TracedChunk:
         segment: int = 0,
         weights: InitialWeights | None = None,
         plan: TensorPlan | None = None,
+        loss_chunk_tokens: int = 0,
     ) -> None:
-        """`plan`: of the modes that split features; None: of isp."""
+        """`plan`: of the modes that split features; None: of isp.
+
+        With `loss_chunk_tokens` losses are computed so many tokens at a time, if the trace has a
+        head and features are not split.
+        """
+        self._head = trace.head if loss_chunk_tokens and not layers.splits_logits else None
+        self.loss_chunk_tokens = 0 if self._head is None else loss_chunk_tokens
+        """Tokens whose losses are computed at a time; 0: all, of logits as a whole."""
+        self._leaves_out_blocks = False
         self.model = model
         self.splits_logits = layers.splits_logits
         self.entrances: dict[str, Entrance] = {}
@@ -102,17 +116,38 @@ class TracedChunk:
     # -- what the runtime asks ---------------------------------------------------------------
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """This rank's logits: x and positions [B, S'] -> [B, S', V'].
+        """This rank's logits: x and positions [B, S'] -> [B, S', V'], or what the head is given.
 
         All positions, [B, S], where the table leaves a rank its tokens.
         """
         passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
         self._recompute.begin()
         with self._passing(passage), self._random_numbers():
-            return self._host.forward(self.model, x, positions)
+            if self._head is None:
+                return self._host.forward(self.model, x, positions)
+            with self._instead({self._head: _stop}):
+                try:
+                    self._host.forward(self.model, x, positions)
+                except AtHead as reached:
+                    return reached.hidden
+        raise AssertionError(f"the model was left without a call of {self._head}")
+
+    def logits(self, output: Tensor) -> Tensor:
+        """The logits [B, S', V'] of what a forward gave."""
+        if self._head is None:
+            return output
+        head = self._holders[self._head]
+        assert isinstance(head, SwappedLinear)
+        return self._behind_head(multiply(output, head.weight, head.bias, head))
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
-        """The sum of the tokens' cross-entropies: logits [B, S', V'], [B, S'] -> []."""
+        """The sum of the tokens' cross-entropies: what a forward gave, [B, S'] -> []."""
+        if self._head is not None:
+            head = self._holders[self._head]
+            assert isinstance(head, SwappedLinear)
+            return chunked_loss(
+                output, labels, expected, head, self.loss_chunk_tokens, self._chunk_loss
+            )
         losses = vocab_parallel_cross_entropy(
             output,
             labels,
@@ -167,7 +202,7 @@ class TracedChunk:
                 if call.kind is Kind.ATTENTION
                 else self.model.get_submodule(call.module),
                 launch_point=points.get(index),
-                weight_in_backward=call.kind is not Kind.TABLE,
+                weight_in_backward=call.kind is not Kind.TABLE and call.module != self._head,
                 passes=self._passes(call),
             )
             for index, call in enumerate(calls)
@@ -233,6 +268,8 @@ class TracedChunk:
         """
         passage = self._under_way(block)
         passage.arrive(Kind.BLOCK, block)
+        if self._leaves_out_blocks:
+            return args[0]
         masks = passage.masks
 
         if not args:  # its input is the first of what it is called with
@@ -246,6 +283,58 @@ class TracedChunk:
         if self._recomputed[block] and torch.is_grad_enabled():
             return self._recompute(run, *args)
         return run(*args)
+
+    # -- behind the head ---------------------------------------------------------------------
+
+    def _chunk_loss(
+        self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `isp.layers.head.ChunkLoss`."""
+        solo, y = Channel.solo("tensor"), F.linear(x, full.weight, full.bias)
+        with torch.set_grad_enabled(expected is not None):
+            leaf = y.detach().requires_grad_(expected is not None)
+            logits = self._behind_head(leaf)
+            if logits is leaf:
+                losses, dy = losses_and_gradient(y, target, expected, channel=solo, first=0)
+                return losses.sum(), dy
+            loss = vocab_parallel_cross_entropy(logits, target, channel=solo).sum()
+        if expected is None:
+            return loss, None
+        (dy,) = torch.autograd.grad(loss, leaf, expected.to(loss.dtype))
+        return loss.detach(), dy
+
+    def _behind_head(self, y: Tensor) -> Tensor:
+        """The logits that the model makes of what its head gives, [B, n, V]."""
+        ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
+        positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
+        outside = (call.module for call in self._outer_calls if call.kind is not Kind.BLOCK)
+        instead = {name: partial(_nothing, self._holders[name]) for name in outside}
+        assert self._head is not None
+        before = generator_states(self._layers.device) if self.model.training else None
+        self._leaves_out_blocks = True
+        try:
+            with (
+                self._passing(Passage("the model", self._outer_calls, Masks(None))),
+                self._instead({**instead, self._head: lambda _: y}),
+            ):
+                return self._host.forward(self.model, ids, positions)
+        finally:
+            self._leaves_out_blocks = False
+            if before is not None:  # what is left out may have drawn numbers
+                restore_generators(self._layers.device, before)
+
+    @contextmanager
+    def _instead(self, others: dict[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        """Linears and tables of which others are called."""
+        for name, other in others.items():
+            self._holders[name].instead = other
+        try:
+            yield
+        finally:
+            for name in others:
+                self._holders[name].instead = None
+
+    # -- calls -------------------------------------------------------------------------------
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
@@ -302,6 +391,18 @@ class TracedChunk:
 
 def _by_name(forward: Callable[..., Any], name: str, /, x: Any, **kwargs: Any) -> Any:
     return forward(**{name: x}, **kwargs)
+
+
+def _stop(x: Tensor) -> Tensor:
+    raise AtHead(x)
+
+
+def _nothing(holder: SwappedLinear | SwappedTable, x: Tensor) -> Tensor:
+    """Zeros, of the shape that a linear or table would give."""
+    rows, columns = holder.layouts["weight"].global_shape
+    if isinstance(holder, SwappedTable):
+        return holder.weight.new_zeros(*x.shape, columns)
+    return x.new_zeros(*x.shape[:-1], columns if holder.transposed else rows)
 
 
 def _visit_name(call: Call) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,8 @@ from isp.weights.wp import LocalWeights
 
 __all__ = ["TracedModel"]
 
+logger = logging.getLogger(__name__)
+
 
 class TracedModel:
     """Somebody else's model, known by its trace."""
@@ -43,6 +46,7 @@ class TracedModel:
         attention_backend: AttentionBackend = AttentionBackend.AUTO,
         weights: InitialWeights | None = None,
         in_place: bool = True,
+        loss_chunk_tokens: int = 4096,
     ) -> None:
         """`checkpoint..`: as the keys of `model` in a configuration.
 
@@ -54,6 +58,7 @@ class TracedModel:
         self.checkpoint = checkpoint
         self.checkpoint_offload = checkpoint_offload
         self.checkpoint_segment = checkpoint_segment
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.attention_backend = attention_backend
         self.model = model
         self._weights = weights
@@ -198,7 +203,17 @@ class TracedModel:
             segment=self.checkpoint_segment,
             weights=self._weights,
             plan=plan,
+            loss_chunk_tokens=self.loss_chunk_tokens,
         )
+        if self.loss_chunk_tokens and not chunk.loss_chunk_tokens and layers.device.type != "meta":
+            logger.warning(
+                "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding: %s",
+                type(self.model).__name__,
+                self.loss_chunk_tokens,
+                "features are split"
+                if layers.splits_features
+                else "they are made of more than what its last linear gives",
+            )
         return (chunk,)
 
 

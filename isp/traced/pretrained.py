@@ -37,6 +37,7 @@ def folder_model(
     checkpoint_offload: bool = False,
     checkpoint_segment: int = 0,
     attention_backend: AttentionBackend = AttentionBackend.AUTO,
+    loss_chunk_tokens: int = 4096,
 ) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
 
@@ -53,6 +54,7 @@ def folder_model(
             checkpoint_offload=checkpoint_offload,
             checkpoint_segment=checkpoint_segment,
             attention_backend=attention_backend,
+            loss_chunk_tokens=loss_chunk_tokens,
             weights=weights,
             in_place=False,
         )

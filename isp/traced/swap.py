@@ -40,6 +40,8 @@ class _Swapped:
         self.communicator = communicator
         self.moves = moves
         self.layouts: dict[str, ParameterLayout] = {}
+        self.instead: Callable[[Tensor], Tensor] | None = None
+        """Called in its place; None: nothing."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -72,6 +74,8 @@ class SwappedLinear(_Swapped):
 
         def forward(x: Tensor) -> Tensor:
             called()
+            if self.instead is not None:
+                return self.instead(x)
             with nullcontext() if entrance is None else entrance.column(x):
                 y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
             return y + self.bias if bias_after_move and self.bias is not None else y
@@ -138,6 +142,8 @@ class _Lookup(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.embedding and args[1] is self._table.weight:
+            if self._table.instead is not None:
+                return self._table.instead(args[0])
             return look_up(args[0], self._table.weight, self._table)
         return func(*args, **(kwargs or {}))
 

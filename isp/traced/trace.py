@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import Attend, AttentionOptions
+from isp.traced.head import HeadFinder
 
 __all__ = [
     "AttentionSizes",
@@ -104,6 +105,8 @@ class ModelTrace(NamedTuple):
     """Logits of a token."""
     reads_positions: bool
     """Whether the positions that it is given count."""
+    head: str | None
+    """The linear behind all blocks of whose output alone the logits are made, if there is one."""
 
     def elements(self, role: Role) -> int:
         """Elements of all parameters of this role."""
@@ -169,7 +172,21 @@ def trace_model(
         tuple(recorder.called),
         logits.shape[-1],
         recorder.reads_positions,
+        _head(model, calls, recorder.finder, logits),
     )
+
+
+def _head(
+    model: nn.Module, calls: tuple[Call, ...], finder: HeadFinder, logits: Tensor
+) -> str | None:
+    last = calls[-1]
+    blocks = tuple(call.block for call in calls if call.block is not None)
+    if last.kind is not Kind.LINEAR or last.block is not None:
+        return None
+    found = finder.head(logits, blocks)
+    if found != last.module or sum(call.module == found for call in calls) > 1:
+        return None
+    return None if is_transposed(model.get_submodule(found)) else found
 
 
 def _multiplied(linear: nn.Module) -> int:
@@ -202,6 +219,7 @@ class _Recorder:
         self.reads: dict[str, str] = {}
         """The parameters that were read outside of their modules' forward, and by what."""
         self.reads_positions = False
+        self.finder = HeadFinder()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
@@ -219,12 +237,15 @@ class _Recorder:
             for name, entry in _list_entries(self._model):
                 on(entry.register_forward_pre_hook, self._entering(name))
                 on(entry.register_forward_hook, self._entering(None))
+                on(entry.register_forward_hook, self._leaving(name))
             stack.enter_context(_Reads(self._read, positions))
+            stack.enter_context(self.finder)
             for name, module in self._model.named_modules():
                 on(module.register_forward_pre_hook, self._opening(name))
                 on(module.register_forward_hook, lambda *_: self._open.pop() and None)
                 if is_linear(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
+                    on(module.register_forward_hook, self._called(name))
                 elif isinstance(module, nn.Embedding):
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
             stack.enter_context(experts_passed(self._model))
@@ -242,6 +263,12 @@ class _Recorder:
             self._block = block
 
         return enter
+
+    def _leaving(self, block: str) -> Callable[..., None]:
+        return lambda _, given, output: self.finder.passed(block, given, output)
+
+    def _called(self, name: str) -> Callable[..., None]:
+        return lambda _, __, output: self.finder.called(name, output)
 
     def _opening(self, name: str) -> Callable[..., None]:
         def opened(module: nn.Module, *_: Any) -> None:

@@ -225,6 +225,8 @@ class Outputs:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor) and first.dim() >= 3:
-                self._found.setdefault(name, []).append(first.detach())
+                self._found.setdefault(name, []).append(
+                    first.detach().clone()
+                )  # logits are overwritten
 
         return note

@@ -54,6 +54,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
         checkpoint_offload=config.model.checkpoint_offload,
         checkpoint_segment=config.model.checkpoint_segment,
         attention_backend=config.model.attention_backend,
+        loss_chunk_tokens=config.model.loss_chunk_tokens,
         weights=begun_by_the_model(model),
     )
     traced.check_layout(config.parallel, config.row_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isp.comm import Channel, Mesh
 from isp.layers.factory import LayerFactory
-from isp.layers.head import VocabParallelHead
+from isp.layers.head import VocabParallelHead, num_chunks
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis, Mode, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -27,6 +27,13 @@ CHUNKS = (0, 1, 5, 7, 18, 1000)
 """Tokens; the losses of a chunk are of B rows, so 1 is one position of each."""
 VOCAB = WeightConfig(vocab_parallel_loss=True)
 CPU = torch.device("cpu")
+
+
+class Full(NamedTuple):
+    """As `isp.weights.wp.FullWeights`."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Wanted(NamedTuple):
@@ -163,7 +170,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
             return func(*args, **(kwargs or {}))
 
     head = solo_head(chunk)
-    chunks = head.num_chunks(wanted.x, wanted.labels)
+    chunks = num_chunks(wanted.x, wanted.labels, chunk)
     assert chunks == (6 if chunk else 1)
     for of_x, of_w, training, number in (
         (True, True, True, 3),
@@ -224,9 +231,10 @@ def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
     """float16: catches gradients computed for 1 and scaled afterwards, when they have vanished."""
     wanted, head = plain(0.0), solo_head(5, torch.float16)
     x, vanished, found = (3 * wanted.x).half(), {}, {}
+    full = Full(head.weight.detach(), None)
     for scale in (1.0, 2.0**12):
         expected = torch.tensor(scale, dtype=torch.float64)
-        _, dy = head.losses_and_gradient(x, head.weight.detach(), wanted.labels, expected)
+        _, dy = head.losses_and_gradient(x, full, wanted.labels, expected)
         assert dy is not None
         vanished[scale] = int((dy[0, :3] == 0).sum())
         leaf = x.clone().requires_grad_()

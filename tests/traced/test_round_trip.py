@@ -118,7 +118,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
 
 def _logits(chunk: TracedChunk, tokens: Tensor) -> Tensor:
     """[1, S] -> [1, S, V]."""
-    return chunk(tokens, torch.arange(tokens.shape[1])[None], None)
+    return chunk.logits(chunk(tokens, torch.arange(tokens.shape[1])[None], None))
 
 
 def _loaded(folder: Path) -> Any:

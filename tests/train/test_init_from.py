@@ -26,7 +26,7 @@ from isp.settings import CheckpointConfig
 from isp.train.begin_from import load_folder
 from isp.train.export import export
 from isp.train.resume import saved_values
-from isp.weights.wp import LocalWeights
+from isp.weights.wp import FullWeights, LocalWeights
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.model.folders import FAMILIES, Logits, loaded, make_folder
@@ -80,9 +80,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, L
 
 
 def _seeing(losses_and_gradient: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
-    def called(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
-        seen.append(F.linear(x, weight).numpy())
-        return losses_and_gradient(x, weight, *others)
+    def called(x: torch.Tensor, full: FullWeights, *others: Any) -> Any:
+        seen.append(F.linear(x, full.weight).numpy())
+        return losses_and_gradient(x, full, *others)
 
     return called
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isp.data.batch import MicroBatch
+from isp.layers.head import num_chunks
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from model.config import ModelConfig
 from tests.ranks import run_ranks
@@ -113,9 +114,8 @@ def _moved(rank: int, layout: Layout, task: Task) -> tuple[list[Any], Counter[st
     numbers += run.numbers(range(1, 2))
     run.close()
     labels = Counter(t.label for t in mesh.log.take() if ".weight" in t.label)
-    head = run.step.chunks[-1].head
     batch = task.batch(1, rank)
-    return numbers, labels, head.num_chunks(batch.tokens, batch.labels)
+    return numbers, labels, num_chunks(batch.tokens, batch.labels, task.model.loss_chunk_tokens)
 
 
 def test_ranks_with_different_numbers_of_chunks_move_the_same() -> None:
