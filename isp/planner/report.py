@@ -167,7 +167,8 @@ def _remedy(found: Found, fabric: Fabric) -> str:
             f"nothing fits: weights, gradients and optimizer alone take {_size(memory.states)} of a"
             f" rank: use --world {ranks} or more"
         )
-    fitting = int(tokens * (room - memory.states) / (memory.total - memory.states))
+    # A hundredth less, as buffers and the largest gradient of a weight do not shrink with tokens.
+    fitting = int(0.99 * tokens * (room - memory.states) / (memory.total - memory.states))
     return (
         f"nothing fits: a sequence takes {_size(memory.total - memory.states)} of a rank, beside"
         f" {_size(memory.states)} of weights, gradients and optimizer: use --data.seq_len of about"
