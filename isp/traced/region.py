@@ -43,7 +43,8 @@ class Entrance:
         self.in_column = False
         self._width = width
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        # A recompute ends with an exception as soon as it has what it is for, mid-region.
+        module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
