@@ -365,12 +365,15 @@ class TracedChunk:
     def _random_numbers(self) -> Iterator[None]:
         """What a model in training draws (dropout) differs from rank to rank, as its tokens do.
 
-        All of a forward follows from one number of the host's generator, and the rank.
+        All of a forward follows from one number of the host's generator, and the rank. Where the
+        ranks of a sequence have the same tokens (mtp), they draw the same.
         """
         if not self.model.training:
             yield
             return
         rank = dist.get_rank() if dist.is_initialized() else 0
+        if not self._layers.mode.facts.splits_sequence:
+            rank -= self._layers.tensor.rank
         seed, device = int(torch.randint(1 << 48, ())), self._layers.device
         before = generator_states(device)
         torch.manual_seed(seed + rank)
