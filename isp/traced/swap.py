@@ -78,7 +78,7 @@ class SwappedLinear(_Swapped):
                 return self.instead(x)
             with nullcontext() if entrance is None else entrance.column(x):
                 y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
-            return y + self.bias if bias_after_move and self.bias is not None else y
+            return y + self.bias.to(y.dtype) if bias_after_move and self.bias is not None else y
 
         setattr(module, "forward", forward)  # noqa: B010
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import isp
 from isp.parallel import Mode
@@ -41,3 +43,27 @@ def test_ranks_with_the_same_tokens_draw_the_same() -> None:
     assert one
     for mine, theirs in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=0)
+
+
+def _dtypes(rank: int) -> set[torch.dtype]:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    found = set()
+
+    def note(module: nn.Module, args: Any, y: Tensor) -> None:
+        found.add(y.dtype)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = PhiConfig(vocab_size=96, num_hidden_layers=1, resid_pdrop=0.0, pad_token_id=0, **sizes)
+    run = isp.parallelize(PhiForCausalLM(config), job(2, mode=Mode.MSP, dtype="float32"))
+    for name, module in run.model.named_modules():
+        if name.endswith((".dense", ".fc2")):
+            module.register_forward_hook(note)
+    with torch.autocast("cpu", torch.bfloat16):
+        run.loss(IDS)
+    return found
+
+
+def test_autocast_narrows_a_row_with_its_bias() -> None:
+    """Catches a bias that widens what follows."""
+    assert run_ranks(2, _dtypes) == [{torch.bfloat16}] * 2
