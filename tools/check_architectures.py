@@ -35,7 +35,7 @@ _EXPERTS = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok"
 _BY_DEFAULT = """llama mistral qwen2 qwen3 phi phi3 gemma gemma2 gemma3_text olmo olmo2 olmo3
 granite smollm3 cohere cohere2 glm glm4 starcoder2 stablelm gpt_neox gpt2 mixtral qwen2_moe
 qwen3_moe olmoe gpt_oss deepseek_v3 glm4_moe lfm2 ernie4_5 exaone4 helium arcee seed_oss apertus
-qwen3_next qwen3_5_text minimax"""
+granite_swa qwen3_next qwen3_5_text minimax"""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **{name: {} for name in _BY_DEFAULT.split()},

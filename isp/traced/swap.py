@@ -187,7 +187,7 @@ def _layout(
             return layers.sharded_layout(shape, dim=0)
         return layers.replicated_layout(shape)
     owner, _, local = name.rpartition(".")
-    if parameter is model.get_submodule(plan.table).weight:
+    if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
     cut = plan.cuts.get(owner)
     if cut is None or (cut.role is LinearRole.ROW and local == "bias"):

@@ -19,6 +19,7 @@ from isp.comm.cargo import Cargo
 from isp.layers.linear import Moves, Role, moves_for
 from isp.parallel import Mode
 from isp.traced.trace import Call, Kind, ModelTrace, is_linear, is_transposed
+from isp.traced.trace import Role as ParameterRole
 
 __all__ = ["Cut", "Region", "TensorPlan", "in_features", "tensor_plan"]
 
@@ -60,6 +61,8 @@ class TensorPlan(NamedTuple):
     cuts: dict[str, Cut]
     """By linear, the head's among them; others are whole on every rank."""
     regions: tuple[Region, ...]
+    vectors: frozenset[str]
+    """Parameters of the regions' own modules, an element for each head, which are cut as these."""
     table: str
     head: str
 
@@ -153,7 +156,32 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is not None and is_linear(module) and name in trace.called and name not in cuts:
             raise ValueError(f"{name} lies in {inside.module}, and its plan does not cut it")
-    return TensorPlan(cuts, tuple(regions), tables[0], last.module)
+    vectors = frozenset(_own_vectors(regions, trace, styles))
+    return TensorPlan(cuts, tuple(regions), vectors, tables[0], last.module)
+
+
+def _own_vectors(
+    regions: Iterable[Region], trace: ModelTrace, styles: Mapping[str, str]
+) -> Iterator[str]:
+    """Vectors that lie in a region beside the modules called there: nobody sees where one is read.
+
+    Raises ValueError for one that the plan does not cut.
+    """
+    for name, role in trace.roles.items():
+        owner = name.rpartition(".")[0]
+        region = next((r for r in regions if f"{owner}.".startswith(f"{r.module}.")), None)
+        if role is not ParameterRole.VECTOR or region is None:
+            continue
+        if owner in trace.called and owner != region.module:
+            continue
+        if region.whole or styles.get(_pattern(name)) != "colwise":
+            raise ValueError(f"{name} lies in {region.module}, and its plan does not cut it")
+        yield name
+
+
+def _pattern(name: str) -> str:
+    """The name as plans have it, with `*` for a number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _regions(
@@ -167,7 +195,7 @@ def _regions(
         if call.kind is Kind.ATTENTION and not columns:
             raise ValueError(f"its plan does not cut what {block} attends with")
         attends |= call.kind is Kind.ATTENTION
-        cut = _CUTS.get(styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", call.module), ""))
+        cut = _CUTS.get(styles.get(_pattern(call.module), ""))
         if call.kind is not Kind.LINEAR or cut is None:
             continue
         columns[call.module] = cut

@@ -170,6 +170,21 @@ def _router() -> nn.Module:
     return model
 
 
+def _own_vector() -> nn.Module:
+    """A Llama whose attention has a vector of its own, which a rank sees a part of."""
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class _Scaling(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **rest: Any) -> Any:
+            out, weights = super().forward(hidden_states, **rest)
+            return out * self.temperature, weights
+
+    attention.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    attention.__class__ = _Scaling
+    return model
+
+
 SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
     "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
@@ -182,6 +197,7 @@ SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     ),
     "reads": (_router, 2, "model.layers.1.mlp gives its input to mean"),
     "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout drops 0.1"),
+    "own vector": (_own_vector, 2, "model.layers.1.self_attn.temperature lies in model.layers.1."),
 }
 
 
