@@ -63,7 +63,7 @@ class TracedModel:
         self.model = model
         self._weights = weights
         self._in_place = in_place
-        self._rehearsed: set[tuple[Mode, int]] = set()
+        self._rehearsed: set[int] = set()
         check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
@@ -119,7 +119,7 @@ class TracedModel:
         check_model_config(self.host.config(self.model), parallel)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
-            self._rehearse(parallel.tensor.mode, parallel.tensor.size)
+            self._rehearse(parallel.tensor.size)
 
     @cached_property
     def _tensor_plan(self) -> TensorPlan:
@@ -129,28 +129,46 @@ class TracedModel:
         except ValueError as error:
             raise self._not_split(error) from None
 
-    def _rehearse(self, mode: Mode, size: int) -> None:
-        """Raise ValueError if the model's code does not run with a rank's share of the features."""
-        if size == 1 or (mode, size) in self._rehearsed:
+    def _rehearse(self, size: int) -> None:
+        """Raise ValueError if the model's code does not run with a rank's share of the features.
+
+        In msp, whichever mode is asked for: there tokens are other than those of a region in shape.
+        """
+        if size == 1 or size in self._rehearsed:
             return
-        tensor = DryChannel("tensor", size, 0, _Deaf())
+        tensor, tokens = DryChannel("tensor", size, 0, _Deaf()), 8 * size
         layers = LayerFactory(
-            mode=mode,
+            mode=Mode.MSP,
             tensor=tensor,
             weight=tensor,
             communicator=LocalWeights(),
             device=torch.device("meta"),
             dtype=torch.float32,
         )
-        (chunk,) = self.build(layers, attention=_attend_to_nothing)
-        ids = torch.empty(1, 8 * size, dtype=torch.int64, device="meta")
+        attentions = (call for call in self.trace.calls if call.sizes is not None)
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+        ) -> Tensor:
+            call = next(attentions)
+            assert call.sizes is not None
+            parts = self._tensor_plan.head_parts(call.block, size)
+            heads, kv_heads = call.sizes.num_heads // parts, call.sizes.num_kv_heads // parts
+            wanted = [(tokens, heads), (tokens, kv_heads), (tokens, kv_heads)]
+            found = [tuple(x.shape[1:3]) for x in (q, k, v)]
+            if found != wanted or (sinks is not None and len(sinks) != heads):
+                raise ValueError(f"{call.block} attends with other heads than its rank's")
+            return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+        (chunk,) = self.build(layers, attention=attend)
+        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
         try:
             reads = OnlyColumnsRead(tuple(chunk.entrances.values()))
             with experts_passed(chunk.model), reads, torch.no_grad():
                 chunk(ids, ids, None)
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
             raise self._not_split(error) from None
-        self._rehearsed.add((mode, size))
+        self._rehearsed.add(size)
 
     def _not_split(self, why: Exception) -> ValueError:
         reason = next(iter(str(why).splitlines()), "")
@@ -222,13 +240,6 @@ class _Deaf:
 
     def launched(self, trip: Trip) -> Callable[[], object]:
         return lambda: None
-
-
-def _attend_to_nothing(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
-) -> Tensor:
-    """q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e], without values."""
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def on_meta(model: nn.Module) -> nn.Module:

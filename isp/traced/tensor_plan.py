@@ -66,6 +66,11 @@ class TensorPlan(NamedTuple):
     table: str
     head: str
 
+    def head_parts(self, block: str | None, size: int) -> int:
+        """The ranks, of `size`, over which the heads of a block's attention are split."""
+        apart = [r.module for r in self.regions if r.attends and not r.whole]
+        return size if any(name.startswith(f"{block}.") for name in apart) else 1
+
     def sees_part(self, module: str) -> bool | None:
         """Whether a module's own vectors see a part of the tokens' features, all, or neither."""
         return next((not r.whole for r in self.regions if module in r.between), None)
@@ -100,12 +105,12 @@ class TensorPlan(NamedTuple):
                     f"parallel.tensor.size={size} must divide the {features} features by which"
                     f" {name} is cut"
                 )
-        apart = [region for region in self.regions if region.attends and not region.whole]
         for call in trace.calls:
-            if call.sizes is None or not any(r.module.startswith(f"{call.block}.") for r in apart):
+            if call.sizes is None:
                 continue
             heads, kv_heads = call.sizes.num_heads, call.sizes.num_kv_heads
-            if heads % size or kv_heads % size:
+            parts = self.head_parts(call.block, size)
+            if heads % parts or kv_heads % parts:
                 raise ValueError(
                     f"parallel.tensor.size={size} must divide the {heads} heads and {kv_heads} KV"
                     f" heads of {call.block}: use a divisor of both, or isp"
@@ -149,6 +154,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError(f"{tables[1]} is a second table, which its plan does not cut")
     if last.kind is not Kind.LINEAR or last.block is not None:
         raise ValueError("its forward does not end with the linear that gives the logits")
+    if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
+        raise ValueError(f"its logits are not all that {last.module} gives")
     cuts[last.module] = Cut(Role.COLUMN)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -170,6 +170,27 @@ def _router() -> nn.Module:
     return model
 
 
+def _counted_heads() -> nn.Module:
+    """A Llama that attends with all its heads, whatever its linears give."""
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class _Counting(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            q, k, v = (
+                linear(hidden_states).reshape(1, -1, heads, self.head_dim).transpose(1, 2)
+                for linear, heads in ((self.q_proj, 4), (self.k_proj, 2), (self.v_proj, 2))
+            )
+            out, _ = attend(self, q, k, v, None, scaling=self.scaling)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    attention.__class__ = _Counting
+    return model
+
+
 def _own_vector() -> nn.Module:
     """A Llama whose attention has a vector of its own, which a rank sees a part of."""
     model = tiny("llama")
@@ -185,6 +206,38 @@ def _own_vector() -> nn.Module:
     return model
 
 
+def _outside() -> nn.Module:
+    """A Llama whose MLP reads, between its linears, what was made of its block's tokens."""
+    model = tiny("llama")
+    block = model.model.layers[1]
+
+    class _Block(type(block)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **rest: Any) -> Any:
+            self.mlp.gate = hidden_states.mean(-1, keepdim=True)
+            return super().forward(hidden_states, **rest)
+
+    class _Gated(type(block.mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return self.down_proj(self.up_proj(x) * self.gate_proj(x).sigmoid() * self.gate)
+
+    block.__class__, block.mlp.__class__ = _Block, _Gated
+    return model
+
+
+def _fewer_logits() -> nn.Module:
+    """A Llama that gives fewer logits than its head has."""
+    model = tiny("llama")
+
+    class _Fewer(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits[..., :-3]
+            return out
+
+    model.__class__ = _Fewer
+    return model
+
+
 SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
     "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
@@ -197,7 +250,10 @@ SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     ),
     "reads": (_router, 2, "model.layers.1.mlp gives its input to mean"),
     "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout drops 0.1"),
+    "counted heads": (_counted_heads, 2, "model.layers.1 attends with other heads than its rank's"),
     "own vector": (_own_vector, 2, "model.layers.1.self_attn.temperature lies in model.layers.1."),
+    "outside": (_outside, 2, "[1, 8, 1]"),
+    "fewer logits": (_fewer_logits, 2, "its logits are not all that lm_head gives"),
 }
 
 
@@ -206,6 +262,6 @@ def test_features_that_cannot_be_split_are_refused(name: str) -> None:
     """Catches features split where a model's code, or its plan, has them whole."""
     make, size, said = SPLIT[name]
     with pytest.raises(ValueError, match=r"parallel\.tensor\.") as raised:
-        isp.parallelize(make(), job(size, mode=Mode.MSP))
+        isp.parallelize(make(), job(size, mode=Mode.MTP))
     assert said in str(raised.value)
     assert not dist.is_initialized()
