@@ -1,0 +1,223 @@
+"""Peak memory and time of a step against the length of its row, key by key of the memory ladder.
+
+    python tools/bench_memory.py                          # Llama-shaped, vocabulary 32,768, on CPU
+    python tools/bench_memory.py --device cuda --lengths 65536,131072 --model.preset llama3-8b \\
+        --training.dtype bfloat16 --optimizer.offload_states
+
+Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
+makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
+From two lengths and more follow what is fixed and what a token takes. Steps of all rungs are timed
+in turn, at the longest row, and compared with full recompute. `planned` is what `isp plan` expects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from isp.comm import Mesh
+from isp.config import JobConfig, load_config
+from isp.data.batch import MicroBatch
+from isp.planner.case import Case
+from isp.planner.made import Made
+from isp.planner.memory import memory
+from isp.train.step import TrainStep, make_train_step
+
+ROOT = Path(__file__).parents[1]
+LLAMA = (
+    "--model.vocab_size=32768",
+    "--model.hidden_size=256",
+    "--model.num_layers=8",
+    "--model.num_heads=4",
+    "--model.num_kv_heads=4",
+    "--model.intermediate_size=688",
+    "--parallel.tensor.size=1",
+    "--parallel.weight.size=1",
+    "--data.micro_num=1",
+    "--data.micro_bsz=1",
+)
+RUNGS = {
+    "nothing": ("--model.loss_chunk_tokens=0",),
+    "loss in chunks": ("--model.loss_chunk_tokens=1024",),
+    "all blocks again": ("--model.checkpoint=1",),
+    "MLP in tiles": ("--model.mlp_tile_tokens=1024",),
+    "heads in groups": ("--model.attention_head_groups=4",),
+    "inputs on the host": ("--model.checkpoint_offload",),
+    "every 4th of them": ("--model.checkpoint_segment=4",),
+}
+"""What each adds to those before it."""
+COMPARED = "all blocks again"
+"""The rung whose time is 1."""
+GIB, KIB = 2**30, 2**10
+
+
+class Row(NamedTuple):
+    """A rung at a length."""
+
+    rung: str
+    tokens: int
+    peak: int
+    """Bytes beside `fixed`."""
+    fixed: int
+    """Bytes of weights, gradients and states on the device."""
+    planned: float
+    """Peak, as planned, as a part of the measured one."""
+    seconds: float
+    """Of a step; 0: not timed."""
+
+
+def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
+    """The configuration of the first `rungs` rungs for a row of `tokens`."""
+    words = [word for rung in list(RUNGS)[:rungs] for word in RUNGS[rung]]
+    device = f"--training.device={options.device}"
+    words = [*LLAMA, device, *words, f"--data.seq_len={tokens}", *options.overrides]
+    return load_config(options.config, words)
+
+
+def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
+    """A row of one document."""
+    tokens = torch.arange(config.data.seq_len, device=device)[None] * 7 % config.model.vocab_size
+    ends = torch.tensor([0, config.data.seq_len], dtype=torch.int32, device=device)
+    positions = torch.arange(config.data.seq_len, device=device)[None]
+    return MicroBatch(tokens, tokens.roll(-1, 1), positions, ends)
+
+
+def measure(rung: int, tokens: int, options: argparse.Namespace) -> tuple[Row, Callable[[], float]]:
+    """A rung at a length, and a way to take and time a step of it."""
+    config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
+    step = make_train_step(config, Mesh(config.topology(1), 0), device)
+    batch = batch_of(config, device)
+    step([batch], 1e-4)  # buffers are there from the second step on
+    peak = _peak(step, batch, device)
+    case = Case.of(config, 1, on_cpu=device.type == "cpu")
+    planned = memory(case, 0)
+    row = Row(
+        list(RUNGS)[rung],
+        tokens,
+        peak,
+        planned.states,
+        (planned.total - planned.states) / peak,
+        0.0,
+    )
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        step([batch], 1e-4)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    return row, timed
+
+
+def _peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
+    gc.collect()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step([batch], 1e-4)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with Made() as made:
+        step([batch], 1e-4)
+    return made.most
+
+
+def line_of(rows: list[Row]) -> tuple[float, float]:
+    """GiB that are fixed and KiB a token, by the shortest and the longest row."""
+    first, last = rows[0], rows[-1]
+    slope = (last.peak - first.peak) / (last.tokens - first.tokens)
+    return (first.fixed + first.peak - slope * first.tokens) / GIB, slope / KIB
+
+
+def draw(found: dict[str, list[Row]], path: Path) -> None:
+    """Write a picture: peak against tokens, a line a rung."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for rung, rows in found.items():
+        axes.plot([r.tokens for r in rows], [(r.fixed + r.peak) / GIB for r in rows], marker="o")
+        axes.annotate(
+            rung,
+            (rows[-1].tokens, (rows[-1].fixed + rows[-1].peak) / GIB),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_xlim(0, max(rows[-1].tokens for rows in found.values()) * 1.28)
+    axes.set_ylim(0)
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel("peak of a step, GiB")
+    axes.set_title("Each rung with those above it")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.yaml"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
+    parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")
+    parser.add_argument("--rounds", type=int, default=0, help="steps that are timed, of each rung")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--png", type=Path, help="where to draw the picture")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options, options.overrides = parser.parse_known_args()
+    torch.set_num_threads(options.threads)
+    lengths = sorted(int(n) for n in options.lengths.split(","))
+    found: dict[str, list[Row]] = {}
+    for rung, name in enumerate(list(RUNGS)[: options.rungs]):
+        found[name] = []
+        for tokens in lengths:
+            row, _ = measure(rung, tokens, options)
+            found[name].append(row)
+            gc.collect()
+        fixed, slope = line_of(found[name]) if len(lengths) > 1 else (0.0, 0.0)
+        peaks = " ".join(f"{(r.fixed + r.peak) / GIB:8.3f}" for r in found[name])
+        planned = " ".join(f"{r.planned:.2f}" for r in found[name])
+        print(
+            f"{name:<20} {peaks} GiB | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
+            f" | planned {planned}",
+            flush=True,
+        )
+    if options.rounds:
+        found = _timed(found, lengths[-1], options)
+    if options.png:
+        draw(found, options.png)
+    if options.json:
+        rows = [row._asdict() for rows in found.values() for row in rows]
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+def _timed(
+    found: dict[str, list[Row]], tokens: int, options: argparse.Namespace
+) -> dict[str, list[Row]]:
+    """Time a step of each rung in turn, `options.rounds` times; printed as ratios."""
+    steps = {name: measure(rung, tokens, options)[1] for rung, name in enumerate(found)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(options.rounds):
+        names = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
+        for name in names:
+            seconds[name].append(steps[name]())
+    for name, times in seconds.items():
+        pairs = zip(times, seconds.get(COMPARED, times), strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+        middle = statistics.median(times)
+        print(f"{name:<20} {middle:8.2f} s a step of {tokens} tokens | {ratio:.3f} of {COMPARED}")
+        found[name][-1] = found[name][-1]._replace(seconds=middle)
+    return found
+
+
+if __name__ == "__main__":
+    main()
