@@ -45,9 +45,10 @@ class ModelConfig:
     preset: str | None = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
     hf: str | None = None
-    """Folder of a Hugging Face causal language model, which is run as it is, in isp mode: a
-    config.json, which has the sizes, with safetensors, or without for random weights. Of the other
-    keys only checkpoint and attention_backend go with it."""
+    """Folder of a Hugging Face causal language model, which is run as it is: a config.json, which
+    has the sizes, with safetensors, or without for random weights. Of the other keys only
+    checkpoint, checkpoint_offload, checkpoint_segment, loss_chunk_tokens and attention_backend go
+    with it."""
     init_from: str | None = None
     """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
     a run without checkpoints begins from its weights."""

@@ -144,7 +144,9 @@ document by itself. Dropout, which isp does not have, is 0.
 
 {split} have a tensor-parallel plan (`base_model_tp_plan`) that mtp, msp and fsp follow, and are the
 same there with tensor groups of 2 and 4 that divide their heads; experts, and what the plan leaves
-alone, stay whole on every rank. Of the others the last column says why not.
+alone, stay whole on every rank. Of the others the last column says why not. Code that takes a mean
+or a norm without weights of all features between a column and its row has the right shapes and is
+wrong: `isp check` finds it, nothing else does.
 
 A layer is refused that calls attention other than once: what mixes tokens in another way (linear
 attention, state spaces, convolutions) would need the tokens of other ranks.

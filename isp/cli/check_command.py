@@ -111,12 +111,15 @@ def _all_layouts(subject: Subject, parallel: ParallelConfig) -> list[Layout]:
     from isp.train.check import Layout, fault_of
 
     found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
+    left_out: dict[str, list[str]] = {}
     for mode in (mode for mode in Mode if not mode.facts.gathers_weights):
         for layout in (Layout(tensor, 1, mode) for tensor in _SIZES[1:]):
             if fault := fault_of(subject, layout, parallel):
-                print(f"without {layout}: {fault}")
+                left_out.setdefault(fault, []).append(str(layout))
             else:
                 found.append(layout)
+    for fault, names in left_out.items():
+        print(f"without {', '.join(names)}: {fault}")
     return found
 
 

@@ -125,6 +125,8 @@ class TracedModel:
     def _tensor_plan(self) -> TensorPlan:
         """The cuts of the modes that split features; raises ValueError if it has none."""
         try:
+            if hasattr(self.model, "peft_config"):
+                raise ValueError("it does not name adapters")
             return tensor_plan(self._shape, self.trace, self.host.tensor_styles(self._shape))
         except ValueError as error:
             raise self._not_split(error) from None
