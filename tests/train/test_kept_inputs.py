@@ -61,7 +61,7 @@ LAYOUTS = {
 
 
 def _ways(name: str) -> dict[str, dict[str, Any]]:
-    if LAYOUTS[name].pipeline > 1:
+    if LAYOUTS[name].pipeline > 1 or name in ("msp 4", "fsp 2"):
         return FEW_WAYS
     return MTP_WAYS if name == "mtp 2" else WAYS
 
