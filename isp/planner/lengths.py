@@ -139,7 +139,7 @@ class Planned:
             return low.found
         high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
         while high.excess <= 0:
-            low, high = high, self._try(2 * high.units, budget)
+            low, high = high, self._try(_beyond(low, high), budget)
         halve = False
         while (gap := high.units - low.units) > 1:
             middle = self._try(_between(low, high, halve=halve), budget)
@@ -163,6 +163,13 @@ class _Tried(NamedTuple):
     excess: float
     """Bytes that are too many; infinite where the length is refused."""
     found: Memory | str
+
+
+def _beyond(low: _Tried, high: _Tried) -> int:
+    """Where a line through two lengths that fit says that the first is which does not."""
+    slope = (high.excess - low.excess) / (high.units - low.units)
+    more = int(-high.excess / slope) + 1 if slope > 0 else high.units
+    return high.units + max(1, high.units // 64, min(more, 31 * high.units))
 
 
 def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
