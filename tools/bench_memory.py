@@ -6,8 +6,9 @@
 
 Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
 makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
-From two lengths and more follow what is fixed and what a token takes. Steps of all rungs are timed
-in turn, at the longest row, and compared with full recompute. `planned` is what `isp plan` expects.
+From two lengths and more follow what is fixed and what a token takes; `planned` is the part of the
+peak that `isp plan` expects. With `--rounds`, steps of the longest row are timed instead, of all
+rungs in turn, and compared with full recompute.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +70,6 @@ class Row(NamedTuple):
     """Bytes of weights, gradients and states on the device."""
     planned: float
     """Peak, as planned, as a part of the measured one."""
-    seconds: float
-    """Of a step; 0: not timed."""
 
 
 def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
@@ -90,32 +88,21 @@ def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
     return MicroBatch(tokens, tokens.roll(-1, 1), positions, ends)
 
 
-def measure(rung: int, tokens: int, options: argparse.Namespace) -> tuple[Row, Callable[[], float]]:
-    """A rung at a length, and a way to take and time a step of it."""
+def made(rung: int, tokens: int, options: argparse.Namespace) -> tuple[TrainStep, MicroBatch, Case]:
+    """A step with the keys up to `rung`, and what it is given."""
     config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
     step = make_train_step(config, Mesh(config.topology(1), 0), device)
-    batch = batch_of(config, device)
-    step([batch], 1e-4)  # buffers are there from the second step on
-    peak = _peak(step, batch, device)
     case = Case.of(config, 1, on_cpu=device.type == "cpu")
-    planned = memory(case, 0)
-    row = Row(
-        list(RUNGS)[rung],
-        tokens,
-        peak,
-        planned.states,
-        (planned.total - planned.states) / peak,
-        0.0,
-    )
+    return step, batch_of(config, device), case
 
-    def timed() -> float:
-        begin = time.perf_counter()
-        step([batch], 1e-4)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
-    return row, timed
+def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
+    """A rung at a length."""
+    step, batch, case = made(rung, tokens, options)
+    step([batch], 1e-4)  # buffers are there from the second step on
+    peak, planned = _peak(step, batch, torch.device(options.device)), memory(case, 0)
+    part = (planned.total - planned.states) / peak
+    return Row(list(RUNGS)[rung], tokens, peak, planned.states, part)
 
 
 def _peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
@@ -169,7 +156,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
     parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")
-    parser.add_argument("--rounds", type=int, default=0, help="steps that are timed, of each rung")
+    parser.add_argument("--rounds", type=int, default=0, help="time so many steps of each instead")
+    parser.add_argument("--only", default="", help="the rungs to be timed, by name, with commas")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--png", type=Path, help="where to draw the picture")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
@@ -178,10 +166,11 @@ def main() -> None:
     lengths = sorted(int(n) for n in options.lengths.split(","))
     found: dict[str, list[Row]] = {}
     for rung, name in enumerate(list(RUNGS)[: options.rungs]):
+        if options.rounds:
+            break
         found[name] = []
         for tokens in lengths:
-            row, _ = measure(rung, tokens, options)
-            found[name].append(row)
+            found[name].append(measure(rung, tokens, options))
             gc.collect()
         fixed, slope = line_of(found[name]) if len(lengths) > 1 else (0.0, 0.0)
         peaks = " ".join(f"{(r.fixed + r.peak) / GIB:8.3f}" for r in found[name])
@@ -192,7 +181,8 @@ def main() -> None:
             flush=True,
         )
     if options.rounds:
-        found = _timed(found, lengths[-1], options)
+        _time(lengths[-1], options)
+        return
     if options.png:
         draw(found, options.png)
     if options.json:
@@ -200,23 +190,33 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1))
 
 
-def _timed(
-    found: dict[str, list[Row]], tokens: int, options: argparse.Namespace
-) -> dict[str, list[Row]]:
-    """Time a step of each rung in turn, `options.rounds` times; printed as ratios."""
-    steps = {name: measure(rung, tokens, options)[1] for rung, name in enumerate(found)}
+def _time(tokens: int, options: argparse.Namespace) -> None:
+    """Time a step of each rung in turn, `options.rounds` times, and print ratios."""
+    chosen = list(RUNGS)[: options.rungs]
+    if options.only:
+        chosen = options.only.split(",")
+    steps = {name: made(list(RUNGS).index(name), tokens, options)[:2] for name in chosen}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(options.rounds):
-        names = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
-        for name in names:
-            seconds[name].append(steps[name]())
-    for name, times in seconds.items():
-        pairs = zip(times, seconds.get(COMPARED, times), strict=True)
+    for number in range(options.rounds + 1):
+        turn = number % len(chosen)
+        for name in chosen[turn:] + chosen[:turn]:
+            seconds[name].append(_seconds(*steps[name], options.device))
+    for name, (_, *times) in seconds.items():  # buffers are there from the second step on
+        pairs = zip(times, seconds.get(COMPARED, [0.0, *times])[1:], strict=True)
         ratio = statistics.median(a / b for a, b in pairs)
-        middle = statistics.median(times)
-        print(f"{name:<20} {middle:8.2f} s a step of {tokens} tokens | {ratio:.3f} of {COMPARED}")
-        found[name][-1] = found[name][-1]._replace(seconds=middle)
-    return found
+        print(
+            f"{name:<20} {statistics.median(times):8.2f} s a step of {tokens} tokens"
+            f" | {ratio:.3f} of {COMPARED}",
+            flush=True,
+        )
+
+
+def _seconds(step: TrainStep, batch: MicroBatch, device: str) -> float:
+    begin = time.perf_counter()
+    step([batch], 1e-4)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":
