@@ -69,7 +69,7 @@ class Row(NamedTuple):
     fixed: int
     """Bytes of weights, gradients and states on the device."""
     planned: float
-    """Peak, as planned, as a part of the measured one."""
+    """What is planned, as a part of `peak` and `fixed`."""
 
 
 def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
@@ -101,7 +101,7 @@ def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
     step, batch, case = made(rung, tokens, options)
     step([batch], 1e-4)  # buffers are there from the second step on
     peak, planned = _peak(step, batch, torch.device(options.device)), memory(case, 0)
-    part = (planned.total - planned.states) / peak
+    part = planned.total / (planned.states + peak)
     return Row(list(RUNGS)[rung], tokens, peak, planned.states, part)
 
 
@@ -132,20 +132,14 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for rung, rows in found.items():
-        axes.plot([r.tokens for r in rows], [(r.fixed + r.peak) / GIB for r in rows], marker="o")
-        axes.annotate(
-            rung,
-            (rows[-1].tokens, (rows[-1].fixed + rows[-1].peak) / GIB),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_xlim(0, max(rows[-1].tokens for rows in found.values()) * 1.28)
-    axes.set_ylim(0)
+        peaks = [(row.fixed + row.peak) / GIB for row in rows]
+        axes.plot([row.tokens for row in rows], peaks, marker="o", label=rung)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.legend(title="with all above it", frameon=False, loc="upper left")
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("peak of a step, GiB")
-    axes.set_title("Each rung with those above it")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
