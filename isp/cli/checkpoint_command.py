@@ -1,4 +1,4 @@
-"""`isp checkpoint inspect`, `verify` and `export`."""
+"""`isp checkpoint inspect`, `verify`, `export` and `import`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = ["add_export_options", "add_options", "run_export", "run_inspect", "run_verify"]
+__all__ = [
+    "add_export_options",
+    "add_import_options",
+    "add_options",
+    "run_export",
+    "run_import",
+    "run_inspect",
+    "run_verify",
+]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,4 +65,30 @@ def run_export(args: argparse.Namespace) -> int:
     )
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def add_import_options(parser: argparse.ArgumentParser) -> None:
+    """Add the folder, and the checkpoints it becomes one of."""
+    parser.add_argument("path", metavar="FOLDER", help="one of Hugging Face, with safetensors")
+    parser.add_argument(
+        "--into", required=True, metavar="PATH", help="an empty folder of checkpoints, or none yet"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        default="bfloat16",
+        help="of the weights (default: bfloat16)",
+    )
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Write a checkpoint, and say how to begin from it."""
+    from isp.train.import_folder import import_folder
+
+    number = import_folder(Path(args.path), Path(args.into), dtype=args.dtype)
+    print(
+        f"{args.into}: step_0, {number:,} parameters in {args.dtype}, of {args.path}; a run begins"
+        f" from it with --checkpoint.initial_load_path {args.into}"
+    )
     return 0

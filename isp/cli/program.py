@@ -179,6 +179,14 @@ def _build_parser() -> argparse.ArgumentParser:
             "write a checkpoint as a Hugging Face folder",
         )
     )
+    checkpoint_command.add_import_options(
+        _command(
+            actions,
+            "import",
+            checkpoint_command.run_import,
+            "write a Hugging Face folder as a checkpoint",
+        )
+    )
     return parser
 
 
