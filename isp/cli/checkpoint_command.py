@@ -47,11 +47,13 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="of the weights; default: training.dtype of the run",
-    )
+    _add_dtype(parser, None, "training.dtype of the run")
+
+
+def _add_dtype(parser: argparse.ArgumentParser, default: str | None, told: str) -> None:
+    choices = ["float32", "float64", "bfloat16", "float16"]
+    help_text = f"of the weights (default: {told})"
+    parser.add_argument("--dtype", choices=choices, default=default, help=help_text)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -74,12 +76,7 @@ def add_import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--into", required=True, metavar="PATH", help="an empty folder of checkpoints, or none yet"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        default="bfloat16",
-        help="of the weights (default: bfloat16)",
-    )
+    _add_dtype(parser, "bfloat16", "bfloat16")
 
 
 def run_import(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer
+from tools.make_tiny_chat_model import CHAT_TEMPLATE as CHATML_MARKED
 
 __all__ = ["CHATML", "CHATML_MARKED", "LLAMA3", "chat_folder", "load", "write_lines"]
 
@@ -27,22 +28,6 @@ CHATML = """{%- for message in messages %}
         {{- raise_exception('Unknown role: ' + message.role) }}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-CHATML_MARKED = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}
-            {{- message.content + '<|im_end|>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
