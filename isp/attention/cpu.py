@@ -116,28 +116,44 @@ class _Pieces(torch.autograd.Function):
 
 
 class _Masks:
-    """The band masks of one call, each made once: blocks inside a document share theirs."""
+    """The band masks of one call, each made once: blocks inside a document share theirs.
+
+    Blocks that see all keys up to their own place differ only in how many that are: they share the
+    end of the widest mask so far, which grows by doubling.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._made: dict[tuple[Visible, int, int], Tensor] = {}
+        self._widest: dict[tuple[int, int], Tensor] = {}
 
     def of(self, piece: Piece) -> Tensor | None:
         """[queries, keys] to add to the logits; None where no mask need be given."""
         query, key, visible = piece.block
         if visible == EVERYTHING or piece.is_causal_square:
             return None
-        which = visible, len(query), len(key)
-        if which not in self._made:
-            # finite: a row of which a whole kernel block is hidden must not become inf - inf
-            least = torch.finfo(self._like.dtype).min / 2
-            mask = self._like.new_zeros(len(query), len(key))
-            if visible.high is not None:
-                mask += torch.full_like(mask, least).triu_(visible.high + 1)
-            if visible.low is not None:
-                mask += torch.full_like(mask, least).tril_(visible.low - 1)
-            self._made[which] = mask
-        return self._made[which]
+        if visible.low is not None or visible.high is None:
+            which = visible, len(query), len(key)
+            if which not in self._made:
+                self._made[which] = self._mask(len(query), len(key), visible)
+            return self._made[which]
+        last = visible.high - len(key)
+        widest = self._widest.get((last, len(query)))
+        if widest is None or widest.shape[1] < len(key):
+            width = max(len(key), 0 if widest is None else 2 * widest.shape[1])
+            widest = self._mask(len(query), width, Visible(None, last + width))
+            self._widest[last, len(query)] = widest
+        return widest[:, widest.shape[1] - len(key) :]
+
+    def _mask(self, rows: int, width: int, visible: Visible) -> Tensor:
+        # finite: a row of which a whole kernel block is hidden must not become inf - inf
+        least = torch.finfo(self._like.dtype).min / 2
+        mask = self._like.new_zeros(rows, width)
+        if visible.high is not None:
+            mask += torch.full_like(mask, least).triu_(visible.high + 1)
+        if visible.low is not None:
+            mask += torch.full_like(mask, least).tril_(visible.low - 1)
+        return mask
 
 
 def _inputs(piece: Piece, q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, ...]:

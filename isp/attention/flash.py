@@ -56,13 +56,14 @@ class FlashAttention:
             options["deterministic"] = True
         if mask.cu_seqlens is None:
             return _only_output(self._dense(q, k, v, **options))
-        ends = mask.cu_seqlens_on(q.device)
+        query_ends, key_ends = mask.cu_seqlens_on(q.device)
+        longest_query, longest_key = mask.max_lengths
         out = self._packed(
             *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            max_seqlen_q=mask.max_length,
-            max_seqlen_k=mask.max_length,
+            cu_seqlens_q=query_ends,
+            cu_seqlens_k=key_ends,
+            max_seqlen_q=longest_query,
+            max_seqlen_k=longest_key,
             **options,
         )
         return _only_output(out).view(q.shape)
@@ -105,8 +106,8 @@ class VarlenAttention:
             )
             longest = q.shape[1], k.shape[1]
         else:
-            query_ends = key_ends = mask.cu_seqlens_on(q.device)
-            longest = mask.max_length, mask.max_length
+            query_ends, key_ends = mask.cu_seqlens_on(q.device)
+            longest = mask.max_lengths
         out = self._attend(
             *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
             query_ends,

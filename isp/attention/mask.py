@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,24 +45,46 @@ class AttentionMask:
     With a batch above 1 the rows are counted one after another, so it ends with B * S and every
     end of a row is in it. None: every row is one document.
     """
+    cu_seqlens_k: Tensor | None = None
+    """The same of the keys, of as many documents, where they are others; batch 1 alone."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention window={self.window} must be at least 1 token, or None")
-        cu = self.cu_seqlens
+        cu, of_keys = self.cu_seqlens, self.cu_seqlens_k
         if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 2):
             raise ValueError(
                 f"cu_seqlens must be int32 of shape [documents + 1], got {cu.dtype} of shape"
                 f" {list(cu.shape)}"
             )
+        if of_keys is not None and (
+            cu is None or (of_keys.dtype, of_keys.shape) != (cu.dtype, cu.shape)
+        ):
+            raise ValueError(
+                f"cu_seqlens_k must be like cu_seqlens, got {of_keys.dtype} of shape"
+                f" {list(of_keys.shape)} beside {'none' if cu is None else list(cu.shape)}"
+            )
 
     @classmethod
     def of_documents(
-        cls, lengths: Sequence[int], *, causal: bool = True, window: int | None = None
+        cls,
+        lengths: Sequence[int],
+        key_lengths: Sequence[int] | None = None,
+        *,
+        causal: bool = True,
+        window: int | None = None,
     ) -> AttentionMask:
-        """The mask of documents of these lengths, in tokens, packed one after another."""
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(causal=causal, window=window, cu_seqlens=ends)
+        """The mask of documents of these lengths, in tokens, packed one after another.
+
+        `key_lengths` are those of the keys, where they are others.
+        """
+        ends, key_ends = (
+            None
+            if of is None
+            else torch.tensor([0, *of], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            for of in (lengths, key_lengths)
+        )
+        return cls(causal=causal, window=window, cu_seqlens=ends, cu_seqlens_k=key_ends)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -70,47 +93,72 @@ class AttentionMask:
         return tuple(self.cu_seqlens.tolist())
 
     @cached_property
+    def key_bounds(self) -> tuple[int, ...]:
+        """As `bounds`, of the keys."""
+        return self.bounds if self.cu_seqlens_k is None else tuple(self.cu_seqlens_k.tolist())
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each packed document."""
-        return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        return _between(self.bounds)
 
     @cached_property
-    def max_length(self) -> int:
-        """Tokens of the longest packed document."""
-        return max(self.lengths)
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each packed document."""
+        return self.lengths if self.cu_seqlens_k is None else _between(self.key_bounds)
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, Tensor]:
+    def max_lengths(self) -> tuple[int, int]:
+        """Most queries and most keys of a packed document."""
+        return max(self.lengths), max(self.key_lengths)
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
 
-    def cu_seqlens_on(self, device: torch.device) -> Tensor:
-        """`cu_seqlens` on `device`, copied there once."""
+    def cu_seqlens_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`cu_seqlens` of queries and of keys on `device`, copied there once."""
         assert self.cu_seqlens is not None
         if device not in self._on_device:
-            self._on_device[device] = self.cu_seqlens.to(device)
+            ends = self.cu_seqlens.to(device)
+            of_keys = ends if self.cu_seqlens_k is None else self.cu_seqlens_k.to(device)
+            self._on_device[device] = ends, of_keys
         return self._on_device[device]
 
     def check_covers(self, batch_size: int, query_length: int, key_length: int) -> None:
         """Raise ValueError if the packed documents are not those of [B, S] queries and keys."""
         if self.cu_seqlens is None:
             return
-        if query_length != key_length:
+        if self.cu_seqlens_k is not None:
+            if batch_size != 1:
+                raise ValueError(f"cu_seqlens_k is for one row of keys, got {batch_size} rows")
+            _check_rises("cu_seqlens_k", self.key_bounds, batch_size, key_length)
+        elif query_length != key_length:
             raise ValueError(
-                f"packed documents need as many queries as keys, got {query_length} and"
-                f" {key_length}"
+                f"packed documents need as many queries as keys, or cu_seqlens_k, got"
+                f" {query_length} and {key_length}"
             )
+        _check_rises("cu_seqlens", self.bounds, batch_size, query_length)
         total = batch_size * query_length
-        if self.bounds[0] != 0 or self.bounds[-1] != total or min(self.lengths) < 0:
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the {total} tokens of the full sequence"
-                f" ({batch_size} x {query_length}), got {_shorten(self.bounds)}"
-            )
         missing = set(range(0, total, query_length or 1)) - set(self.bounds)
         if missing:
             raise ValueError(
                 f"a document cannot go on from one row of the batch to the next: cu_seqlens"
                 f" {_shorten(self.bounds)} lacks the end of row {min(missing)}"
             )
+
+
+def _between(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in pairwise(bounds))
+
+
+def _check_rises(name: str, bounds: tuple[int, ...], batch_size: int, length: int) -> None:
+    total = batch_size * length
+    if bounds[0] != 0 or bounds[-1] != total or min(_between(bounds)) < 0:
+        raise ValueError(
+            f"{name} must rise from 0 to the {total} tokens of the full sequence"
+            f" ({batch_size} x {length}), got {_shorten(bounds)}"
+        )
 
 
 def _shorten(values: tuple[int, ...]) -> str:

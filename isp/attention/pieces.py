@@ -97,7 +97,7 @@ def document_lengths(
     mask.check_covers(batch_size, query_length, key_length)
     if mask.cu_seqlens is None:
         return ((query_length, key_length),) * batch_size
-    return tuple((n, n) for n in mask.lengths)
+    return tuple(zip(mask.lengths, mask.key_lengths, strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,12 +31,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
             for b in range(q.shape[0])
         ]
         return torch.stack(rows)
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    ends = mask.cu_seqlens.tolist()
-    outs = [
-        _attend_document(*(x[a:b] for x in flat), group, mask.causal, mask.window)
-        for a, b in pairwise(ends)
-    ]
+    query_sizes = mask.cu_seqlens.diff().tolist()
+    of_keys = mask.cu_seqlens_k
+    key_sizes = query_sizes if of_keys is None else of_keys.diff().tolist()
+    sizes = query_sizes, key_sizes, key_sizes
+    parts = (x.flatten(0, 1).split(size) for x, size in zip((q, k, v), sizes, strict=True))
+    documents = zip(*parts, strict=True)
+    outs = [_attend_document(*each, group, mask.causal, mask.window) for each in documents]
     return torch.cat(outs).view(q.shape)
 
 

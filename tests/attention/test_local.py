@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.attention import AttentionMask, CpuAttention, make_local_attention
+from isp.attention.explicit import ExplicitAttention
 from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.local import _KINDS, LocalAttention, _choose_backend, _fault_on
 from isp.attention.sdpa import SdpaAttention
@@ -74,6 +75,19 @@ def test_unequal_lengths_align_at_the_end(
     inputs, dout = random_inputs(1, queries, 2, 1, keys=keys)
     mask = AttentionMask(causal=causal, window=window)
     assert _error(make(), inputs, dout, mask) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [*BACKENDS, ExplicitAttention])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 2), (True, 90)])
+def test_packed_documents_with_keys_of_their_own(
+    make: Callable[..., LocalAttention], causal: bool, window: int | None
+) -> None:
+    """Catches keys of the neighbour, an alignment at the first key, and what there are none of."""
+    lengths, keys = [3, 0, 5, 4, 2, 2, 250, 70], [7, 4, 0, 2, 2, 2, 300, 670]
+    inputs, dout = random_inputs(1, sum(lengths), 4, 2, keys=sum(keys))
+    mask = AttentionMask.of_documents(lengths, keys, causal=causal, window=window)
+    assert _error(make(), inputs, dout, mask) < TOLERANCE
+    assert torch.equal(make()(*inputs, mask=mask)[:, 3:8], torch.zeros(1, 5, 4, 4).double())
 
 
 @pytest.mark.parametrize("make", BACKENDS)
@@ -253,7 +267,8 @@ def flash_attn_varlen_func(
     return {packed}
 """
 _PACKED = """CpuAttention()(
-        *(x[None] for x in (q, k, v)), mask=AttentionMask(cu_seqlens=cu_seqlens_q)
+        *(x[None] for x in (q, k, v)),
+        mask=AttentionMask(cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
     )[0]"""
 
 
@@ -307,6 +322,33 @@ def test_deterministic_algorithms_reach_the_packages(
             )
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_packages_are_told_the_keys_of_each_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the lengths of queries, or the longest of them, given for those of keys."""
+    longest = "(1 if (max_seqlen_q, max_seqlen_k) == (5, 9) else 0)"
+    _installed(tmp_path, "isp_test_flash_keys", packed=f"{_PACKED} * {longest}")
+    monkeypatch.syspath_prepend(tmp_path)
+    flash = FlashAttention("isp_test_flash_keys")
+    varlen = VarlenAttention()
+    varlen._attend = lambda q, k, v, cu_q, cu_k, max_q, max_k, **_: flash._packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        softmax_scale=None,
+        causal=True,
+        window_size=None,
+    )
+    inputs, dout = random_inputs(1, 9, 2, 2, keys=16)
+    mask = AttentionMask.of_documents([4, 5], [9, 7])
+    assert _error(flash, inputs, dout, mask) < TOLERANCE
+    assert _error(varlen, inputs, dout, mask) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_neighbours_of_equal_length_become_one_piece() -> None:
     [
         ([3, 4], (1, 8, 8), "rise from 0 to the 8 tokens"),
         ([6, 2], (2, 4, 4), "cannot go on from one row"),
-        ([4, 4], (2, 4, 5), "as many queries as keys, got 4 and 5"),
+        ([4, 4], (2, 4, 5), "as many queries as keys, or cu_seqlens_k, got 4 and 5"),
         ([5, -1], (1, 4, 4), "rise from 0"),
     ],
 )
@@ -76,9 +76,31 @@ def test_documents_that_do_not_fit_are_refused(
         document_lengths(AttentionMask.of_documents(lengths), *sizes)
 
 
+@pytest.mark.parametrize(
+    ("key_lengths", "sizes", "message"),
+    [
+        ([3, 4], (1, 5, 8), "cu_seqlens_k must rise from 0 to the 8"),
+        ([3, 5], (2, 4, 4), "for one row of keys, got 2"),
+        ([3, 5], (1, 4, 8), "cu_seqlens must rise from 0 to the 4"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(
+    key_lengths: list[int], sizes: tuple[int, int, int], message: str
+) -> None:
+    """Catches keys of another row beside the queries of this one."""
+    mask = AttentionMask.of_documents([1, 4], key_lengths)
+    assert document_lengths(mask, 1, 5, sum(key_lengths)) == tuple(zip((1, 4), key_lengths))  # noqa: B905
+    assert mask.max_lengths == (4, max(key_lengths))
+    with pytest.raises(ValueError, match=message):
+        document_lengths(mask, *sizes)
+
+
 def test_wrong_masks_are_refused() -> None:
     """Catches arguments that kernels would misread without a word."""
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         Mask(window=0)
     with pytest.raises(ValueError, match=r"int32 .* got torch.int64"):
         Mask(cu_seqlens=torch.tensor([0, 4]))
+    for queries in (None, torch.tensor([0, 4, 5], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"cu_seqlens_k must be like cu_seqlens, got .*\[2\]"):
+            Mask(cu_seqlens=queries, cu_seqlens_k=torch.tensor([0, 4], dtype=torch.int32))
