@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
-from isp.parallel.config import ModeFacts, ParallelConfig, PipelineConfig
+from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.context import Windows
 from isp.parallel.head_groups import HeadGroups
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
@@ -241,15 +242,17 @@ class ModelConfig:
         heads = self.num_layers * self.num_heads * self.head_size
         return 6 * self.matmul_parameters * tokens + 6 * heads * pairs_doubled
 
-    def head_groups(self, tensor_ranks: int, facts: ModeFacts) -> HeadGroups:
-        """The groups of attention's heads.  Raises ValueError if the heads do not divide."""
-        split = tensor_ranks if facts.splits_features else 1
-        return HeadGroups.of(
-            self.attention_head_groups,
-            self.num_heads // split,
-            self.kv_heads // split,
-            tensor_ranks // split,
-        )
+    @property
+    def attention_windows(self) -> Windows:
+        return ((self.sliding_window, self.num_layers),)
+
+    def head_groups(self, parts: int, ranks: int) -> HeadGroups:
+        """The groups of the heads of one of `parts`, which `ranks` exchange.
+
+        Raises ValueError if the heads do not divide.
+        """
+        heads = self.num_heads // parts, self.kv_heads // parts
+        return HeadGroups.of(self.attention_head_groups, *heads, ranks)
 
     def build(
         self,
@@ -275,7 +278,10 @@ class ModelConfig:
                         f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
                         f" features"
                     )
-        self.head_groups(size, facts)
+        if facts.splits_features:
+            self.head_groups(size, 1)
+        else:
+            self.head_groups(1, parallel.for_heads(self.num_heads, self.kv_heads).head_size)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
             _check_distributable(self, parallel, seq_len)

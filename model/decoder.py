@@ -155,7 +155,7 @@ class Block(nn.Module):
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, layers)
         self.tiled = self._tiled(config.mlp_tile_tokens) if config.mlp_tile_tokens else None
-        groups = config.head_groups(layers.tensor.size, layers.mode.facts)
+        groups = config.head_groups(layers.feature_parts, core.channel.size)
         self.grouped = self._grouped(groups) if config.attention_head_groups > 1 else None
         self.in_halves = self.grouped is not None and not config.checkpoint_segment
         """Whether attention and the MLP are recomputed each from an input of its own."""

@@ -16,6 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes = {
         "--world": "ranks in all",
         "--tensor": "ranks that share one sequence",
+        "--context": "isp: those of them that attend with the same heads",
         "--pipeline": "pipeline stages",
         "--weight": "isp: ranks that share one copy of the weights",
     }
@@ -24,6 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, type=positive, default=1, required=required, metavar="N", help=meaning
         )
+    parser.add_argument(
+        "--context-first",
+        action="store_true",
+        help="ranks that attend with the same heads are neighbours, not those with other heads",
+    )
     parser.add_argument(
         "--zero1",
         type=int,
@@ -45,9 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from isp.parallel.config import (
+        DevicePlacementConfig,
         Mode,
         ParallelConfig,
         PipelineConfig,
+        Sequence2DConfig,
         TensorConfig,
         WeightConfig,
         Zero1Config,
@@ -60,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         weight=WeightConfig(size=args.weight),
         pipeline=PipelineConfig(size=args.pipeline),
         zero1=Zero1Config(size=args.zero1),
+        sequence_2D=Sequence2DConfig(
+            enable=True,
+            context_size=args.context,
+            device_placement_strategy=DevicePlacementConfig(head_first=not args.context_first),
+        ),
     )
     topology = Topology.create(args.world, parallel)
     picture = "" if args.shape is None else describe_cuts(topology, args.shape)

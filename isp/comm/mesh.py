@@ -99,7 +99,8 @@ class Mesh:
         """The ranks of each channel of more than one, by its name."""
         self.opened: list[Channel] = []
         """Every channel of this mesh."""
-        self._channels = {axis: self.open(axis) for axis in Axis}
+        own = {axis: self.open(axis) for axis in Axis if topology.channel_axis(axis) is axis}
+        self._channels = {axis: own[topology.channel_axis(axis)] for axis in Axis}
         self.host = self._open_host()
         """All ranks, for values in CPU memory whatever the device."""
 

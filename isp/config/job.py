@@ -133,7 +133,8 @@ class JobConfig:
     def topology(self, world_size: int) -> Topology:
         """The groups of `world_size` ranks.  Raises ConfigError if the sizes do not fit."""
         try:
-            return Topology.create(world_size, self.parallel)
+            heads = self.model.num_heads, self.model.kv_heads
+            return Topology.create(world_size, self.parallel.for_heads(*heads))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -162,6 +163,8 @@ class JobConfig:
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )
+        if not mode.facts.slices_batch and self.parallel.sequence_2D.enable:
+            found.append(f"parallel.sequence_2D is not used in {mode} mode, which splits features")
         return [*found, *self._unused_of_tiles()]
 
     def _unused_of_tiles(self) -> list[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
     from isp.layers.factory import LayerFactory
     from isp.layers.module import NamedParameter
     from isp.parallel.config import ParallelConfig
+    from isp.parallel.context import Windows
     from isp.weights.declare import DeclaredBlock
 
 __all__ = ["Chunk", "LanguageModel"]
@@ -73,6 +74,13 @@ class LanguageModel(Protocol):
     @property
     def flop_rule(self) -> str:
         """The `flops` rule, in words."""
+
+    @property
+    def attention_windows(self) -> Windows:
+        """The windows of its attention layers, with how many have each; empty: it attends to none.
+
+        Of packed rows they decide which rank has which tokens.
+        """
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if the model cannot be split as asked.

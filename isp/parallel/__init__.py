@@ -1,12 +1,15 @@
 """Sizes, groups and the configuration of a parallel run."""
 
 from isp.parallel.config import (
+    ContextExchange,
+    DevicePlacementConfig,
     LaunchPoint,
     Mode,
     OverlapUnit,
     ParallelConfig,
     PipelineConfig,
     PipelineSchedule,
+    Sequence2DConfig,
     TensorConfig,
     WeightConfig,
     Zero1Config,
@@ -15,12 +18,15 @@ from isp.parallel.topology import Axis, Topology
 
 __all__ = [
     "Axis",
+    "ContextExchange",
+    "DevicePlacementConfig",
     "LaunchPoint",
     "Mode",
     "OverlapUnit",
     "ParallelConfig",
     "PipelineConfig",
     "PipelineSchedule",
+    "Sequence2DConfig",
     "TensorConfig",
     "Topology",
     "WeightConfig",

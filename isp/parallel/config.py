@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isp.parallel.partition import any_of, divisors
 from isp.settings.section import Ranks, section
 
 
@@ -210,6 +211,63 @@ class PipelineConfig:
             )
 
 
+class ContextExchange(StrEnum):
+    """How the ranks of a context group come by each other's keys and values."""
+
+    AUTO = "auto"
+    """The ring where what a gather receives does not fit into the device's memory."""
+    GATHER = "gather"
+    """Each receives what its tokens attend to, head by head, and attends once."""
+    RING = "ring"
+    """Blocks of it go round, and partial results are merged; windowed layers gather."""
+
+
+@section("parallel.sequence_2D.device_placement_strategy")
+class DevicePlacementConfig:
+    """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbours."""
+
+    head_first: bool = True
+    """The ranks of a head group are; false: those of a context group."""
+
+
+@section("parallel.sequence_2D")
+class Sequence2DConfig:
+    """`parallel.sequence_2D`: the tensor group as heads x context; used in isp mode only."""
+
+    enable: bool = False
+    """Attend with the tensor group as head_size x context_size ranks."""
+    head_size: Ranks | None = None
+    """Ranks that exchange tokens for heads; null: what context_size leaves, else as many as get
+    equally many KV heads and no copies of them."""
+    context_size: Ranks | None = None
+    """Ranks that attend with the same heads to parts of a sequence; null: what head_size leaves."""
+    exchange: ContextExchange = ContextExchange.AUTO
+    """auto, gather or ring: how keys and values reach the ranks of a context group."""
+    device_placement_strategy: DevicePlacementConfig = field(default_factory=DevicePlacementConfig)
+    """Which ranks are neighbours."""
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Both sizes, as they are given."""
+        return self.head_size, self.context_size
+
+    def check_fits(self, tensor: int) -> None:
+        """Raise ValueError for sizes whose product cannot be the `tensor` size."""
+        for key, size in zip(("head_size", "context_size"), self.sizes, strict=True):
+            if size is not None and tensor % size:
+                raise ValueError(
+                    f"parallel.sequence_2D.{key}={size} must divide parallel.tensor.size={tensor}:"
+                    f" use {any_of(divisors(tensor))}"
+                )
+        head, context = self.sizes
+        if head is not None and context is not None and head * context != tensor:
+            raise ValueError(
+                f"parallel.sequence_2D.head_size={head} x context_size={context} is not"
+                f" parallel.tensor.size={tensor}: use context_size={tensor // head}, or leave one"
+                f" of the two out"
+            )
+
+
 @section("parallel.zero1")
 class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
@@ -230,6 +288,55 @@ class ParallelConfig:
     """The stages."""
     zero1: Zero1Config = field(default_factory=Zero1Config)
     """The optimizer's shards."""
+    sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
+    """Heads x context, in the tensor group (isp)."""
+
+    def __post_init__(self) -> None:
+        if self._has_two_axes:
+            self.sequence_2D.check_fits(self.tensor.size)
+
+    @property
+    def _has_two_axes(self) -> bool:
+        return self.sequence_2D.enable and self.tensor.mode.facts.slices_batch
+
+    @property
+    def context_size(self) -> int:
+        """Ranks in a context group.  Raises ValueError where the model's heads are to say it."""
+        head, context = self.sequence_2D.sizes if self._has_two_axes else (None, 1)
+        if context is not None:
+            return context
+        if head is None:
+            raise ValueError(
+                "parallel.sequence_2D.enable=true needs head_size or context_size: their product"
+                f" is parallel.tensor.size={self.tensor.size}"
+            )
+        return self.tensor.size // head
+
+    @property
+    def head_size(self) -> int:
+        """Ranks in a group that exchanges tokens for heads."""
+        return self.tensor.size // self.context_size
+
+    def for_heads(self, query: int, kv: int) -> ParallelConfig:
+        """The same with both sizes of heads x context, for a model with so many heads.
+
+        Raises ValueError if there are head ranks without a query head.
+        """
+        if not self._has_two_axes:
+            return self
+        two, tensor = self.sequence_2D, self.tensor.size
+        if two.sizes == (None, None):
+            # No KV head is copied: more head ranks would receive no less.
+            two = replace(two, head_size=math.gcd(tensor, kv))
+        found = replace(self, sequence_2D=two)
+        two = replace(two, head_size=found.head_size, context_size=found.context_size)
+        if found.head_size > query:
+            usable = [n for n in divisors(tensor) if n <= query]
+            raise ValueError(
+                f"parallel.sequence_2D.head_size={found.head_size} leaves ranks without one of the"
+                f" {query} query heads: use {any_of(usable)}"
+            )
+        return replace(self, sequence_2D=two)
 
     @property
     def least_ranks(self) -> int:

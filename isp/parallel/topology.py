@@ -25,6 +25,10 @@ class Axis(StrEnum):
 
     TENSOR = "tensor"
     """Ranks that share one sequence (the TP group; in isp mode the SP group)."""
+    HEAD = "head"
+    """Ranks of a tensor group that exchange tokens for heads; without sequence_2D, all of it."""
+    CONTEXT = "context"
+    """Ranks of a tensor group with the same heads, which exchange keys and values."""
     DATA = "data"
     """Ranks with the same place in their sequence, on different data."""
     WEIGHT = "weight"
@@ -58,6 +62,10 @@ class Topology:
     weight: int
     pipeline: int
     zero1: int
+    context: int = 1
+    """Ranks of a tensor group that attend with the same heads."""
+    head_first: bool = True
+    """Whether the ranks of a head group are neighbours, or those of a context group."""
 
     @classmethod
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
@@ -81,7 +89,14 @@ class Topology:
             weight=weight,
             pipeline=pipeline,
             zero1=zero1,
+            context=parallel.context_size,
+            head_first=parallel.sequence_2D.device_placement_strategy.head_first,
         )
+
+    @property
+    def head(self) -> int:
+        """Ranks of a tensor group that exchange tokens for heads."""
+        return self.tensor // self.context
 
     @property
     def stage(self) -> int:
@@ -118,6 +133,10 @@ class Topology:
                 return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
                 return [g for s in stages for g in _consecutive(s, self.tensor)]
+            case Axis.HEAD | Axis.CONTEXT:
+                near = self.head if self.head_first else self.context
+                cut = _consecutive if (axis is Axis.HEAD) is self.head_first else _strided
+                return [g for sequence in self.groups(Axis.TENSOR) for g in cut(sequence, near)]
             case Axis.DATA:
                 return [g for s in stages for g in _strided(s, self.tensor)]
             case Axis.WEIGHT:
@@ -132,6 +151,14 @@ class Topology:
                     [p * self.stage + r for p in range(self.pipeline) for r in copy]
                     for copy in _consecutive(stages[0], self.weight)
                 ]
+
+    def channel_axis(self, axis: Axis) -> Axis:
+        """The axis whose channel serves `axis`: the tensor's, where head or context is all of it.
+
+        So a second group of the same ranks is not opened.
+        """
+        parts = {Axis.HEAD: self.head, Axis.CONTEXT: self.context}
+        return Axis.TENSOR if parts.get(axis) == self.tensor else axis
 
     def group_of(self, axis: Axis, rank: int) -> list[int]:
         """The group of `axis` that `rank` is in."""
@@ -148,12 +175,15 @@ class Topology:
             f" x tensor {self.tensor}"
         ]
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
+        if self.context > 1:
+            sizes.append(f"tensor {self.tensor} = head {self.head} x context {self.context}")
+            shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
         if self.mode.facts.gathers_weights:
             sizes.append(
                 f"world {self.world_size} = pipeline {self.pipeline} x weight_data"
                 f" {self.weight_data} x weight {self.weight}"
             )
-            shown[2:2] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
+            shown[-1:-1] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
         shown.append(Axis.ZERO1)
         lines = [f"mode {self.mode}", *sizes]
         width = max(len(axis) for axis in shown)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -18,6 +20,7 @@ from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig
+from isp.parallel.context import Windows
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.chunk import InitialWeights, TracedChunk
 from isp.traced.hosts import OwnModule, host_of
@@ -113,9 +116,22 @@ class TracedModel:
         """None: there is one stage, which has both uses of a tied weight."""
         return None
 
+    @property
+    def attention_windows(self) -> Windows:
+        """Of the attentions that the trace met."""
+        windows = (call.sizes.window for call in self.trace.calls if call.sizes is not None)
+        return tuple(Counter(windows).items())
+
+    def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
+        """`parallel` with the sizes of heads x context that the heads of all layers allow."""
+        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
+        query = min((s.num_heads for s in sizes), default=1)
+        return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
+
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
         check_layout(parallel, seq_len)
+        self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)

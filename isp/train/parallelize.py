@@ -22,7 +22,7 @@ from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
-from isp.parallel import Axis
+from isp.parallel import Axis, Topology
 from isp.traced.folder import WeightWriter
 from isp.traced.model import TracedModel
 from isp.traced.pretrained import begun_by_the_model
@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     )
     traced.check_layout(config.parallel, config.row_tokens)
     world = World(choose_device(config), timeout_seconds=config.comm.init_timeout_seconds)
-    topology = config.topology(world.size)
+    topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     if not dist.is_initialized():
         world.__enter__()
     if config.training.deterministic:

@@ -21,6 +21,7 @@ from isp.models.build import parameter_shapes
 from isp.models.protocol import LanguageModel
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode, ParallelConfig, PipelineSchedule
+from isp.parallel.context import Windows
 from isp.weights.declare import DeclaredBlock, DeclaredVisit
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
@@ -48,6 +49,10 @@ class Mlp:
     @property
     def flop_rule(self) -> str:
         return "6 x parameters x tokens"
+
+    @property
+    def attention_windows(self) -> Windows:
+        return ()
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         pass

@@ -18,10 +18,12 @@ from isp.models.build import build_model
 from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
+    DevicePlacementConfig,
     Mode,
     ParallelConfig,
     PipelineConfig,
     PipelineSchedule,
+    Sequence2DConfig,
     TensorConfig,
     Topology,
     WeightConfig,
@@ -108,6 +110,9 @@ class Layout:
     chunks: int = 1
     micro: int = 1
     zero1: int = -1
+    context: int = 1
+    """Context ranks, in isp mode."""
+    head_first: bool = True
     options: WeightConfig = field(default_factory=WeightConfig)
     """What else `parallel.weight` says; its size is `weight`."""
 
@@ -131,6 +136,11 @@ class Layout:
                 size=self.pipeline, schedule=self.schedule, num_chunks=self.chunks
             ),
             zero1=Zero1Config(size=self.zero1),
+            sequence_2D=Sequence2DConfig(
+                enable=self.context > 1,
+                context_size=self.context,
+                device_placement_strategy=DevicePlacementConfig(head_first=self.head_first),
+            ),
         )
 
     def topology(self) -> Topology:
@@ -141,6 +151,8 @@ class Layout:
         sizes = f"tensor {self.tensor}  weight {self.weight}  data {self.data}  micro {self.micro}"
         plain = asdict(WeightConfig())
         changed = [f"  {k}={v}" for k, v in asdict(self.options).items() if v != plain[k]]
+        if self.context > 1:
+            sizes += f"  context {self.context}{'' if self.head_first else ' first'}"
         if self.pipeline > 1:
             sizes += f"  pipeline {self.pipeline}"
         if self.chunks > 1:
