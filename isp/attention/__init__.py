@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 from isp.attention.call import attention
+from isp.attention.context import ContextAttention
 from isp.attention.cpu import CpuAttention
 from isp.attention.distributed import DistributedAttention
 from isp.attention.exchange import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
@@ -13,6 +14,7 @@ from isp.attention.mask import AttentionMask
 
 __all__ = [
     "AttentionMask",
+    "ContextAttention",
     "CpuAttention",
     "DistributedAttention",
     "HeadPlan",

@@ -13,13 +13,11 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trip
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.exchange import Arrival, Cut, Exchange, launch
+from isp.attention.exchange import Arrival, Cut, Exchange, NothingToAttend, launch
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
@@ -131,7 +129,7 @@ class DistributedAttention:
     ) -> Tensor:
         """This rank's heads of `plan`: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
         if q.shape[_HEADS] == 0:
-            out: Tensor = _NoHeads.apply(q, k, v, *([] if sinks is None else [sinks]))
+            out: Tensor = NothingToAttend.apply(q, k, v, *([] if sinks is None else [sinks]))
             return out
         repeated = plan.repeated_kv(self.channel.rank)
         if repeated is not None:
@@ -151,20 +149,3 @@ class DistributedAttention:
         if not lacking:
             return self.local_attention(q, k, v, mask=mask, **options)
         return self.local_attention(q, k, F.pad(v, (0, lacking)), mask=mask, **options)[..., :size]
-
-
-class _NoHeads(torch.autograd.Function):
-    """Attention of a rank without heads: empty, and joined to k, v and sinks all the same.
-
-    Without this node the rank's backward would never reach their exchange, nor the sum of the
-    sinks' gradients, and the others would wait for it forever.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, *sinks)
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)

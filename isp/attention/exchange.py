@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ __all__ = [
     "Arrival",
     "Cut",
     "Exchange",
+    "NothingToAttend",
+    "RoundTrip",
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
@@ -203,10 +205,24 @@ def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
     return total.to(slices[0].dtype)
 
 
+class RoundTrip(Protocol):
+    """An exchange, and its transpose."""
+
+    @property
+    def channel(self) -> Channel:
+        """Of the ranks that take part."""
+
+    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
+        """Send xs on their way."""
+
+    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
+        """Send the gradients of what arrived on their way back."""
+
+
 class _Trip:
     """One exchange under autograd: what is in flight there, and in backward what is coming back."""
 
-    def __init__(self, exchange: Exchange, *, reverse: bool) -> None:
+    def __init__(self, exchange: RoundTrip, *, reverse: bool) -> None:
         self._there = exchange.go_back if reverse else exchange.go_out
         self._back = exchange.go_out if reverse else exchange.go_back
         self._arrival: Arrival | None = None
@@ -247,7 +263,7 @@ class _Arrive(torch.autograd.Function):
         return None, dys[0].new_empty(0)
 
 
-def launch(exchange: Exchange, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
+def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
     """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
 
     See the note [A trip is two autograd nodes]. The result must be called once, and every rank's
@@ -258,6 +274,23 @@ def launch(exchange: Exchange, xs: Sequence[Tensor], *, reverse: bool = False) -
     trip = _Trip(exchange, reverse=reverse)
     ticket = _Depart.apply(trip, *xs)
     return lambda: _Arrive.apply(trip, ticket)
+
+
+class NothingToAttend(torch.autograd.Function):
+    """Attention of a rank without queries: empty, and joined to k, v and sinks all the same.
+
+    Without this node the rank's backward would never reach their exchange, nor the sum of the
+    sinks' gradients, and the others would wait for it forever.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, *sinks)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
 class SeqAllToAll:

@@ -38,6 +38,8 @@ class Purpose(StrEnum):
     """Beside which the gradient of the weight is computed."""
     HEADS = "heads"
     """Sequence exchanged for heads, around attention, and their gradients."""
+    KEYS = "keys and values"
+    """Those that a context rank attends to and others have, and their gradients."""
     LOGITS = "logits"
     """And their gradients."""
     LOSS = "loss"

@@ -60,6 +60,7 @@ _COSTS = {
     Purpose.ACTIVATION: Cost.CHAIN,
     Purpose.OUTPUT_GRADIENT: Cost.CHAIN,
     Purpose.HEADS: Cost.CHAIN,
+    Purpose.KEYS: Cost.CHAIN,
     Purpose.LOGITS: Cost.CHAIN,
     Purpose.LOSS: Cost.CHAIN,
     Purpose.STAGE_ACTIVATION: Cost.OUTSIDE,

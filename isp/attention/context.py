@@ -1,0 +1,229 @@
+"""`ContextAttention`: attention of queries that a rank has to keys that lie on many.
+
+c context ranks, B batch, S sequence, h query heads and k KV heads of this rank, d head size, T its
+tokens in all rows, L keys as its kernels see them
+
+    q     [B, S/c, h, d]                                                stays
+    k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
+                                                         local attention [B, S/c, h, d]
+
+Each context rank has the slices of documents that a `ContextPlan` gives it, and receives exactly
+the keys and values that they attend to. One kernel call sees each slice's whole range of keys, so
+results are never merged: they are exact to the kernel, and windows and sinks are what they are on
+one device. Keys travel by stripes of heads, the next one while this one is attended to.
+
+backward   gradients of k and v return by the transposed all-to-all, and are added up in float32 at
+           least, first over a rank's copies and then in the order of ranks
+
+Source: the stripes are those of ring-flash-attention, llama3_flash_attn_varlen; that only needed
+keys travel, of NeMo's blockdiag_cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.attention.exchange import Arrival, NothingToAttend, launch
+from isp.attention.local import LocalAttention
+from isp.attention.mask import AttentionMask
+from isp.attention.route import Route
+from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
+from isp.parallel.context import ContextPlan, Windows
+
+__all__ = ["ContextAttention"]
+
+_ROUTES = 16
+"""Routes that are kept: those of the micro-batches under way, for each kind of mask."""
+
+_STRIPE_BYTES = 4 << 20
+"""Least that a stripe is worth, of what the rank that receives most receives."""
+
+_MOST_STRIPES = 4
+
+PlanOf = Callable[[tuple[int, ...], int, Windows], ContextPlan]
+
+
+class ContextAttention:
+    """Local attention made to work on tokens that a plan spreads over `channel`; for all layers.
+
+    The tokens of a rank are in the order of its slices, row by row. `mask` is that of the rows in
+    their own order; without documents each row is cut alike. `windows` are those of the model's
+    layers, by which work is balanced. `stripes` of KV heads at most; None: by their bytes.
+    """
+
+    def __init__(
+        self,
+        local_attention: LocalAttention,
+        channel: Channel,
+        windows: Windows,
+        *,
+        stripes: int | None = None,
+        plan_of: PlanOf = ContextPlan.of,
+    ) -> None:
+        self.local_attention = local_attention
+        self.channel = channel
+        self.windows = windows
+        self.stripes = stripes
+        self._plan_of = plan_of
+        self._route_of = lru_cache(maxsize=_ROUTES)(self._make_route)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [B, S/c, h, d], k and v [B, S/c, k, d] -> [B, S/c, h, d]; `mask` of the whole rows.
+
+        Raises ValueError if the tokens are not those that the plan gives this rank, or if a mask
+        that is not causal has a window.
+        """
+        if self.channel.size == 1:
+            options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+            return self.local_attention(q, k, v, mask=mask, **options)
+        route = self._route(q, mask)
+        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks)
+        out = self._attend(tokens, route.mask) if route.stays else self._exchange(tokens, route)
+        return out.view(q.shape)
+
+    def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
+        """Attend stripe by stripe, while the next one travels."""
+        stripes = tokens.stripes(self._num_stripes(tokens.k, route))
+        route, outs, trips = route.on(tokens.k.device), [], []
+        for number, (_, k, v, _) in enumerate(stripes):
+            cargo = Cargo(Purpose.KEYS, tensor=f"attention.kv.{number}")
+            exchange = _KeyExchange(self.channel, route, cargo)
+            trips.append(launch(exchange, (torch.stack((k, v), 1),)))
+            if number:
+                outs.append(self._attend_arrived(stripes[number - 1], trips[number - 1], route))
+        outs.append(self._attend_arrived(stripes[-1], trips[-1], route))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _num_stripes(self, k: Tensor, route: Route) -> int:
+        if self.stripes is not None:
+            return min(self.stripes, k.shape[1])
+        received = 2 * route.most_received * k.shape[1] * k.shape[2] * k.element_size()
+        return max(1, min(_MOST_STRIPES, k.shape[1], received // _STRIPE_BYTES))
+
+    def _attend_arrived(self, stripe: _Tokens, arrive: Arrival, route: Route) -> Tensor:
+        k, v = arrive()[0].unbind(1)
+        return self._attend(stripe._replace(k=k, v=v), route.mask)
+
+    def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
+        """[T, h, d]."""
+        q, k, v, sinks = tokens
+        options = {} if sinks is None else {"sinks": sinks}
+        if not len(q):
+            out: Tensor = NothingToAttend.apply(q, k, v, *options.values())
+            return out
+        attended = self.local_attention(*(x.unsqueeze(0) for x in (q, k, v)), mask=mask, **options)
+        return attended.squeeze(0)
+
+    def _route(self, q: Tensor, mask: AttentionMask) -> Route:
+        batch_size, length = q.shape[:2]
+        packed = mask.cu_seqlens is not None
+        lengths = mask.lengths if packed else (length * self.channel.size,)
+        rows = 1 if packed else batch_size
+        route = self._route_of(lengths, rows, mask.causal, mask.window)
+        if sum(route.mask.lengths) != batch_size * length:
+            raise ValueError(
+                f"context rank {self.channel.rank} of {self.channel.size} has"
+                f" {sum(route.mask.lengths)} tokens by the plan, got {batch_size} x {length}: the"
+                f" tokens of a micro-batch must be arranged by the plan of its documents"
+            )
+        return route
+
+    def _make_route(
+        self, lengths: tuple[int, ...], rows: int, causal: bool, window: int | None
+    ) -> Route:
+        """The way of keys for `rows` that are alike, of documents of these lengths."""
+        if not causal and window is not None:
+            raise ValueError(
+                f"attention window={window} without causal order is not spread over"
+                f" {self.channel.size} context ranks: use"
+                f" parallel.sequence_2D.context_size=1"
+            )
+        plan = _repeated(self._plan_of(lengths, self.channel.size, self.windows), rows)
+        return Route.of(plan, self.channel.rank, causal=causal, window=window)
+
+
+class _Tokens(NamedTuple):
+    q: Tensor
+    """[T, h, d]."""
+    k: Tensor
+    """[T, k, d], [L, k, d] once they have arrived; v likewise."""
+    v: Tensor
+    sinks: Tensor | None
+    """[h]."""
+
+    def stripes(self, number: int) -> list[_Tokens]:
+        """Cut along the KV heads, as evenly as they go."""
+        heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
+        sizes = [len(range(i, heads, number)) for i in range(number)]
+        queries = [group * size for size in sizes]
+        sinks = [None] * number if self.sinks is None else self.sinks.split(queries)
+        parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), sinks)
+        return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]
+
+
+def _repeated(plan: ContextPlan, rows: int) -> ContextPlan:
+    """The plan of several rows that are cut as this one is."""
+    count = len(plan.lengths)
+    slices = (
+        tuple(s._replace(document=row * count + s.document) for row in range(rows) for s in of_rank)
+        for of_rank in plan.slices
+    )
+    return plan if rows == 1 else ContextPlan(plan.lengths * rows, tuple(slices))
+
+
+@dataclass(frozen=True)
+class _KeyExchange:
+    """The trip of keys and values [T, ..] to where they are needed, laid out as [L, ..]."""
+
+    channel: Channel
+    route: Route
+    cargo: Cargo
+
+    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
+        """Own rows to all who need them."""
+        (x,), route = xs, self.route
+        send = x.index_select(0, route.send)
+        pending = self.channel.all_to_all_into(
+            x.new_empty(sum(route.received), *x.shape[1:]),
+            send,
+            out_rows=route.received,
+            in_rows=route.sent,
+            cargo=self.cargo,
+        )
+        return lambda: (pending.wait().index_select(0, route.layout),)
+
+    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
+        """Gradients, summed over copies, to whose they are, and summed there."""
+        (y,), route = ys, self.route
+        total = _wide(y.index_select(0, route.first))
+        for keys, rows in route.again:
+            total.index_add_(0, keys, _wide(y.index_select(0, rows)))
+        pending = self.channel.all_to_all_into(
+            y.new_empty(len(route.send), *y.shape[1:]),
+            total.to(y.dtype),
+            out_rows=route.sent,
+            in_rows=route.received,
+            cargo=self.cargo,
+        )
+        return lambda: (self._summed(pending.wait()),)
+
+    def _summed(self, received: Tensor) -> Tensor:
+        route = self.route
+        total = _wide(received.new_zeros(route.sent[self.channel.rank], *received.shape[1:]))
+        messages = zip(route.send.split(route.sent), received.split(route.sent), strict=True)
+        for keys, message in messages:  # each key once in a message, so in the order of ranks
+            total.index_add_(0, keys, _wide(message))
+        return total.to(received.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
