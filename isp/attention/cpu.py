@@ -54,18 +54,99 @@ class CpuAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        pieces = pieces_of(
-            document_lengths(mask, q.shape[0], q.shape[1], k.shape[1]),
-            causal=mask.causal,
-            window=mask.window,
-            batch_below=_BATCH_BELOW,
-            rows=_ROWS,
-            split_up_to=_SPLIT_UP_TO,
-        )
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
+        pieces = _pieces(mask, q, k)
+        wide = [x.to(_dtype(q)).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
         out: Tensor = _Pieces.apply(*wide, pieces, self.scale)
         return out.view(q.shape).to(q.dtype)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        """See `LseKernel`."""
+        pieces = _pieces(mask, q.unsqueeze(0), k.unsqueeze(0))
+        return _attend(*(x.to(_dtype(q)) for x in (q, k, v)), pieces, self.scale)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: AttentionMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LseKernel`."""
+        pieces = _pieces(mask, q.unsqueeze(0), k.unsqueeze(0))
+        wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out))
+        return _gradients(*wide, lse, pieces, self.scale)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
+    return pieces_of(
+        document_lengths(mask, q.shape[0], q.shape[1], k.shape[1]),
+        causal=mask.causal,
+        window=mask.window,
+        batch_below=_BATCH_BELOW,
+        rows=_ROWS,
+        split_up_to=_SPLIT_UP_TO,
+    )
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output [T, H, d] and the log of each softmax's sum [T, H]."""
+    covered = sum(len(p.block.query) * p.count for p in pieces) == q.shape[0]
+    out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
+    lse = q.new_full((*q.shape[:2], 1), -torch.inf)
+    group, masks = q.shape[1] // k.shape[1], _Masks(q)
+    for piece in pieces:
+        result, logsumexp = _forward(
+            *_inputs(piece, q, k, v, group),
+            0.0,
+            piece.is_causal_square,
+            attn_mask=masks.of(piece),
+            scale=scale,
+        )
+        _queries(piece, out, group).copy_(result)
+        _queries(piece, lse, group).squeeze(-1).copy_(logsumexp)
+    return out, lse.squeeze(-1)
+
+
+def _gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pieces: tuple[Piece, ...],
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group, masks = q.shape[1] // k.shape[1], _Masks(q)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    for piece in pieces:
+        grads = _backward(
+            _queries(piece, dout, group),
+            *_inputs(piece, q, k, v, group),
+            _queries(piece, out, group),
+            _queries(piece, lse.unsqueeze(-1), group).squeeze(-1),
+            0.0,
+            piece.is_causal_square,
+            attn_mask=masks.of(piece),
+            scale=scale,
+        )
+        _queries(piece, dq, group).copy_(grads[0])
+        _add_keys(piece, dk, grads[1], group)
+        _add_keys(piece, dv, grads[2], group)
+    return dq, dk, dv
 
 
 class _Pieces(torch.autograd.Function):
@@ -73,46 +154,14 @@ class _Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
     ) -> Tensor:
-        covered = sum(len(p.block.query) * p.count for p in pieces) == q.shape[0]
-        out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
-        group, masks, sums = q.shape[1] // k.shape[1], _Masks(q), []
-        for piece in pieces:
-            inputs = _inputs(piece, q, k, v, group)
-            result, logsumexp = _forward(
-                *inputs,
-                0.0,
-                piece.is_causal_square,
-                attn_mask=masks.of(piece),
-                scale=scale,
-            )
-            _queries(piece, out, group).copy_(result)
-            sums.append(logsumexp)
-        ctx.save_for_backward(q, k, v, out, *sums)
+        out, lse = _attend(q, k, v, pieces, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
-        group, masks = q.shape[1] // k.shape[1], _Masks(q)
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
-        for piece, logsumexp in zip(ctx.pieces, sums, strict=True):
-            grads = _backward(
-                _queries(piece, dout, group),
-                *_inputs(piece, q, k, v, group),
-                _queries(piece, out, group),
-                logsumexp,
-                0.0,
-                piece.is_causal_square,
-                attn_mask=masks.of(piece),
-                scale=ctx.scale,
-            )
-            _queries(piece, dq, group).copy_(grads[0])
-            _add_keys(piece, dk, grads[1], group)
-            _add_keys(piece, dv, grads[2], group)
-        return dq, dk, dv, None, None
+        return *_gradients(dout, *ctx.saved_tensors, ctx.pieces, ctx.scale), None, None
 
 
 class _Masks:
