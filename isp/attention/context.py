@@ -21,8 +21,7 @@ keys travel, of NeMo's blockdiag_cp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,9 +29,12 @@ import torch
 from torch import Tensor
 
 from isp.attention.exchange import Arrival, NothingToAttend, launch
+from isp.attention.keys import KeyExchange
 from isp.attention.local import LocalAttention
+from isp.attention.lse import lse_kernel
 from isp.attention.mask import AttentionMask
-from isp.attention.route import Route
+from isp.attention.ring import ring_attention
+from isp.attention.route import Route, gather_route, ring_routes
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 from isp.parallel.context import ContextPlan, Windows
@@ -40,7 +42,7 @@ from isp.parallel.context import ContextPlan, Windows
 __all__ = ["ContextAttention"]
 
 _ROUTES = 16
-"""Routes that are kept: those of the micro-batches under way, for each kind of mask."""
+"""Micro-batches and kinds of mask whose routes are kept."""
 
 _STRIPE_BYTES = 4 << 20
 """Least that a stripe is worth, of what the rank that receives most receives."""
@@ -56,6 +58,8 @@ class ContextAttention:
     The tokens of a rank are in the order of its slices, row by row. `mask` is that of the rows in
     their own order; without documents each row is cut alike. `windows` are those of the model's
     layers, by which work is balanced. `stripes` of KV heads at most; None: by their bytes.
+    In a `ring` keys and values are never there all at once: for layers without windows and sinks,
+    by kernels that tell each softmax's sum. The other layers gather.
     """
 
     def __init__(
@@ -65,14 +69,16 @@ class ContextAttention:
         windows: Windows,
         *,
         stripes: int | None = None,
+        ring: bool = False,
         plan_of: PlanOf = ContextPlan.of,
     ) -> None:
         self.local_attention = local_attention
         self.channel = channel
         self.windows = windows
         self.stripes = stripes
+        self.ring = ring
         self._plan_of = plan_of
-        self._route_of = lru_cache(maxsize=_ROUTES)(self._make_route)
+        self._routes_of = lru_cache(maxsize=_ROUTES)(self._make_routes)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -85,9 +91,17 @@ class ContextAttention:
         if self.channel.size == 1:
             options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
             return self.local_attention(q, k, v, mask=mask, **options)
-        route = self._route(q, mask)
+        kernel = None
+        if self.ring and mask.window is None and sinks is None:
+            kernel = lse_kernel(self.local_attention, q)
+        routes = self._routes(q, mask, in_ring=kernel is not None)
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks)
-        out = self._attend(tokens, route.mask) if route.stays else self._exchange(tokens, route)
+        if routes[0].stays:
+            out = self._attend(tokens, routes[0].mask)
+        elif kernel is not None:
+            out = ring_attention(*tokens[:3], routes, channel=self.channel, kernel=kernel)
+        else:
+            out = self._exchange(tokens, routes[0])
         return out.view(q.shape)
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
@@ -96,7 +110,7 @@ class ContextAttention:
         route, outs, trips = route.on(tokens.k.device), [], []
         for number, (_, k, v, _) in enumerate(stripes):
             cargo = Cargo(Purpose.KEYS, tensor=f"attention.kv.{number}")
-            exchange = _KeyExchange(self.channel, route, cargo)
+            exchange = KeyExchange(self.channel, route, cargo)
             trips.append(launch(exchange, (torch.stack((k, v), 1),)))
             if number:
                 outs.append(self._attend_arrived(stripes[number - 1], trips[number - 1], route))
@@ -123,32 +137,34 @@ class ContextAttention:
         attended = self.local_attention(*(x.unsqueeze(0) for x in (q, k, v)), mask=mask, **options)
         return attended.squeeze(0)
 
-    def _route(self, q: Tensor, mask: AttentionMask) -> Route:
+    def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
         batch_size, length = q.shape[:2]
         packed = mask.cu_seqlens is not None
         lengths = mask.lengths if packed else (length * self.channel.size,)
         rows = 1 if packed else batch_size
-        route = self._route_of(lengths, rows, mask.causal, mask.window)
-        if sum(route.mask.lengths) != batch_size * length:
+        routes = self._routes_of(lengths, rows, mask.causal, mask.window, in_ring)
+        if routes[0].num_tokens != batch_size * length:
             raise ValueError(
                 f"context rank {self.channel.rank} of {self.channel.size} has"
-                f" {sum(route.mask.lengths)} tokens by the plan, got {batch_size} x {length}: the"
+                f" {routes[0].num_tokens} tokens by the plan, got {batch_size} x {length}: the"
                 f" tokens of a micro-batch must be arranged by the plan of its documents"
             )
-        return route
+        return routes
 
-    def _make_route(
-        self, lengths: tuple[int, ...], rows: int, causal: bool, window: int | None
-    ) -> Route:
+    def _make_routes(
+        self, lengths: tuple[int, ...], rows: int, causal: bool, window: int | None, in_ring: bool
+    ) -> tuple[Route, ...]:
         """The way of keys for `rows` that are alike, of documents of these lengths."""
+        rank, num_ranks = self.channel.rank, self.channel.size
         if not causal and window is not None:
             raise ValueError(
-                f"attention window={window} without causal order is not spread over"
-                f" {self.channel.size} context ranks: use"
-                f" parallel.sequence_2D.context_size=1"
+                f"attention window={window} without causal order is not spread over {num_ranks}"
+                f" context ranks: use parallel.sequence_2D.context_size=1"
             )
-        plan = _repeated(self._plan_of(lengths, self.channel.size, self.windows), rows)
-        return Route.of(plan, self.channel.rank, causal=causal, window=window)
+        plan = _repeated(self._plan_of(lengths, num_ranks, self.windows), rows)
+        if in_ring:
+            return ring_routes(plan, rank, causal=causal)
+        return (gather_route(plan, rank, causal=causal, window=window),)
 
 
 class _Tokens(NamedTuple):
@@ -178,52 +194,3 @@ def _repeated(plan: ContextPlan, rows: int) -> ContextPlan:
         for of_rank in plan.slices
     )
     return plan if rows == 1 else ContextPlan(plan.lengths * rows, tuple(slices))
-
-
-@dataclass(frozen=True)
-class _KeyExchange:
-    """The trip of keys and values [T, ..] to where they are needed, laid out as [L, ..]."""
-
-    channel: Channel
-    route: Route
-    cargo: Cargo
-
-    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Own rows to all who need them."""
-        (x,), route = xs, self.route
-        send = x.index_select(0, route.send)
-        pending = self.channel.all_to_all_into(
-            x.new_empty(sum(route.received), *x.shape[1:]),
-            send,
-            out_rows=route.received,
-            in_rows=route.sent,
-            cargo=self.cargo,
-        )
-        return lambda: (pending.wait().index_select(0, route.layout),)
-
-    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Gradients, summed over copies, to whose they are, and summed there."""
-        (y,), route = ys, self.route
-        total = _wide(y.index_select(0, route.first))
-        for keys, rows in route.again:
-            total.index_add_(0, keys, _wide(y.index_select(0, rows)))
-        pending = self.channel.all_to_all_into(
-            y.new_empty(len(route.send), *y.shape[1:]),
-            total.to(y.dtype),
-            out_rows=route.sent,
-            in_rows=route.received,
-            cargo=self.cargo,
-        )
-        return lambda: (self._summed(pending.wait()),)
-
-    def _summed(self, received: Tensor) -> Tensor:
-        route = self.route
-        total = _wide(received.new_zeros(route.sent[self.channel.rank], *received.shape[1:]))
-        messages = zip(route.send.split(route.sent), received.split(route.sent), strict=True)
-        for keys, message in messages:  # each key once in a message, so in the order of ranks
-            total.index_add_(0, keys, _wide(message))
-        return total.to(received.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -64,7 +64,7 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor]:
         """See `LseKernel`."""
         pieces = _pieces(mask, q.unsqueeze(0), k.unsqueeze(0))
-        return _attend(*(x.to(_dtype(q)) for x in (q, k, v)), pieces, self.scale)
+        return _attend(pieces, self.scale, *(x.to(_dtype(q)) for x in (q, k, v)))
 
     def gradients(
         self,
@@ -78,8 +78,8 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LseKernel`."""
         pieces = _pieces(mask, q.unsqueeze(0), k.unsqueeze(0))
-        wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out))
-        return _gradients(*wide, lse, pieces, self.scale)
+        wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out, lse))
+        return _gradients(pieces, self.scale, *wide)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -98,7 +98,7 @@ def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
+    pieces: tuple[Piece, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output [T, H, d] and the log of each softmax's sum [T, H]."""
     covered = sum(len(p.block.query) * p.count for p in pieces) == q.shape[0]
@@ -119,14 +119,14 @@ def _attend(
 
 
 def _gradients(
+    pieces: tuple[Piece, ...],
+    scale: float | None,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pieces: tuple[Piece, ...],
-    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group, masks = q.shape[1] // k.shape[1], _Masks(q)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -154,14 +154,14 @@ class _Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
     ) -> Tensor:
-        out, lse = _attend(q, k, v, pieces, scale)
+        out, lse = _attend(pieces, scale, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(dout, *ctx.saved_tensors, ctx.pieces, ctx.scale), None, None
+        return *_gradients(ctx.pieces, ctx.scale, dout, *ctx.saved_tensors), None, None
 
 
 class _Masks:

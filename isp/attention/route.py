@@ -23,23 +23,23 @@ from torch import Tensor
 from isp.attention.mask import AttentionMask
 from isp.parallel.context import ContextPlan
 
-__all__ = ["Route"]
+__all__ = ["Route", "gather_route", "ring_routes"]
 
 _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of keys between the ranks, as rank `rank` sees it; indices are int32."""
+    """The way of keys between the ranks, as one of them sees it; indices are int32."""
 
+    num_tokens: int
+    """T."""
     sent: tuple[int, ...]
-    """Keys to each rank; itself gets what it has."""
+    """Keys to each rank; what a rank has itself is counted, and does not travel."""
     received: tuple[int, ...]
     """Keys from each rank, together R."""
     most_received: int
     """By any rank from the others."""
-    stays: bool
-    """Whether every rank has whole documents alone, so that nothing has to travel."""
     send: Tensor
     """The own key of each row sent; each key once in the message to a rank."""
     layout: Tensor
@@ -48,49 +48,62 @@ class Route:
     """[R], a row where each received key is laid out."""
     again: tuple[tuple[Tensor, Tensor], ...]
     """Keys and the rows where they are laid out again; each key once in such a layer."""
+    queries: Tensor | None
+    """The own tokens that see any of these keys; None: all."""
     mask: AttentionMask
     """Of slices as documents, with the keys that each sees."""
+    stays: bool = False
+    """Whether every rank has whole documents alone, so that nothing has to travel."""
 
     @classmethod
-    def of(cls, plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Self:
-        """The route of `plan` for layers with such masks, for rank `rank`."""
-        slices = _Slices.of(plan, causal=causal, window=window)
-        part = _overlaps(slices.new, slices.high, slices.begin, slices.end)
-        size, to, by = part.size, slices.rank[part.of], slices.rank[part.piece]
-        row = slices.row[part.piece] + part.begin - slices.begin[part.piece]
-        num_ranks = len(plan.slices)
+    def of(
+        cls,
+        sight: _Sight,
+        held: _Held,
+        rank: int,
+        num_ranks: int,
+        *,
+        causal: bool,
+        window: int | None,
+    ) -> Self:
+        """The route to rank `rank` of what the slices of all ranks see, if others hold it."""
+        part = _overlaps(sight.new, sight.high, held.begin, held.begin + held.size)
+        size, to, by = part.size, sight.rank[part.of], held.rank[part.piece]
+        row = held.row[part.piece] + part.begin - held.begin[part.piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
-        # What arrives is in the order of ranks, and of one rank's keys in that of the sequence.
+        # What arrives is in the order of ranks, and of one rank's keys in that of their places.
         arriving = mine[by[mine].argsort(kind="stable")]
         at = np.zeros(len(size), np.int64)
         at[arriving] = _starts(size[arriving])
-        own = np.flatnonzero(slices.rank == rank)
-        low, high, new = slices.low[own], slices.high[own], slices.new[own]
+        own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
+        low, high, new = sight.low[own], sight.high[own], sight.new[own]
         begin = part.begin[mine]
         seen = _overlaps(low, high, begin, begin + size[mine])
         layout = _ranges(at[mine][seen.piece] + seen.begin - begin[seen.piece], seen.size)
 
-        laid = np.zeros(len(slices.rank), np.int64)
+        laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
         of = part.of[arriving]
-        first = _ranges(laid[of] + part.begin[arriving] - slices.low[of], size[arriving])
+        first = _ranges(laid[of] + part.begin[arriving] - sight.low[of], size[arriving])
         again = []
-        for number in range(1, 1 + int(slices.number[own].max(initial=0))):
-            repeated = np.flatnonzero((slices.number[own] == number) & (new > low))
+        for number in range(1, 1 + int(sight.number[own].max(initial=0))):
+            repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
             rows = _ranges(laid[own][repeated], (new - low)[repeated])
             again.append((_index(layout[rows]), _index(rows)))
         travels = np.bincount(to[to != by], size[to != by], num_ranks)
-        lengths = (slices.end - slices.begin)[own]
+        asking = _ranges(sight.row[own], sight.queries[own])
+        lengths, num_tokens = sight.queries[own], int(sight.queries[sight.rank == rank].sum())
         return cls(
+            num_tokens=num_tokens,
             sent=_counts(to[sends], size[sends], num_ranks),
             received=_counts(by[mine], size[mine], num_ranks),
             most_received=int(travels.max()),
-            stays=bool(slices.whole.all()),
             send=_index(_ranges(row[sends], size[sends])),
             layout=_index(layout),
             first=_index(first),
             again=tuple(again),
+            queries=_index(asking) if len(asking) < num_tokens else None,
             mask=AttentionMask.of_documents(
                 lengths.tolist() or [0], (high - low).tolist() or [0], causal=causal, window=window
             ),
@@ -102,26 +115,76 @@ class Route:
 
     def on(self, device: torch.device) -> Route:
         """The same with its indices on `device`, copied there once."""
+
+        def there(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
         if device not in self._on_device:
             self._on_device[device] = replace(
                 self,
-                send=self.send.to(device, non_blocking=True),
-                layout=self.layout.to(device, non_blocking=True),
-                first=self.first.to(device, non_blocking=True),
-                again=tuple(
-                    (keys.to(device, non_blocking=True), rows.to(device, non_blocking=True))
-                    for keys, rows in self.again
-                ),
+                send=there(self.send),
+                layout=there(self.layout),
+                first=there(self.first),
+                again=tuple((there(keys), there(rows)) for keys, rows in self.again),
+                queries=None if self.queries is None else there(self.queries),
             )
         return self._on_device[device]
 
 
-class _Slices(NamedTuple):
-    """All ranks' slices, one rank's after another's; places are counted over the whole row."""
+def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Route:
+    """The route of all that the slices of each rank see."""
+    cut = _Slices.of(plan)
+    low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
+    sight = cut.sight(low, cut.end if causal else cut.stop)
+    held = _Held(cut.rank, cut.begin, cut.end - cut.begin, cut.row)
+    route = Route.of(sight, held, rank, len(plan.slices), causal=causal, window=window)
+    return replace(route, stays=cut.stay())
+
+
+def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, ...]:
+    """The routes of what the slices of each rank see of one rank: at step t, of the t-th before it.
+
+    Of other ranks' keys a slice sees all before it, and nothing within: only the first step, of its
+    own keys, is causal.
+    """
+    num_ranks, cut = len(plan.slices), _Slices.of(plan)
+    ranks, sizes = np.arange(num_ranks), np.zeros(num_ranks, np.int64)
+    np.add.at(sizes, cut.rank, cut.end - cut.begin)
+    bases = _starts(sizes)  # places are counted over the tokens of rank 0, of rank 1, ...
+    held = _Held(ranks, bases, sizes, np.zeros_like(ranks))
+    limit = cut.end if causal else cut.stop
+    routes = []
+    for step in range(num_ranks):
+        low, high = np.empty_like(cut.rank), np.empty_like(cut.rank)
+        for to in range(num_ranks):
+            own, by = cut.rank == to, (to - step) % num_ranks
+            begin = cut.begin[cut.rank == by]
+            before = np.append(cut.row[cut.rank == by], sizes[by]) + bases[by]
+            low[own] = before[np.searchsorted(begin, cut.start[own])]
+            high[own] = before[np.searchsorted(begin, limit[own])]
+        sight = cut.sight(low, high)
+        route = Route.of(sight, held, rank, num_ranks, causal=causal and not step, window=None)
+        routes.append(replace(route, stays=cut.stay()))
+    return tuple(routes)
+
+
+class _Held(NamedTuple):
+    """Pieces of ranks' tokens that lie one after another."""
 
     rank: _Ints
     begin: _Ints
-    end: _Ints
+    """Its place."""
+    size: _Ints
+    row: _Ints
+    """Of its first token, of those of its rank."""
+
+
+class _Sight(NamedTuple):
+    """What each slice of all ranks sees: keys by their places."""
+
+    rank: _Ints
+    queries: _Ints
+    """Tokens of the slice."""
     row: _Ints
     """Of its first token, of those of its rank."""
     low: _Ints
@@ -132,29 +195,54 @@ class _Slices(NamedTuple):
     """First key that the slices of its rank before it do not see."""
     number: _Ints
     """Of the slice, of those of its document that its rank has."""
-    whole: NDArray[np.bool_]
-    """Whether it is a whole document."""
+
+
+class _Slices(NamedTuple):
+    """All ranks' slices, one rank's after another's; counted over the whole row."""
+
+    rank: _Ints
+    begin: _Ints
+    end: _Ints
+    start: _Ints
+    """Of its document."""
+    stop: _Ints
+    """Of its document."""
+    row: _Ints
+    """Of its first token, of those of its rank."""
+    goes_on: NDArray[np.bool_]
+    """Whether the slice before it is of the same rank and document."""
 
     @classmethod
-    def of(cls, plan: ContextPlan, *, causal: bool, window: int | None) -> Self:
+    def of(cls, plan: ContextPlan) -> Self:
         table = np.array([s for of_rank in plan.slices for s in of_rank], np.int64).reshape(-1, 3)
         counts = np.array([len(of_rank) for of_rank in plan.slices])
         rank = np.repeat(np.arange(len(counts)), counts)
-        ends = np.cumsum(np.array(plan.lengths, np.int64))
+        lengths = np.array(plan.lengths, np.int64)
         document, begin, end = table.T
-        start, stop = (ends - plan.lengths)[document], ends[document]
-        begin, end = begin + start, end + start
+        start = _starts(lengths)[document]
         before = _starts(end - begin)
-        row = before - before[np.searchsorted(rank, rank)]
-        low: _Ints = start if window is None else np.maximum(start, begin - window + 1)
-        high = end if causal else stop
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-        new = np.where(goes_on, np.maximum(low, np.roll(high, 1)), low)
-        index = np.arange(len(rank))
-        number = index - np.maximum.accumulate(np.where(goes_on, 0, index))
-        whole = (begin == start) & (end == stop)
-        return cls(rank, begin, end, row, low, high, new, number, whole)
+        return cls(
+            rank=rank,
+            begin=begin + start,
+            end=end + start,
+            start=start,
+            stop=start + lengths[document],
+            row=before - before[np.searchsorted(rank, rank)],
+            goes_on=goes_on,
+        )
+
+    def stay(self) -> bool:
+        """Whether they are whole documents."""
+        return bool(((self.begin == self.start) & (self.end == self.stop)).all())
+
+    def sight(self, low: _Ints, high: _Ints) -> _Sight:
+        """Slices that see [low, high); high rises along those of a document."""
+        new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
+        index = np.arange(len(self.rank))
+        number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
+        return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
 
 
 class _Overlaps(NamedTuple):

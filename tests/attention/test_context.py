@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -68,6 +68,7 @@ class Case:
     sinks: bool = False
     sizes: tuple[int, ...] = ()
     seed: int = 0
+    ring: bool = False
     stripes: int | None = None
     splits: list[tuple[int, int]] = field(default_factory=lambda: SPLITS)
 
@@ -111,6 +112,11 @@ CASES = {
     "all on one rank": Case(PACKINGS["straddling"], sizes=(0, 48), splits=[(1, 2)]),
     "empty and sinks": Case([30, 18], sinks=True, sizes=(0, 30, 18), splits=[(1, 3), (2, 3)]),
 }
+CASES |= {
+    f"ring, {name}": replace(case, ring=True)
+    for name, case in CASES.items()
+    if not case.window and not case.sinks and not case.stripes
+}
 
 
 def _channels(h: int, c: int) -> tuple[Channel, Channel] | None:
@@ -139,7 +145,8 @@ def _on_split(case: Case, heads: Channel, context: Channel) -> dict[str, Any]:
     inputs, dout, expected = case.solved()
     kinds = {True: ExplicitAttention(scale=0.4), False: CpuAttention()}
     local = kinds[case.sinks]
-    inner = ContextAttention(local, context, (), stripes=case.stripes, plan_of=case.plan_of)
+    options = {"stripes": case.stripes, "ring": case.ring, "plan_of": case.plan_of}
+    inner = ContextAttention(local, context, (), **options)
     attention = DistributedAttention(inner, heads)
     lengths = (LENGTH,) if case.documents is None else tuple(case.documents)
     plan = case.plan_of(lengths, context.size)

@@ -1,0 +1,135 @@
+"""Attention in a ring: blocks of keys and values come one after the other, and results are merged.
+
+c context ranks, T tokens of this rank, L keys of a block as kernels see them, h query heads, k KV
+heads, d head size
+
+    step t   keys and values of the t-th rank before this one, as far as this rank sees them
+             out_t [T, h, d], lse_t [T, h] = kernel(q, k_t, v_t)
+             out, lse = merged, in float32 at least
+
+At most two blocks are there at once, where `gather` has them all. A block comes straight from its
+rank, so that none carries what it does not need; and the next one while this one is attended to.
+
+backward   of each step: k_t and v_t again; dq += .., dk_t and dv_t = kernel'(.., out, lse) with the
+           `out` and `lse` of all keys; they return to their rank, which adds in the order of steps
+
+Source: Liu et al. 2023 (ring attention); float32 in the sums, for want of which others lose
+precision with the number of ranks (ring-flash-attention, issue 42).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isp.attention.keys import KeyExchange, wide
+from isp.attention.lse import LseKernel
+from isp.attention.route import Route
+from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo, Purpose
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    routes: tuple[Route, ...],
+    *,
+    channel: Channel,
+    kernel: LseKernel,
+) -> Tensor:
+    """q [T, h, d], k and v [T, k, d] of this rank -> [T, h, d], by the routes of each step."""
+    ring = _Ring(channel, tuple(route.on(q.device) for route in routes), kernel)
+    out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
+    return out
+
+
+class _Ring:
+    """The steps of a ring, alike in forward and backward."""
+
+    def __init__(self, channel: Channel, routes: tuple[Route, ...], kernel: LseKernel) -> None:
+        self.kernel = kernel
+        self.own = KeyExchange(Channel.solo(), routes[0], _cargo(0))
+        self.steps = [
+            KeyExchange(channel, route, _cargo(step))
+            for step, route in enumerate(routes)
+            if step and route.most_received
+        ]
+
+    def blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
+        """Each step with its keys and values [L, k, d]; the next ones on their way."""
+        arrive = self.own.go_out((kv,))
+        for step, following in zip_longest((self.own, *self.steps), self.steps):
+            k, v = arrive()[0].unbind(1)
+            if following is not None:
+                arrive = following.go_out((kv,))
+            yield step, k, v
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
+        dtype = wide(q.dtype)
+        total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
+        for step, k, v in ring.blocks(kv):
+            rows, mask = step.route.queries, step.route.mask
+            if not len(k):
+                continue
+            out, part = ring.kernel.with_lse(_at(q, rows), k, v, mask)
+            if step is ring.own:  # every query sees itself
+                total, lse = out.to(dtype), part.to(dtype)
+                continue
+            before = _at(lse, rows)
+            after = torch.logaddexp(before, part)
+            merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
+            merged += out * (part - after).exp().unsqueeze(-1)
+            total, lse = _put(total, rows, merged), _put(lse, rows, after)
+        out = total.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        dq, dkv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, kv))
+        returning: tuple[KeyExchange, Pending] | None = None
+        for step, k, v in ring.blocks(kv):
+            rows, mask = step.route.queries, step.route.mask
+            if len(k):
+                given, asked, found, sums = (_at(x, rows) for x in (dout, q, out, lse))
+                d_rows, *d_keys = ring.kernel.gradients(given, asked, k, v, found, sums, mask)
+                dq = _put(dq, rows, _at(dq, rows) + d_rows)
+                d_block = torch.stack(d_keys, 1).to(kv.dtype)
+            else:
+                d_block = kv.new_empty(0, *kv.shape[1:])
+            if returning is not None:
+                before, pending = returning
+                before.add_to(dkv, pending.wait())
+            returning = step, step.send_back(d_block)
+        assert returning is not None, "a ring has a first step"
+        before, pending = returning
+        before.add_to(dkv, pending.wait())
+        return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _cargo(step: int) -> Cargo:
+    return Cargo(Purpose.KEYS, tensor=f"attention.kv.{step}")
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: Tensor | None, new: Tensor) -> Tensor:
+    """x with `new` in these rows."""
+    return new if rows is None else x.index_put_((rows,), new)
