@@ -439,7 +439,7 @@ def build_stages(
             dtype=layers.dtype,
             head_dim=config.head_size,
         )
-    core = DistributedAttention(attention, layers.attention_channel)
+    core = layers.attention(attention)
     spans = stage_spans(config, num_stages)
     chunks: list[Decoder] = []
     for stage in stages:

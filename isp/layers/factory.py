@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from isp.attention import DistributedAttention, LocalAttention
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.head import VocabParallelHead
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
+from isp.layers.sequence import SequenceRanks
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -49,6 +51,8 @@ class LayerFactory:
     """isp: cut the embedding table by hidden features, not by vocabulary."""
     host: HostMemory | None = None
     """Memory for block inputs that are not kept on the device; None: there is none."""
+    sequence: SequenceRanks | None = None
+    """isp: how the tensor ranks attend to a sequence; None: each with some heads to all of it."""
     vocab_parallel_loss: bool = False
     """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
 
@@ -62,10 +66,11 @@ class LayerFactory:
         """The ranks over which features are split."""
         return self.tensor.size if self.splits_features else 1
 
-    @property
-    def attention_channel(self) -> Channel:
-        """The ranks between which attention has to exchange sequence for heads."""
-        return Channel.solo("tensor") if self.splits_features else self.tensor
+    def attention(self, local: LocalAttention) -> DistributedAttention:
+        """Attention by `local` to all tokens of a sequence."""
+        if self.splits_features:  # a rank has all tokens of its heads
+            return DistributedAttention(local, Channel.solo("tensor"))
+        return (self.sequence or SequenceRanks.by_heads(self.tensor)).attention(local)
 
     @property
     def splits_logits(self) -> bool:

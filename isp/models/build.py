@@ -14,6 +14,7 @@ from isp.comm import Channel, Mesh
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter
+from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk, LanguageModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
 from isp.pipeline import PipelineOrder
@@ -36,6 +37,8 @@ class BuiltModel:
     """The stages of all ranks, and their order of work."""
     communicator: ISPCommunicator | None
     """None where weights stay on their rank."""
+    sequence: SequenceRanks
+    """The ranks that share a sequence."""
     host: HostMemory
     """Where block inputs lie that are not kept on the device."""
 
@@ -86,6 +89,9 @@ def build_model(
     if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)
+    sequence = SequenceRanks.of(
+        mesh, model.attention_windows, exchange=parallel.sequence_2D.exchange
+    )
     layers = LayerFactory(
         mode=mesh.topology.mode,
         tensor=mesh[Axis.TENSOR],
@@ -93,6 +99,7 @@ def build_model(
         communicator=communicator or LocalWeights(),
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
+        sequence=sequence,
         host=host,
         device=device,
         dtype=dtype,
@@ -109,6 +116,7 @@ def build_model(
         stages=stages,
         order=order,
         communicator=communicator,
+        sequence=sequence,
         host=host,
     )
 

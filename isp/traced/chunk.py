@@ -344,9 +344,7 @@ class TracedChunk:
         self._points[passage.name](q)
         key = scale, softcap, sinks is not None, q.shape[-1]
         if key not in self._cores:
-            self._cores[key] = DistributedAttention(
-                self._local_attention(*key), self._layers.attention_channel
-            )
+            self._cores[key] = self._layers.attention(self._local_attention(*key))
         return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)
 
     def _passed(self, kind: Kind, module: str) -> None:

@@ -14,6 +14,7 @@ from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
+from isp.layers.sequence import SequenceRanks
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
@@ -24,7 +25,7 @@ from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
 
-__all__ = ["StepOutcome", "StepWork", "TrainStep", "make_train_step", "slice_sequence"]
+__all__ = ["StepOutcome", "StepWork", "TrainStep", "arrange", "make_train_step", "slice_sequence"]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -273,10 +274,10 @@ class StepWork:
 
     def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
         self._step = step
-        self._batches = batches
-        self._parts = list(batches)
+        self._batches = [arrange(b, step.built.sequence) for b in batches]
+        self._parts = list(self._batches)
         if step.mesh.topology.mode.facts.slices_batch:
-            self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in batches]
+            self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
         self.valid = valid
         """Tokens with a label in the global batch."""
         self.tokens = [part.tokens for part in self._parts]
@@ -310,6 +311,15 @@ class StepWork:
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)
+
+
+def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
+    """Whole rows, of which each rank's tokens are together; `cu_seqlens` stays that of the rows."""
+    ends = batch.cu_seqlens
+    tokens, labels, positions = (
+        ranks.arranged(x, ends) for x in (batch.tokens, batch.labels, batch.positions)
+    )
+    return MicroBatch(tokens, labels, positions, ends)
 
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention import DistributedAttention, make_local_attention
+from isp.attention import make_local_attention
 from isp.comm import Channel
 from isp.config import load_config
 from isp.layers.factory import LayerFactory
@@ -64,7 +64,7 @@ def _decoder(
         dtype=dtype,
     )
     local = make_local_attention(device=torch.device("cpu"), dtype=dtype)
-    return Decoder(config, layers, DistributedAttention(local, layers.attention_channel))
+    return Decoder(config, layers, layers.attention(local))
 
 
 def filled(config: ModelConfig) -> Decoder:

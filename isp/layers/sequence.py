@@ -1,0 +1,89 @@
+"""The ranks that share a sequence: which has which of its tokens, and how they attend to all of it.
+
+p ranks = h of each head group x c of each context group; S tokens of a row
+
+Each rank has S/p tokens of every row. In attention the ranks of a head group exchange them for
+heads, and then hold S/c of the tokens together, of which the plan says which they are; the ranks of
+a context group, which have the same heads, exchange the keys and values that these attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from isp.attention import DistributedAttention, LocalAttention
+from isp.attention.context import ContextAttention
+from isp.comm import Channel, Mesh
+from isp.parallel import Axis
+from isp.parallel.config import ContextExchange
+from isp.parallel.context import ContextPlan, Windows
+
+__all__ = ["SequenceRanks"]
+
+_ALL: Windows = ((None, 1),)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceRanks:
+    """The p tensor ranks as head x context ranks; with c = 1 every rank attends to whole rows."""
+
+    head: Channel
+    context: Channel
+    windows: Windows = _ALL
+    """Those of the model that attends."""
+    head_first: bool = True
+    """Whether the ranks of a head group are neighbours, or those of a context group."""
+    exchange: ContextExchange = ContextExchange.GATHER
+
+    @classmethod
+    def of(cls, mesh: Mesh, windows: Windows, *, exchange: ContextExchange) -> SequenceRanks:
+        """Those of a mesh, for a model with these windows."""
+        return cls(
+            head=mesh[Axis.HEAD],
+            context=mesh[Axis.CONTEXT],
+            windows=windows or _ALL,
+            head_first=mesh.topology.head_first,
+            exchange=exchange,
+        )
+
+    @classmethod
+    def by_heads(cls, tensor: Channel) -> SequenceRanks:
+        """All of `tensor` as one head group."""
+        return cls(head=tensor, context=Channel.solo(Axis.CONTEXT.value))
+
+    def attention(self, local: LocalAttention) -> DistributedAttention:
+        """Attention by `local` to all tokens of a sequence."""
+        if self.context.size > 1:
+            local = ContextAttention(local, self.context, self.windows)
+        return DistributedAttention(local, self.head)
+
+    def arranged(self, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Rows [B, S, ..] with each rank's tokens together, the next rank's behind.
+
+        With the ends of documents, rows are joined to [1, B S, ..], as their documents differ.
+        """
+        if self.context.size == 1:
+            return rows
+        lengths = (rows.shape[1],)
+        if cu_seqlens is not None:
+            lengths, rows = tuple(cu_seqlens.diff().tolist()), rows.flatten(0, 1).unsqueeze(0)
+        return rows.index_select(1, self.order(lengths).to(rows.device))
+
+    def order(self, lengths: tuple[int, ...]) -> Tensor:
+        """Where in a row of documents of these lengths the ranks' tokens lie, rank by rank; [S].
+
+        Those of a context rank, in the order of the plan, are cut evenly over its head ranks.
+        """
+        plan = ContextPlan.of(lengths, self.context.size, self.windows)
+        starts = list(accumulate(lengths, initial=0))
+        pieces = [
+            torch.arange(starts[document] + begin, starts[document] + end)
+            for slices in plan.slices
+            for document, begin, end in slices
+        ]
+        order = torch.cat(pieces).view(self.context.size, self.head.size, -1)  # [c, h, S/p]
+        return (order if self.head_first else order.transpose(0, 1)).flatten()
