@@ -51,7 +51,7 @@ class Case:
     on_cpu: bool = False
     """Ranks on CPU, over gloo: they sum the parts of a reduce-scatter themselves."""
     documents: int = 1
-    """Equal documents in a row, for the cost of attention."""
+    """Equal documents in a row, for the cost of attention, and for who has which tokens."""
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> Case:
@@ -163,6 +163,8 @@ class Case:
             Axis.PIPELINE: t.pipeline,
             Axis.EMBEDDING: min(2, t.pipeline),
             Axis.TENSOR: t.tensor,
+            Axis.HEAD: t.head,
+            Axis.CONTEXT: t.context,
             Axis.DATA: t.data,
             Axis.WEIGHT: t.weight,
             Axis.WEIGHT_DATA: t.weight_data,

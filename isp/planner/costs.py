@@ -42,10 +42,12 @@ class Costs:
 
     def attention_flops(self, event: Attend) -> float:
         """FLOPs of local attention in one forward of a micro-batch."""
-        case = self.case
+        case, window = self.case, event.window
         length = case.tokens // case.documents
-        reach = length if event.window is None else min(length, event.window)
-        pairs = case.rows * case.documents * reach * (2 * length - reach) / 2
+        documents = event.documents or ((length, length),) * (case.rows * case.documents)
+        pairs = sum(
+            _seen(keys, window) - _seen(keys - queries, window) for queries, keys in documents
+        )
         return 4 * pairs * event.features
 
     def before(self, block: Block, number: int) -> float:
@@ -97,3 +99,9 @@ class Costs:
 
     def _over_memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.gb_per_second * 1e9 * self.device.memory_efficiency)
+
+
+def _seen(length: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees, in a causal document."""
+    reach = length if window is None else min(length, window)
+    return reach * (2 * length - reach) / 2

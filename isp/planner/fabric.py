@@ -216,6 +216,10 @@ def _stride(case: Case, axis: Axis) -> int:
     """Ranks from one member of a group to the next."""
     topology = case.topology
     match axis:
+        case Axis.HEAD:
+            return 1 if topology.head_first else topology.context
+        case Axis.CONTEXT:
+            return topology.head if topology.head_first else 1
         case Axis.DATA:
             return topology.tensor
         case Axis.WEIGHT_DATA | Axis.ZERO1:

@@ -304,7 +304,7 @@ def _alike(case: Case, micro_num: int = 1) -> Case:
         case,
         model=bare(case.model),
         parallel=ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline),
-        topology=replace(case.topology, tensor=1),
+        topology=replace(case.topology, tensor=1, context=1),
         rows=1,
         tokens=1,
         micro_num=micro_num,

@@ -39,7 +39,9 @@ from isp.comm.host import TO_HOST, HostChannel, HostMemory
 from isp.config.models import language_model
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
-from isp.parallel import Axis, Mode
+from isp.layers.sequence import SequenceRanks
+from isp.parallel import Axis, ContextExchange, Topology
+from isp.parallel.context import Windows
 from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, kind_of, kinds_of
@@ -94,12 +96,23 @@ def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
 
 def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
     """A micro-batch on the rank at `place`, all layers recomputed or none."""
+    topology, parallel = case.topology, case.parallel
     part = _RankPart(
-        case.mode,
-        case.topology.tensor,
+        Topology(
+            world_size=topology.tensor,
+            mode=case.mode,
+            tensor=topology.tensor,
+            weight=1,
+            pipeline=1,
+            zero1=1,
+            context=topology.context,
+            head_first=topology.head_first,
+        ),
         place.tensor,
         case.gathers_weights,
-        case.parallel.weight.vocab_parallel_loss,
+        parallel.weight.vocab_parallel_loss,
+        parallel.sequence_2D.exchange,
+        case.documents if topology.context > 1 else 1,
     )
     model = _alike_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
@@ -123,11 +136,30 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
 class _RankPart(NamedTuple):
     """What decides a rank's part of a micro-batch."""
 
-    mode: Mode
-    tensor: int
+    sequence: Topology
+    """Of the ranks of a sequence alone."""
     place: int
     gathers_weights: bool
     vocab_parallel_loss: bool
+    exchange: ContextExchange
+    documents: int
+    """Equal documents in a row, if they decide which tokens a rank has."""
+
+    def channel(self, axis: Axis, recorder: TapeRecorder) -> DryChannel:
+        """The channel along `axis`, of which `recorder` hears."""
+        axis = self.sequence.channel_axis(axis)
+        index = self.sequence.index(axis, self.place)
+        return DryChannel(axis.value, self.sequence.size(axis), index, recorder)
+
+    def ranks(self, windows: Windows, recorder: TapeRecorder) -> SequenceRanks:
+        """The ranks of the sequence, for a model with these windows."""
+        return SequenceRanks(
+            head=self.channel(Axis.HEAD, recorder),
+            context=self.channel(Axis.CONTEXT, recorder),
+            windows=windows,
+            head_first=self.sequence.head_first,
+            exchange=self.exchange,
+        )
 
 
 META = torch.device("meta")
@@ -138,19 +170,20 @@ def _rehearsed(
     model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
-    recorder, facts = TapeRecorder(), part.mode.facts
-    tensor = DryChannel(Axis.TENSOR.value, part.tensor, part.place, recorder)
+    recorder, mode = TapeRecorder(), part.sequence.mode
+    facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
+    own_model = language_model(model, dtype)
     layers = (LayerFactory if on_cpu else _CudaLayers)(
-        mode=part.mode,
+        mode=mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
         communicator=_DryWeights(recorder, gathers=part.gathers_weights),
         host=HostMemory(META, key="model.checkpoint_offload", channel=_DryHost(recorder)),
         device=META,
         dtype=getattr(torch, dtype),
+        sequence=part.ranks(own_model.attention_windows, recorder),
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    own_model = language_model(model, dtype)
     if isinstance(own_model, TracedModel) and own_model.trace.elements(TraceRole.EXPERT):
         raise ValueError(
             f"isp layouts cannot plan model.hf={model.hf}: which experts its tokens go to is known"
@@ -159,14 +192,14 @@ def _rehearsed(
     (whole,) = own_model.build(layers, attention=_DryAttention(recorder, on_cpu))
     blocks = whole.weight_blocks()
     recorder.follow(blocks)
-    own = tokens // part.tensor if facts.slices_batch else tokens
+    own = tokens // tensor.size if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
     parameters = list(whole.shards())
     recorder.know((*(item.parameter for item in parameters), ids))
     with _Products(recorder):
         with saved_tensors_hooks(recorder.keep, lambda x: x):
-            output = whole(ids, ids, None)
+            output = whole(ids, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
             length = output.shape[1]
             chunk_tokens = model.loss_chunk_tokens
@@ -193,12 +226,19 @@ def _rehearsed(
     tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
     by_kind = dict(zip(kinds, tapes, strict=True))
     vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
-    logits = rows * tokens * vocab // part.tensor
+    logits = rows * tokens * vocab // tensor.size
     # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
     rest = (length - run) * rows * output.shape[2] * output.itemsize
     after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0
     loss_bytes = saved[-1].total + rest, made.most + rest + after
     return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
+
+
+def _ends_of(tokens: int, documents: int) -> Tensor | None:
+    """The `cu_seqlens` of equal documents; None for one."""
+    if documents == 1:
+        return None
+    return torch.arange(0, tokens + 1, tokens // documents, dtype=torch.int32)
 
 
 _PRODUCTS = 3
@@ -304,7 +344,10 @@ class _DryAttention:
         features = q.shape[2] * (q.shape[3] + v.shape[3]) // 2
         phase = self._recorder.phase
         again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
-        event = Attend(again, features, mask.window)
+        documents = None
+        if mask.cu_seqlens is not None:
+            documents = tuple(zip(mask.lengths, mask.key_lengths, strict=True))
+        event = Attend(again, features, mask.window, documents)
         tensors = (x.to(own) for x in (q, k, v))
         out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
         self._recorder.attends = False

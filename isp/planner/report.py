@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from isp.parallel import Mode
+from isp.parallel import Mode, Topology
 from isp.planner.counts import traffic
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget
@@ -75,6 +75,9 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     return {
         "mode": topology.mode.value,
         "tensor": topology.tensor,
+        "head": topology.head,
+        "context": topology.context,
+        "head_first": topology.head_first,
         "weight": topology.weight,
         "pipeline": topology.pipeline,
         "zero1": topology.zero1,
@@ -207,7 +210,7 @@ def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
     return (
         mark,
         topology.mode.value,
-        str(topology.tensor),
+        _tensor(topology),
         str(topology.weight) if topology.mode.facts.gathers_weights else "-",
         str(topology.pipeline),
         str(topology.zero1),
@@ -221,6 +224,14 @@ def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
         f"{prediction.tgs(world_size):,.0f}",
         f"{prediction.tflops:.0f}" if prediction.tflops >= 10 else f"{prediction.tflops:.3f}",
     )
+
+
+def _tensor(topology: Topology) -> str:
+    """The tensor size, as heads x context if that is what it is."""
+    if topology.context == 1:
+        return str(topology.tensor)
+    first = "" if topology.head_first else ", context first"
+    return f"{topology.head} x {topology.context}{first}"
 
 
 def _recompute(candidate: Candidate) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from math import prod
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import TO_HOST
 from isp.config import JobConfig
-from isp.parallel import Mode, Topology
+from isp.parallel import Mode, Sequence2DConfig, Topology
 from isp.parallel.config import PipelineSchedule
 from isp.parallel.partition import divisors
 from isp.parallel.phase import Phase
@@ -52,6 +52,7 @@ class Candidate:
         t = self.case.topology
         return (
             *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
+            *(t.context, t.head_first),
             *(d.micro_bsz, d.micro_num, m.checkpoint, m.checkpoint_keeps_attention),
         )
 
@@ -59,7 +60,8 @@ class Candidate:
     def kind(self) -> tuple[object, ...]:
         """The key shared with others that differ in weight and zero1 alone."""
         topology = self.case.topology
-        return topology.mode, topology.tensor, topology.pipeline, self.config.data.micro_bsz
+        sizes = topology.tensor, topology.context, topology.head_first, topology.pipeline
+        return topology.mode, *sizes, self.config.data.micro_bsz
 
     @property
     def overrides(self) -> list[str]:
@@ -78,6 +80,14 @@ class Candidate:
         }
         if not parallel.tensor.mode.facts.gathers_weights:
             del words["parallel.weight.size"]
+        elif (two := parallel.sequence_2D).enable:
+            place = "parallel.sequence_2D.device_placement_strategy.head_first"
+            words |= {
+                "parallel.sequence_2D.enable": "true",
+                "parallel.sequence_2D.head_size": parallel.head_size,
+                "parallel.sequence_2D.context_size": parallel.context_size,
+                place: str(two.device_placement_strategy.head_first).lower(),
+            }
         if not model.checkpoint:
             del words["model.checkpoint_keeps_attention"]
         return [f"--{key} {value}" for key, value in words.items()]
@@ -113,8 +123,9 @@ def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool
 def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_cpu: bool) -> Found:
     """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
 
-    Mode, tensor, weight, pipeline, zero1, micro-batch and recomputation vary; the rest is that of
-    `config`. Of layouts that differ in recomputation alone the one that recomputes least is kept.
+    Mode, tensor, heads x context, weight, pipeline, zero1, micro-batch and recomputation vary; the
+    rest is that of `config`. Of layouts that differ in recomputation alone the one that recomputes
+    least is kept.
     """
     fitting: list[Candidate] = []
     smallest: dict[tuple[Mode, int], Candidate] = {}
@@ -140,21 +151,46 @@ def _layouts(
     config: JobConfig, world_size: int, fabric: Fabric, rows: int, refused: dict[str, None]
 ) -> Iterator[JobConfig]:
     """Every layout that is one; why others are not goes into `refused`."""
-    heads = config.model.num_heads
     pipelines = [n for n in divisors(world_size) if n <= min(config.model.num_layers, 32)]
     for mode, tensor, pipeline in product(Mode, divisors(world_size), pipelines):
-        if tensor > heads or world_size % (tensor * pipeline):
+        if world_size % (tensor * pipeline):
             continue
         stage = world_size // pipeline
         weights = divisors(stage) if mode.facts.gathers_weights else [1]
-        for weight, micro_bsz in product(weights, sorted({1, config.data.micro_bsz})):
+        batches = sorted({1, config.data.micro_bsz})
+        cuts = _cuts(config, mode, tensor, fabric)
+        for two, weight, micro_bsz in product(cuts, weights, batches):
             replicas = stage // (weight if mode.facts.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
-                    layout = _with_sizes(config, mode, tensor, weight, pipeline, zero1)
+                    layout = _with_sizes(config, mode, tensor, two, weight, pipeline, zero1)
                     yield _with_batch(layout, rows, stage // tensor, micro_bsz)
                 except ValueError as error:
                     refused.setdefault(str(error))
+
+
+def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:
+    """The ways of cutting a tensor group into heads x context, none without a query head.
+
+    Where that is not asked for, heads alone, and where KV heads would be copied that which copies
+    none. Which ranks are neighbours matters between nodes.
+    """
+    two, model = config.parallel.sequence_2D, config.model
+    contexts = [1]
+    if mode.facts.slices_batch:
+        contexts = divisors(tensor)
+        if not two.enable:
+            contexts = sorted({1, tensor // math.gcd(tensor, model.kv_heads)})
+    for context in contexts:
+        head = tensor // context
+        if head > model.num_heads:
+            continue
+        cut = replace(two, enable=two.enable or context > 1, head_size=head, context_size=context)
+        yield cut if cut.enable else two
+        if 1 < context < tensor and tensor > fabric.devices_per_node:
+            place = two.device_placement_strategy
+            other = replace(place, head_first=not place.head_first)
+            yield replace(cut, device_placement_strategy=other)
 
 
 def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
@@ -166,7 +202,13 @@ def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
 
 
 def _with_sizes(
-    config: JobConfig, mode: Mode, tensor: int, weight: int, pipeline: int, zero1: int
+    config: JobConfig,
+    mode: Mode,
+    tensor: int,
+    two: Sequence2DConfig,
+    weight: int,
+    pipeline: int,
+    zero1: int,
 ) -> JobConfig:
     parallel = config.parallel
     stages = replace(
@@ -181,6 +223,7 @@ def _with_sizes(
         parallel=replace(
             parallel,
             tensor=replace(parallel.tensor, size=tensor, mode=mode),
+            sequence_2D=two,
             weight=replace(parallel.weight, size=weight),
             pipeline=stages,
             zero1=replace(parallel.zero1, size=zero1),
@@ -297,7 +340,7 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
 
 def _weight_seconds(case: Case, fabric: Fabric, kind: BlockKind) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
-    numbers = sum(prod(shape) for _, shape in kind[1] if shape)
+    numbers = sum(math.prod(shape) for _, shape in kind[1] if shape)
     sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
     return 3 * fabric.seconds(case, Trip("all_gather", "weight", Cargo(Purpose.WEIGHT), sent))
 

@@ -73,6 +73,8 @@ class Attend(NamedTuple):
     """Of all query heads that the rank attends with."""
     window: int | None
     """Tokens that a token attends to; None: all before it."""
+    documents: tuple[tuple[int, int], ...] | None = None
+    """The queries and keys of each; None: the rows and documents of the case."""
 
 
 class Gradient(NamedTuple):

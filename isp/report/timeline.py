@@ -71,6 +71,8 @@ _LANES = {
     "weight": "ranks that share one copy of the weights",
     "weight_reduce": "the same ranks, for gradients",
     "tensor": "ranks that share one sequence",
+    "head": "those of them that exchange tokens for heads",
+    "context": "those of them with the same heads",
     "data": "ranks with the same part of other sequences",
     "weight_data": "ranks with the same part of the weights",
     "zero1": "ranks that share the optimizer states of a part of the weights",

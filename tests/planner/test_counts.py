@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from isp.data.batch import MicroBatch
 from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
@@ -95,7 +96,32 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.MTP, tensor=4), replace(TWO_LEVELS, checkpoint_offload=True,
         checkpoint_distribute_activations=True), "float32"),
     (Layout(tensor=4, weight=4, micro=2), replace(OFF, checkpoint_keeps_attention=True), "float32"),
+    (Layout(tensor=4, context=2, weight=2), KEPT, "float64"),
+    (Layout(tensor=4, context=4, weight=2, micro=2), FEW_KV, "bfloat16"),
+    (Layout(tensor=4, context=2, head_first=False, weight=4), HEADS_ALL, "float32"),
+    (Layout(tensor=4, context=2), replace(ODD, sliding_window=5), "float64"),
+    (Layout(tensor=2, context=2, weight=2, data=2, options=ENDS), EVEN, "float64"),
+    (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
 ]  # fmt: skip
+DOCUMENTS = 4
+
+
+class AlikeDocuments(Task):
+    """Rows of equal documents, which plans of heads x context take packed rows for."""
+
+    def batch(self, step: int, place: int) -> MicroBatch:
+        batch, length = super().batch(step, place), SEQ_LEN // DOCUMENTS
+        if not self.packed:
+            return batch
+        positions = torch.arange(SEQ_LEN).remainder(length)[None]
+        ends = torch.arange(0, SEQ_LEN + 1, length, dtype=torch.int32)
+        return replace(batch, positions=positions, cu_seqlens=ends)
+
+
+def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
+    """Every other task has two whole rows a micro-batch."""
+    kind = AlikeDocuments if layout.context > 1 else Task
+    return kind(model=model, packed=number % 2 == 0, micro_bsz=2)
 
 
 def case_of(layout: Layout, task: Task, dtype: Any) -> Case:
@@ -109,14 +135,14 @@ def case_of(layout: Layout, task: Task, dtype: Any) -> Case:
         micro_num=layout.micro,
         dtype=dtype,
         on_cpu=True,
+        documents=DOCUMENTS if isinstance(task, AlikeDocuments) and task.packed else 1,
     )
 
 
 def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Counts]:
     meshes, found = Meshes(rank), []
     for number, (layout, model, dtype) in enumerate(cases):
-        # Every other task has two whole rows a micro-batch.
-        task = Task(model=model, packed=number % 2 == 0, micro_bsz=2)
+        task = _task(number, layout, model)
         mesh = meshes.of(layout)
         run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
         run.numbers(range(1))  # its first gathers were launched before the log was emptied
@@ -148,7 +174,7 @@ def test_planned_transfers_are_the_counted_ones(world: int) -> None:
     cases = [case for case in CASES if case[0].world == world]
     of_ranks = run_ranks(world, _counted, cases, timeout_seconds=100)
     for n, (layout, model, dtype) in enumerate(cases):
-        task = Task(model=model, packed=n % 2 == 0, micro_bsz=2)
+        task = _task(n, layout, model)
         case = case_of(layout, task, dtype)
         for rank in range(world):
             planned = {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()}

@@ -80,6 +80,9 @@ CASES = [
     (Layout(weight=2, data=2), BOTH, "bfloat16"),
     (Layout(pipeline=2, micro=6), OFF, "float32"),
     (Layout(pipeline=2, micro=6), TWO_LEVELS, "float32"),
+    (Layout(tensor=2, context=2), MODEL, "float32"),
+    (Layout(tensor=2, context=2, weight=2), HEADS_ALL, "bfloat16"),
+    (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]
 PARTS = [
     (Layout(mode=Mode.MSP, tensor=2, data=2), "bfloat16"),

@@ -66,6 +66,8 @@ TWO = [
     (Layout(mode=Mode.MSP, tensor=2), replace(TILED, checkpoint=0.6), "float32"),
     (Layout(tensor=2, weight=2), HEADS, "float32"),
     (Layout(mode=Mode.MTP, tensor=2), replace(HEADS, **PARTLY), "float32"),
+    (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
+    (Layout(tensor=2, context=2), KEPT, "bfloat16"),
 ]
 
 
