@@ -13,13 +13,15 @@ Then the next rank takes its part. Of one document this is the zig-zag of ring a
     three, c = 2             0 0 | 0 0 1 1 1 1 | 1 1 1 1 1 1 0 0 0 0
 
 It always succeeds: in a line sorted by mean cost the front has at most the mean cost of the whole
-and the back at least that, and a step of y changes the cost by at most that of one token. A
-document that was cut is sorted anew by what is left of it. At most 2(c - 1) cuts are made, each
-rank's cost is even to about one token's, and short documents stay whole.
+and the back at least that, and a step of y changes the cost by at most that of one token. What is
+left of a document that was cut is sorted anew. So costs are even to about that of one token, there
+are at most 2(c - 1) cuts, and most documents stay whole.
 
-In rows so short that one token matters, tokens are then swapped between ranks while that makes two
-ranks more alike. When no swap does, costs of ranks differ by at most c - 1 keys a layer: tokens of
-every cost up to the dearest exist, so ranks of which one has all dearer tokens would have a swap.
+Where this leaves more than 5%, so in rows so short that one token matters, tokens are swapped
+between two ranks while it makes them more alike. If c divides S, the costs in which no swap does,
+sorted, rise by at most one key a layer at a time: ranks above a wider step would have, with any
+token, all that are next cheaper, and so cost less than those below. So the greatest cost is within
+5% of the mean from S = 10 c (c - 1) on. For c = 2 it is so wherever that can be.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
+from functools import cache, cached_property, lru_cache, partial
+from itertools import accumulate, combinations, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ Windows = tuple[tuple[int | None, int], ...]
 """The windows of a model's attention layers, in tokens (None: all), each with how many have it."""
 
 _ALL: Windows = ((None, 1),)
+
+_Ints = NDArray[np.int64]
 
 _EVEN = 0.05
 """Up to this imbalance no token is swapped."""
@@ -86,7 +90,7 @@ class ContextPlan:
         return max(self.costs) * len(self.costs) / sum(self.costs) - 1
 
     @cached_property
-    def order(self) -> NDArray[np.int64]:
+    def order(self) -> _Ints:
         """The place in the row of each token, in the order of ranks and their slices: [S]."""
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)
         sizes = table[:, 2] - table[:, 1]
@@ -168,23 +172,27 @@ class _Line:
         sizes = np.array(lengths, np.int64)
         order = np.argsort(sizes, kind="stable")
         order = order[sizes[order] > 0]
-        self.prefix_cost = _prefix_cost(windows)
-        costs = self.prefix_cost(sizes[order])
+        prefix_cost = _prefix_cost(windows)
+        costs = prefix_cost(sizes[order])
+        costs_before = [0, *np.cumsum(costs).tolist()]
+        starts = [0, *np.cumsum(sizes[order]).tolist()]
+
+        @cache
+        def cost(place: int) -> int:
+            i = bisect_right(starts, place) - 1
+            before: int = costs_before[i] + prefix_cost(place - starts[i])
+            return before
+
+        self.cost = cost
+        """The cost of the tokens before a place."""
         self.documents: list[int] = order.tolist()
         self.sizes: list[int] = sizes[order].tolist()
-        self.starts = [0, *np.cumsum(sizes[order]).tolist()]
-        self.costs = [0, *np.cumsum(costs).tolist()]
+        self.starts = starts
         self.means: list[float] = (costs / sizes[order]).tolist()
         self.whole = (0, len(self.sizes))
         """Documents of which nothing is taken."""
         self.parts: list[_Range] = []
         """What is left of those that were cut."""
-
-    def cost(self, place: int) -> int:
-        """The cost of the tokens before `place`."""
-        i = bisect_right(self.starts, place) - 1
-        cost: int = self.costs[i] + self.prefix_cost(place - self.starts[i])
-        return cost
 
     def cost_of(self, ranges: Iterable[_Range]) -> int:
         return sum(self.cost(end) - self.cost(begin) for begin, end in ranges)
@@ -204,31 +212,33 @@ class _Line:
         left = self.left()
         sizes = list(accumulate((end - begin for begin, end in left), initial=0))
         costs = list(accumulate((self.cost_of([r]) for r in left), initial=0))
-        tokens = -(-sizes[-1] // num_ranks)
-        if tokens == sizes[-1]:
+        size, total = sizes[-1], costs[-1]
+        tokens = -(-size // num_ranks)
+        if tokens == size:
             self.whole, self.parts = (0, 0), []
             return left
-        shifts = [
-            (begin - n, cost - self.cost(begin))
-            for (begin, _), n, cost in zip(left, sizes, costs, strict=False)
-        ]
+        places = [begin - n for (begin, _), n in zip(left, sizes, strict=False)]
+        costs = [cost - self.cost(begin) for (begin, _), cost in zip(left, costs, strict=False)]
 
         def before(n: int) -> int:
             """The cost of the first n tokens."""
-            shift, cost = shifts[bisect_right(sizes, n, hi=len(shifts)) - 1]
-            return cost + self.cost(n + shift)
+            i = bisect_right(sizes, n, hi=len(left)) - 1
+            return costs[i] + self.cost(places[i] + n)
+
+        def between(first: int, last: int) -> list[_Range]:
+            """The places of the tokens [first, last) of what is left."""
+            ranges = zip(left, places, strict=True)
+            cut = ((max(begin, p + first), min(end, p + last)) for (begin, end), p in ranges)
+            return [(begin, end) for begin, end in cut if begin < end]
 
         def excess(y: int) -> int:
-            """What a rank with y tokens from the back has beyond its share, times `num_ranks`."""
-            taken = before(tokens - y) + costs[-1] - before(sizes[-1] - y)
-            return num_ranks * taken - costs[-1]
+            """The cost with y tokens from the back, beyond the share, times `num_ranks`."""
+            return num_ranks * (before(tokens - y) + total - before(size - y)) - total
 
         y = bisect_left(range(tokens), 0, key=excess)
         y = min(max(0, y - 1), y, key=lambda y: abs(excess(y)))
-        front, rest = _cut(left, tokens - y)
-        rest, back = _cut(rest, sizes[-1] - tokens)
-        self.keep(rest)
-        return front + back
+        self.keep(between(tokens - y, size - y))
+        return between(0, tokens - y) + between(size - y, size)
 
     def keep(self, ranges: list[_Range]) -> None:
         """Leaves these alone."""
@@ -263,34 +273,28 @@ class _Line:
         for rank, ranges in enumerate(held):
             for begin, end in ranges:
                 ranks[begin:end] = rank
-        while (swap := _swap(costs, ranks, len(held))) is not None:
-            ranks[list(swap)] = ranks[list(reversed(swap))]
+        most = 3 if len(costs) <= 10 * len(held) else 1
+        while (swap := _swap(costs, ranks, len(held), most)) is not None:
+            dear, cheap = map(list, swap)
+            ranks[dear], ranks[cheap] = ranks[cheap], ranks[dear]
         edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
         return [[r for r in pairwise(edges) if ranks[r[0]] == rank] for rank in range(len(held))]
 
 
-def _cut(ranges: list[_Range], n: int) -> tuple[list[_Range], list[_Range]]:
-    """The first n tokens, and the others."""
-    first, rest = [], []
-    for begin, end in ranges:
-        middle = min(end, begin + n)
-        n -= middle - begin
-        first.append((begin, middle))
-        rest.append((middle, end))
-    return [r for r in first if r[0] < r[1]], [r for r in rest if r[0] < r[1]]
-
-
-def _swap(costs: Any, ranks: Any, num_ranks: int) -> tuple[int, int] | None:
-    """Two tokens, of ranks that their swap makes more alike: first of those least alike."""
+def _swap(
+    costs: _Ints, ranks: _Ints, num_ranks: int, most: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Up to so many tokens of two ranks whose swap makes these more alike: the least alike ones."""
     totals = [int(costs[ranks == rank].sum()) for rank in range(num_ranks)]
-    for gap, dear, cheap in sorted(
-        ((a - b, i, j) for i, a in enumerate(totals) for j, b in enumerate(totals) if a > b),
-        key=lambda pair: -pair[0],
-    ):
-        high, low = np.flatnonzero(ranks == dear), np.flatnonzero(ranks == cheap)
-        gains = costs[high][:, None] - costs[low]
-        gains = np.where((gains > 0) & (gains < gap), abs(2 * gains - gap), gap)
-        i, j = np.unravel_index(gains.argmin(), gains.shape) if gains.size else (0, 0)
-        if gains.size and gains[i, j] < gap:
-            return int(high[i]), int(low[j])
+    pairs = ((a - b, i, j) for i, a in enumerate(totals) for j, b in enumerate(totals) if a > b)
+    for gap, dear, cheap in sorted(pairs, key=lambda pair: -pair[0]):
+        tokens = [np.flatnonzero(ranks == rank).tolist() for rank in (dear, cheap)]
+        for number in range(1, most + 1):
+            high, low = (list(combinations(of_rank, number)) for of_rank in tokens)
+            if high and low:
+                gains = costs[high].sum(1)[:, None] - costs[low].sum(1)
+                left = abs(gap - 2 * gains)
+                i, j = divmod(int(left.argmin()), len(low))
+                if left[i, j] < gap:
+                    return high[i], low[j]
     return None

@@ -1,0 +1,223 @@
+"""The plan of context ranks: every token once, equal sizes, even costs, few cuts."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+
+import pytest
+
+from isp.parallel.context import ContextPlan, Slice, Windows
+
+FULL: Windows = ((None, 1),)
+WINDOWS: list[Windows] = [FULL, ((3, 1),), ((2, 3), (None, 1)), ((40, 2), (7, 1)), ((1, 5),)]
+
+
+def log_normal(draw: random.Random, total: int, median: float, sigma: float) -> list[int]:
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, math.ceil(draw.lognormvariate(math.log(median), sigma))))
+    return lengths
+
+
+def token_costs(lengths: Sequence[int], windows: Windows) -> list[int]:
+    """Written out: the keys that each token of the row sees."""
+    return [
+        sum(layers * min(i + 1, window or i + 1) for window, layers in windows)
+        for length in lengths
+        for i in range(length)
+    ]
+
+
+def check(plan: ContextPlan, num_ranks: int) -> None:
+    total = sum(plan.lengths)
+    sizes = [total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)]
+    assert [sum(end - begin for _, begin, end in held) for held in plan.slices] == sizes
+    order = plan.order.tolist()
+    assert sorted(order) == list(range(total))
+    costs, ends = token_costs(plan.lengths, plan.windows), iter(order)
+    assert plan.costs == tuple(sum(costs[next(ends)] for _ in range(size)) for size in sizes)
+    for held in plan.slices:
+        assert all(0 <= begin < end <= plan.lengths[document] for document, begin, end in held)
+        assert all(
+            a.document < b.document or (a.document == b.document and a.end < b.begin)
+            for a, b in pairwise(held)
+        )
+
+
+def test_every_token_once_on_ranks_of_one_size() -> None:
+    """Catches tokens lost or doubled, a rank with more than its share, wrong costs and order."""
+    draw = random.Random(1)
+    for _ in range(2000):
+        count, longest = draw.choice([1, 2, 5, 30]), draw.choice([1, 3, 12, 60])
+        lengths = [draw.randint(0, longest) for _ in range(count)]
+        lengths[draw.randrange(count)] += draw.choice([1, 1, 100])
+        num_ranks = draw.randint(1, 9)
+        check(ContextPlan.of(lengths, num_ranks, draw.choice(WINDOWS)), num_ranks)
+
+
+def all_lengths(total: int, longest: int) -> Iterator[tuple[int, ...]]:
+    if not total:
+        yield ()
+    for first in range(min(total, longest), 0, -1):
+        for others in all_lengths(total - first, first):
+            yield (first, *others)
+
+
+def can_be_even(costs: list[int], num_ranks: int) -> bool:
+    """Whether any assignment of the tokens, with ranks of equal size, is within 5% of the mean."""
+    size, more = divmod(len(costs), num_ranks)
+    most = 1.05 * sum(costs) / num_ranks + 1e-9
+    states = {tuple((size + (rank < more), 0) for rank in range(num_ranks))}
+    for cost in sorted(costs, reverse=True):
+        states = {
+            tuple(sorted((*state[:i], (room - 1, load + cost), *state[i + 1 :])))
+            for state in states
+            for i, (room, load) in enumerate(state)
+            if room and load + cost <= most
+        }
+    return bool(states)
+
+
+@pytest.mark.parametrize(("num_ranks", "longest", "missed"), [(2, 13, 0), (3, 12, 0.01)])
+def test_small_rows_against_every_assignment(num_ranks: int, longest: int, missed: float) -> None:
+    """Catches an uneven plan where an even one exists, and steps that a swap would make smaller."""
+    could = total = 0
+    for tokens, windows in product(range(1, longest + 1), WINDOWS[:3]):
+        for lengths in all_lengths(tokens, tokens):
+            plan = ContextPlan.of(lengths, num_ranks, windows)
+            total += 1
+            if plan.imbalance <= 0.05 + 1e-9:
+                continue
+            could += can_be_even(token_costs(lengths, windows), num_ranks)
+            if tokens % num_ranks == 0:
+                steps = (b - a for a, b in pairwise(sorted(plan.costs)))
+                assert max(steps) <= sum(layers for _, layers in windows)
+    assert could <= missed * total
+
+
+def test_short_rows_are_even_from_the_size_that_is_promised() -> None:
+    """Catches single tokens that are too dear for a rank of 10 (c - 1) tokens."""
+    draw = random.Random(5)
+    for num_ranks, windows in product([2, 3, 4, 5], WINDOWS[:3]):
+        total = 10 * num_ranks * (num_ranks - 1)
+        for _ in range(20):
+            longest = draw.randint(1, total)
+            plan = ContextPlan.of([longest, *[1] * (total - longest)], num_ranks, windows)
+            check(plan, num_ranks)
+            assert plan.imbalance <= 0.05 + 1e-9
+
+
+KINDS: dict[str, Callable[[random.Random], list[int]]] = {
+    "log-normal": lambda draw: log_normal(draw, 16384, 600, 1.3),
+    "a giant": lambda draw: [9000, *[1] * 1384, *log_normal(draw, 6000, 100, 1)],
+    "equal": lambda draw: [1024] * draw.choice([1, 4, 8, 16]),
+    "equal, not a multiple": lambda draw: [draw.randint(900, 1100)] * draw.randint(3, 16),
+    "two sizes": lambda draw: [3000, 300, 300, 300] * draw.randint(1, 4),
+    "one, and single tokens": lambda draw: [draw.randint(1000, 4000), *[1] * 5000],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_are_even_and_hardly_cut(kind: str) -> None:
+    """Catches a rank that costs more than one token too much, and cuts that nothing needs."""
+    draw = random.Random(2)
+    for num_ranks, windows in product([2, 3, 8, 16], [FULL, ((256, 3), (None, 1)), ((64, 1),)]):
+        for _ in range(2):
+            lengths = KINDS[kind](draw)
+            plan = ContextPlan.of(lengths, num_ranks, windows)
+            check(plan, num_ranks)
+            dearest = max(token_costs([max(lengths)], windows))
+            mean = sum(plan.costs) / num_ranks
+            assert max(plan.costs) - mean <= 2 * dearest
+            assert plan.imbalance < 0.05
+            cuts = sum(map(len, plan.slices)) - len(lengths)
+            assert cuts <= 2 * (num_ranks - 1)
+
+
+def test_cases_by_hand() -> None:
+    """Catches another order of things than the note draws."""
+    (one, other) = ContextPlan.of([8], 2).slices
+    assert one == (Slice(0, 0, 2), Slice(0, 6, 8))
+    assert other == (Slice(0, 2, 6),)
+    # four alike, two ranks: whole
+    assert ContextPlan.of([5, 5, 5, 5], 2).slices == (
+        (Slice(0, 0, 5), Slice(1, 0, 5)),
+        (Slice(2, 0, 5), Slice(3, 0, 5)),
+    )
+    # a window of one makes all tokens alike
+    assert ContextPlan.of([8], 2, ((1, 1),)).slices == ((Slice(0, 0, 4),), (Slice(0, 4, 8),))
+    # fewer tokens than ranks
+    assert ContextPlan.of([1, 1], 3).slices == ((Slice(0, 0, 1),), (Slice(1, 0, 1),), ())
+    # 36 + 3 x 1 keys are 19.5 a rank, of 6 or 5 tokens: 1 + 1 + 1 + 1 + 8 + 7, or 2 + .. + 6
+    plan = ContextPlan.of([1, 8, 1, 1], 2)
+    assert plan.slices == (
+        (Slice(0, 0, 1), Slice(1, 0, 1), Slice(1, 6, 8), Slice(2, 0, 1), Slice(3, 0, 1)),
+        (Slice(1, 1, 6),),
+    )
+    assert plan.costs == (19, 20)
+
+
+def test_keys_that_travel() -> None:
+    """Catches a range that is too short or too long, or counted twice."""
+    held = ((Slice(0, 0, 2), Slice(0, 6, 8), Slice(2, 1, 2)), (Slice(0, 2, 6), Slice(1, 0, 3)))
+    plan = ContextPlan((8, 3, 2), (*held, (Slice(2, 0, 1),)))
+    assert plan.needed(None) == (
+        (Slice(0, 0, 8), Slice(2, 0, 2)),
+        (Slice(0, 0, 6), Slice(1, 0, 3)),
+        (Slice(2, 0, 1),),
+    )
+    assert plan.received(None) == (5, 2, 0)
+    assert plan.needed(3)[:2] == (
+        (Slice(0, 0, 2), Slice(0, 4, 8), Slice(2, 0, 2)),
+        (Slice(0, 0, 6), Slice(1, 0, 3)),
+    )
+    assert plan.received(3) == (3, 2, 0)
+    assert plan.received(1) == (0, 0, 0)
+    rows = plan.repeated(2)
+    assert rows.slices[1] == (*held[1], Slice(3, 2, 6), Slice(4, 0, 3))
+    assert rows.received(3) == (6, 4, 0)
+    assert [2 * cost for cost in plan.costs] == list(rows.costs)
+
+
+def test_keys_that_travel_against_tokens() -> None:
+    """Catches ranges that are not those of the queries one by one."""
+    draw = random.Random(3)
+    for _ in range(300):
+        lengths = [draw.randint(1, 15) for _ in range(draw.randint(1, 6))]
+        plan = ContextPlan.of(lengths, draw.randint(2, 5))
+        for window in (None, draw.randint(1, 9)):
+            for held, needed in zip(plan.slices, plan.needed(window), strict=True):
+                seen = {
+                    (document, key)
+                    for document, begin, end in held
+                    for query in range(begin, end)
+                    for key in range(max(0, query + 1 - (window or query + 1)), query + 1)
+                }
+                listed = [(d, key) for d, begin, end in needed for key in range(begin, end)]
+                assert listed == sorted(seen)
+
+
+def test_the_same_in_every_process() -> None:
+    """Catches an order that hashes decide, and torch being loaded for arithmetic."""
+    lengths = log_normal(random.Random(4), 20000, 50, 1)
+    code = (
+        "import sys; from isp.parallel.context import ContextPlan;"
+        f"print(ContextPlan.of({lengths}, 8).slices, 'torch' in sys.modules)"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert said == {f"{ContextPlan.of(tuple(lengths), 8).slices} False\n"}
+    assert ContextPlan.of(lengths, 8) is ContextPlan.of(tuple(lengths), 8)
