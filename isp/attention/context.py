@@ -33,7 +33,7 @@ from isp.attention.keys import KeyExchange
 from isp.attention.local import LocalAttention
 from isp.attention.lse import lse_kernel
 from isp.attention.mask import AttentionMask
-from isp.attention.ring import ring_attention
+from isp.attention.ring import Ring, ring_attention
 from isp.attention.route import Route, gather_route, ring_routes
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
@@ -99,7 +99,8 @@ class ContextAttention:
         if routes[0].stays:
             out = self._attend(tokens, routes[0].mask)
         elif kernel is not None:
-            out = ring_attention(*tokens[:3], routes, channel=self.channel, kernel=kernel)
+            ring = Ring(self.channel, routes, kernel, q.device)
+            out = ring_attention(*tokens[:3], ring)
         else:
             out = self._exchange(tokens, routes[0])
         return out.view(q.shape)

@@ -19,7 +19,7 @@ precision with the number of ranks (ring-flash-attention, issue 42).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -33,40 +33,75 @@ from isp.attention.route import Route
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 
-__all__ = ["ring_attention"]
+__all__ = ["Ring", "ring_attention"]
 
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    routes: tuple[Route, ...],
-    *,
-    channel: Channel,
-    kernel: LseKernel,
-) -> Tensor:
-    """q [T, h, d], k and v [T, k, d] of this rank -> [T, h, d], by the routes of each step."""
-    ring = _Ring(channel, tuple(route.on(q.device) for route in routes), kernel)
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    """q [T, h, d], k and v [T, k, d] of this rank -> [T, h, d]."""
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 
 
-class _Ring:
-    """The steps of a ring, alike in forward and backward."""
+class Ring:
+    """The steps of one micro-batch, by the routes of each: the first is of own keys."""
 
-    def __init__(self, channel: Channel, routes: tuple[Route, ...], kernel: LseKernel) -> None:
+    def __init__(
+        self, channel: Channel, routes: Sequence[Route], kernel: LseKernel, device: torch.device
+    ) -> None:
         self.kernel = kernel
-        self.own = KeyExchange(Channel.solo(), routes[0], _cargo(0))
-        self.steps = [
-            KeyExchange(channel, route, _cargo(step))
+        own, *others = (
+            KeyExchange(
+                channel if step else Channel.solo(),
+                route.on(device),
+                Cargo(Purpose.KEYS, tensor=f"attention.kv.{step}"),
+            )
             for step, route in enumerate(routes)
-            if step and route.most_received
-        ]
+        )
+        self.steps = [own, *(step for step in others if step.route.most_received)]
 
-    def blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
+    def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, h, d], kv [T, 2, k, d] -> the output and lse [T, h], in float32 at least."""
+        dtype = wide(q.dtype)
+        total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
+        for number, (step, k, v) in enumerate(self._blocks(kv)):
+            rows, mask = step.route.queries, step.route.mask
+            if not len(k):
+                continue
+            out, part = self.kernel.with_lse(_at(q, rows), k, v, mask)
+            if number == 0:  # every query sees itself
+                total, lse = out.to(dtype), part.to(dtype)
+                continue
+            before = _at(lse, rows)
+            after = torch.logaddexp(before, part)
+            merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
+            merged += out * (part - after).exp().unsqueeze(-1)
+            total, lse = _put(total, rows, merged), _put(lse, rows, after)
+        return total, lse
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Those of q and kv, in float32 at least."""
+        dq, dkv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, kv))
+        returning: list[tuple[KeyExchange, Pending]] = []
+        for step, k, v in self._blocks(kv):
+            rows, mask = step.route.queries, step.route.mask
+            d_block = kv.new_empty(0, *kv.shape[1:])
+            if len(k):
+                given, asked, found, sums = (_at(x, rows) for x in (dout, q, out, lse))
+                d_rows, *d_keys = self.kernel.gradients(given, asked, k, v, found, sums, mask)
+                dq = _put(dq, rows, _at(dq, rows) + d_rows)
+                d_block = torch.stack(d_keys, 1).to(kv.dtype)
+            returning.append((step, step.send_back(d_block)))
+            if len(returning) > 1:
+                _take(*returning.pop(0), dkv)
+        _take(*returning.pop(), dkv)
+        return dq, dkv
+
+    def _blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
         """Each step with its keys and values [L, k, d]; the next ones on their way."""
-        arrive = self.own.go_out((kv,))
-        for step, following in zip_longest((self.own, *self.steps), self.steps):
+        arrive = self.steps[0].go_out((kv,))
+        for step, following in zip_longest(self.steps, self.steps[1:]):
             k, v = arrive()[0].unbind(1)
             if following is not None:
                 arrive = following.go_out((kv,))
@@ -75,22 +110,8 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
-        dtype = wide(q.dtype)
-        total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
-        for step, k, v in ring.blocks(kv):
-            rows, mask = step.route.queries, step.route.mask
-            if not len(k):
-                continue
-            out, part = ring.kernel.with_lse(_at(q, rows), k, v, mask)
-            if step is ring.own:  # every query sees itself
-                total, lse = out.to(dtype), part.to(dtype)
-                continue
-            before = _at(lse, rows)
-            after = torch.logaddexp(before, part)
-            merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
-            merged += out * (part - after).exp().unsqueeze(-1)
-            total, lse = _put(total, rows, merged), _put(lse, rows, after)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring) -> Tensor:
+        total, lse = ring.attend(q, kv)
         out = total.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.ring = ring
@@ -100,30 +121,12 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse = ctx.saved_tensors
-        ring: _Ring = ctx.ring
-        dq, dkv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, kv))
-        returning: tuple[KeyExchange, Pending] | None = None
-        for step, k, v in ring.blocks(kv):
-            rows, mask = step.route.queries, step.route.mask
-            if len(k):
-                given, asked, found, sums = (_at(x, rows) for x in (dout, q, out, lse))
-                d_rows, *d_keys = ring.kernel.gradients(given, asked, k, v, found, sums, mask)
-                dq = _put(dq, rows, _at(dq, rows) + d_rows)
-                d_block = torch.stack(d_keys, 1).to(kv.dtype)
-            else:
-                d_block = kv.new_empty(0, *kv.shape[1:])
-            if returning is not None:
-                before, pending = returning
-                before.add_to(dkv, pending.wait())
-            returning = step, step.send_back(d_block)
-        assert returning is not None, "a ring has a first step"
-        before, pending = returning
-        before.add_to(dkv, pending.wait())
+        dq, dkv = ctx.ring.gradients(dout, q, kv, out, lse)
         return dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
-def _cargo(step: int) -> Cargo:
-    return Cargo(Purpose.KEYS, tensor=f"attention.kv.{step}")
+def _take(step: KeyExchange, returning: Pending, total: Tensor) -> None:
+    step.add_to(total, returning.wait())
 
 
 def _at(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -198,7 +198,10 @@ class _Sight(NamedTuple):
 
 
 class _Slices(NamedTuple):
-    """All ranks' slices, one rank's after another's; counted over the whole row."""
+    """All ranks' slices, one rank's after another's, those that touch as one.
+
+    Places are counted over the whole row.
+    """
 
     rank: _Ints
     begin: _Ints
@@ -219,10 +222,14 @@ class _Slices(NamedTuple):
         rank = np.repeat(np.arange(len(counts)), counts)
         lengths = np.array(plan.lengths, np.int64)
         document, begin, end = table.T
-        start = _starts(lengths)[document]
-        before = _starts(end - begin)
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+        # slices that touch are one
+        touches = goes_on & (begin == np.roll(end, 1))
+        first, last = ~touches, ~np.roll(touches, -1)
+        rank, document, goes_on = rank[first], document[first], goes_on[first]
+        begin, end = begin[first], end[last]
+        start, before = _starts(lengths)[document], _starts(end - begin)
         return cls(
             rank=rank,
             begin=begin + start,
