@@ -25,7 +25,11 @@ from isp.train.check_subjects import HuggingFaceSubject
 
 README = Path(__file__).parents[1] / "isp" / "traced" / "README.md"
 
-LAYOUTS = tuple(Layout(tensor, weight) for tensor in (1, 2, 4) for weight in (1, 2, 4))
+LAYOUTS = (
+    *(Layout(tensor, weight) for tensor in (1, 2, 4) for weight in (1, 2, 4)),
+    Layout(2, 2, context=2),
+    Layout(4, 2, context=2),
+)
 
 SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
 """Of models whose tensor-parallel plan does."""

@@ -28,10 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         default="all",
         metavar="LIST",
-        help="such as 2x4,mtp2: sizes of the tensor and the weight group in isp mode, another mode"
-        " and its size (default: all, with 1, 2 and 4 of each, that the model can be split in)",
+        help="such as 2x4,2x2x4,mtp2: sizes of the tensor and the weight group in isp mode, or of"
+        " head, context and weight group, another mode and its size (default: all, with 1, 2 and 4"
+        " of each, that the model can be split in, and some with a context group)",
     )
-    parser.usage = "isp check CONFIG|FOLDER [--layouts all|TxW|modeT,...] [--section.key value ...]"
+    parser.usage = (
+        "isp check CONFIG|FOLDER [--layouts all|TxW|HxCxW|modeT,...] [--section.key value ...]"
+    )
     parser.epilog = (
         "The model is shrunk to a small one of the same structure, with random weights, and trains"
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
@@ -111,6 +114,7 @@ def _all_layouts(subject: Subject, parallel: ParallelConfig) -> list[Layout]:
     from isp.train.check import Layout, fault_of
 
     found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
+    found += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     left_out: dict[str, list[str]] = {}
     for mode in (mode for mode in Mode if not mode.facts.gathers_weights):
         for layout in (Layout(tensor, 1, mode) for tensor in _SIZES[1:]):
@@ -123,28 +127,37 @@ def _all_layouts(subject: Subject, parallel: ParallelConfig) -> list[Layout]:
     return found
 
 
+def _with_context(head: int, context: int, weight: int) -> Layout:
+    from isp.train.check import Layout
+
+    return Layout(head * context, weight, context=context)
+
+
 def _layout(name: str, text: str) -> Layout:
     """The layout that a word of `--layouts` names."""
     from isp.config import ConfigError
     from isp.parallel import Mode
     from isp.train.check import Layout
 
+    if cut := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)x([1-9]\d?)", name):
+        return _with_context(*map(int, cut.groups()))
     if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
         return Layout(int(sizes[1]), int(sizes[2]))
     if split := re.fullmatch(r"(mtp|msp|fsp) ?([1-9]\d?)", name):
         return Layout(int(split[2]), 1, Mode(split[1]))
     raise ConfigError(
         f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
-        f" group such as 2x4,4x1, or another mode and its size such as mtp2"
+        f" group such as 2x4,4x1, of head, context and weight group such as 2x2x4, or another mode"
+        f" and its size such as mtp2"
     )
 
 
-_HEAD = f"{'layout':<9}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
+_HEAD = f"{'layout':<10}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
 
 
 def _line(verdict: Verdict) -> str:
     """A line of the table."""
-    name = f"{verdict.layout!s:<9}"
+    name = f"{verdict.layout!s:<10}"
     if verdict.failure:
         return f"{name}{'-':>9}{'-':>9}{'-':>9}  {'-':<12}FAILED"
     cases = list(verdict.cases.values())

@@ -72,8 +72,12 @@ class Layout:
     tensor: int
     weight: int
     mode: Mode = Mode.ISP
+    context: int = 1
+    """Of the tensor ranks those that attend with the same heads."""
 
     def __str__(self) -> str:
+        if self.context > 1:
+            return f"isp {self.tensor // self.context}x{self.context}x{self.weight}"
         if self.mode is Mode.ISP:
             return f"isp {self.tensor}x{self.weight}"
         return f"{self.mode} {self.tensor}"
@@ -84,6 +88,12 @@ class Layout:
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
             weight=replace(weight, size=self.weight),
+            sequence_2D=replace(
+                base.sequence_2D,
+                enable=self.context > 1,
+                head_size=None,
+                context_size=self.context,
+            ),
         )
 
 
@@ -251,7 +261,10 @@ class Check:
                 loss = step.forward(work, index)
             stop = first + batch.tokens.numel() // self.row_tokens
             expected = {
-                name: whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
+                name: built.sequence.arranged(
+                    whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:]),
+                    batch.cu_seqlens,
+                )
                 for name, whole in reference.outputs.items()
             }
             _note(noted, outputs.take(), expected, mesh)
@@ -292,6 +305,8 @@ def _note(
     mesh: Mesh,
 ) -> None:
     """Add to `noted` how far outputs are from those expected, [B, S, ..], at this rank's tokens.
+
+    Those of each rank lie together.
 
     What a mode has in other shapes than [B, S', ..] is left out.
     """

@@ -33,19 +33,23 @@ def folder(tmp_path: Path) -> str:
 def _rows(text: str) -> dict[str, list[str]]:
     """The rows of the table, by layout; what explains them comes below."""
     table = text.partition("\n\n")[0]
-    return {line[:7]: line.split() for line in table.splitlines() if line.startswith("isp ")}
+    return {
+        " ".join(line.split()[:2]): line.split()
+        for line in table.splitlines()
+        if line.startswith("isp ")
+    }
 
 
-def test_a_folder_in_two_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a check that differs from a model that is right, or leaves a layout out."""
-    assert main(["check", folder, "--layouts", "2x4,4x1"]) == 0
+    assert main(["check", folder, "--layouts", "2x4,4x1,2x2x2"]) == 0
     said = capsys.readouterr()
     rows = _rows(said.out)
-    assert list(rows) == ["isp 2x4", "isp 4x1"]
+    assert list(rows) == ["isp 2x4", "isp 4x1", "isp 2x2x2"]
     assert all("ok" in row for row in rows.values())
     assert "planned" in rows["isp 2x4"]
     assert "none" in rows["isp 4x1"]  # where nothing is gathered
-    assert "all 2 layouts agree" in said.out
+    assert "all 3 layouts agree" in said.out
 
 
 def test_a_configuration_in_other_modes() -> None:
