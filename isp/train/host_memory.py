@@ -77,13 +77,15 @@ _WAYS = {
 def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dict[str, int]:
     """Bytes of all ranks here, by what is kept."""
     here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
-    needs = {_INPUTS: sum(input_bytes_on_host(config, topology, r // topology.stage) for r in here)}
-    if config.optimizer.offload_states:
-        dtype: torch.dtype = getattr(torch, config.training.dtype)
-        numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
-        kinds = kept(update_rule(config.optimizer), dtype).values()
-        own = numbers // (topology.weight * topology.pipeline * topology.zero1)
-        needs[_STATES] = ranks * own * sum(kind.itemsize for kind in kinds)
-        if config.checkpoint.async_mode == "async" and config.checkpoint.interval:
-            needs[_COPIES] = needs[_STATES] + ranks * own * topology.zero1 * dtype.itemsize
+    dtype: torch.dtype = getattr(torch, config.training.dtype)
+    numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
+    own = ranks * (numbers // (topology.weight * topology.pipeline * topology.zero1))
+    kinds = kept(update_rule(config.optimizer), dtype).values()
+    states, checkpoint = own * sum(kind.itemsize for kind in kinds), config.checkpoint
+    needs = {
+        _INPUTS: sum(input_bytes_on_host(config, topology, r // topology.stage) for r in here),
+        _STATES: states if config.optimizer.offload_states else 0,
+    }
+    if any(needs.values()) and checkpoint.async_mode == "async" and checkpoint.interval:
+        needs[_COPIES] = states + own * topology.zero1 * dtype.itemsize
     return needs

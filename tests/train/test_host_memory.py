@@ -93,6 +93,21 @@ def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
     check_host_memory(load_config(write_job(tmp_path)), topology, 2)
 
 
+def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> None:
+    """Catches saves in the background that are forgotten where states are not on the host."""
+    large = ("--model.vocab_size=4194304", "--checkpoint.interval=5")
+    config = load_config(write_job(tmp_path), (*OFFLOADED, *large))
+    topology = config.topology(2)
+    with mock.patch.object(host_memory, "available_bytes", return_value=2**30):
+        with pytest.raises(ValueError, match=r"1\.5 GiB of copies .*async_mode=disabled"):
+            check_host_memory(config, topology, 2)
+        check_host_memory(
+            load_config(write_job(tmp_path), (*OFFLOADED, *large, "--checkpoint.interval=0")),
+            topology,
+            2,
+        )
+
+
 def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a container's limit overlooked, and a system that tells nothing."""
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
