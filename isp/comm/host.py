@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,11 @@ class HostChannel(Channel):
         with streams.on(self._stream):
             pending.wait()
 
+    def finish(self) -> None:
+        """Wait, on the host, until all copies are over: memory of theirs may then be freed."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _start(
         self, trip: Trip, start: Callable[[], Any], pair: tuple[int, ...]
     ) -> Callable[[], object]:
@@ -101,7 +107,8 @@ class HostChannel(Channel):
 class HostMemory:
     """Buffers in host memory, pinned where the device is not the host; a rank has one.
 
-    Buffers are lent by size and kept for reuse: blocks and steps are alike.
+    Buffers are kept for reuse: blocks and steps are alike. Where rows are not, the smallest buffer
+    that fits is lent, and a larger one is made in the place of one that is free.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class HostMemory:
         """Whether it is not the memory that the device computes in; pinned then."""
         self._device = device
         self._key = key
-        self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
 
     def describe(self) -> str:
         """The buffers in words: `12.0 GiB of pinned host memory in 96 buffers`."""
@@ -136,10 +143,19 @@ class HostMemory:
         return Stored(self, x, cargo)
 
     def _lend(self, x: Tensor) -> Tensor:
-        waiting = self._free[x.dtype, x.numel()]
-        buffer = waiting.pop() if waiting else self._make(x)
+        free = self._free[x.dtype]
+        free.sort(key=Tensor.numel)
+        place = bisect_left(free, x.numel(), key=Tensor.numel)
+        if place == len(free) > 0:  # all are too small
+            self._drop(free.pop())
+        buffer = free.pop(place) if place < len(free) else self._make(x)
         self.leased_bytes += buffer.nbytes
         return buffer
+
+    def _drop(self, buffer: Tensor) -> None:
+        self.channel.finish()
+        self.reserved_bytes -= buffer.nbytes
+        self.num_buffers -= 1
 
     def _make(self, x: Tensor) -> Tensor:
         try:
@@ -157,7 +173,7 @@ class HostMemory:
 
     def _take_back(self, buffer: Tensor) -> None:
         self.leased_bytes -= buffer.nbytes
-        self._free[buffer.dtype, buffer.numel()].append(buffer)
+        self._free[buffer.dtype].append(buffer)
 
 
 class Stored:
@@ -171,7 +187,7 @@ class Stored:
         self._here: Pending | None = Pending.ready(x)
         buffer = memory._lend(x)
         weakref.finalize(self, memory._take_back, buffer).atexit = False
-        self._buffer = buffer.view(x.shape)
+        self._buffer = buffer[: x.numel()].view(x.shape)
         self._device = x.device
         self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, cargo=cargo))
 

@@ -63,6 +63,23 @@ def test_pinned_buffers_are_as_large_as_their_tensors() -> None:
         assert not runtime.pinned
 
 
+def test_rows_of_other_lengths_share_buffers() -> None:
+    """Catches buffers of each length there ever was, and a row that comes back with another's."""
+    runtime, rows = _Runtime(room=3 * 800), torch.arange(300.0, dtype=torch.float64).view(3, 100)
+    with mock.patch("torch.cuda.cudart", return_value=runtime):
+        memory = _apart()
+        for length in (40, 100, 7, 60, 100):
+            stored = [memory.store(x[:length], cargo=UNNAMED) for x in rows]
+            for each in stored:
+                each.leave()
+            for each, x in zip(stored, rows, strict=True):
+                assert torch.equal(each.get(), x[:length])
+            del stored, each
+        assert memory.leased_bytes == 0
+        assert memory.reserved_bytes == sum(runtime.pinned.values()) == 3 * 800
+        assert memory.num_buffers == len(runtime.pinned) == 3
+
+
 def test_pages_that_cannot_be_locked_are_told_with_the_key() -> None:
     """Catches a step that goes on with memory that copies wait for."""
     kept: list[object] = []
