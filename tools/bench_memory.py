@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="where to draw the picture")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options, options.overrides = parser.parse_known_args()
+    if unknown := [name for name in options.only.split(",") if name and name not in RUNGS]:
+        parser.error(f"--only {','.join(unknown)} is no rung: use {', '.join(RUNGS)}")
     torch.set_num_threads(options.threads)
     lengths = sorted(int(n) for n in options.lengths.split(","))
     found: dict[str, list[Row]] = {}
@@ -166,14 +168,11 @@ def main() -> None:
         for tokens in lengths:
             found[name].append(measure(rung, tokens, options))
             gc.collect()
-        fixed, slope = line_of(found[name]) if len(lengths) > 1 else (0.0, 0.0)
-        peaks = " ".join(f"{(r.fixed + r.peak) / GIB:8.3f}" for r in found[name])
-        planned = " ".join(f"{r.planned:.2f}" for r in found[name])
-        print(
-            f"{name:<20} {peaks} GiB | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
-            f" | planned {planned}",
-            flush=True,
-        )
+        told = f"{name:<20} {' '.join(f'{(r.fixed + r.peak) / GIB:8.3f}' for r in found[name])} GiB"
+        if len(lengths) > 1:
+            fixed, slope = line_of(found[name])
+            told += f" | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
+        print(f"{told} | planned {' '.join(f'{r.planned:.2f}' for r in found[name])}", flush=True)
     if options.rounds:
         _time(lengths[-1], options)
         return
@@ -196,13 +195,11 @@ def _time(tokens: int, options: argparse.Namespace) -> None:
         for name in chosen[turn:] + chosen[:turn]:
             seconds[name].append(_seconds(*steps[name], options.device))
     for name, (_, *times) in seconds.items():  # buffers are there from the second step on
-        pairs = zip(times, seconds.get(COMPARED, [0.0, *times])[1:], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        print(
-            f"{name:<20} {statistics.median(times):8.2f} s a step of {tokens} tokens"
-            f" | {ratio:.3f} of {COMPARED}",
-            flush=True,
-        )
+        told = f"{name:<20} {statistics.median(times):8.2f} s a step of {tokens} tokens"
+        if COMPARED in seconds:
+            pairs = zip(times, seconds[COMPARED][1:], strict=True)
+            told += f" | {statistics.median(a / b for a, b in pairs):.3f} of {COMPARED}"
+        print(told, flush=True)
 
 
 def _seconds(step: TrainStep, batch: MicroBatch, device: str) -> float:
