@@ -12,7 +12,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 
@@ -62,7 +61,7 @@ class FileRecord(NamedTuple):
 
 
 class SavedTopology(BaseModel):
-    """Sizes and mode of the run that saved a checkpoint; see `isp.parallel.Topology`."""
+    """What cuts the weights of the run that saved a checkpoint; see `isp.parallel.Topology`."""
 
     model_config = _STRICT
 
@@ -76,7 +75,7 @@ class SavedTopology(BaseModel):
     @classmethod
     def of(cls, topology: Topology) -> Self:
         """As a checkpoint keeps `topology`."""
-        return cls(**{**asdict(topology), "mode": str(topology.mode)})
+        return cls(**{field: getattr(topology, field) for field in cls.model_fields})
 
 
 class Manifest(BaseModel):
