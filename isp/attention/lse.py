@@ -5,12 +5,11 @@ T queries, L keys, H query heads, K KV heads, d head size
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from isp.attention.cpu import CpuAttention
 from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
@@ -20,6 +19,7 @@ from isp.attention.sdpa import SdpaAttention
 __all__ = ["FlashKernel", "LseKernel", "PlainKernel", "lse_kernel"]
 
 
+@runtime_checkable
 class LseKernel(Protocol):
     """Attention to a part of the keys, with the log-sum-exp by which such parts are merged."""
 
@@ -48,7 +48,7 @@ class LseKernel(Protocol):
 
 def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
     """The kernel that does what `local` does for such queries; None: it cannot be merged."""
-    if isinstance(local, CpuAttention):
+    if isinstance(local, LseKernel):
         return local
     if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention):
         return None

@@ -10,7 +10,6 @@ a context group, which have the same heads, exchange the keys and values that th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -58,7 +57,8 @@ class SequenceRanks:
     def attention(self, local: LocalAttention) -> DistributedAttention:
         """Attention by `local` to all tokens of a sequence."""
         if self.context.size > 1:
-            local = ContextAttention(local, self.context, self.windows)
+            ring = self.exchange is ContextExchange.RING
+            local = ContextAttention(local, self.context, self.windows, ring=ring)
         return DistributedAttention(local, self.head)
 
     def arranged(self, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -79,11 +79,6 @@ class SequenceRanks:
         Those of a context rank, in the order of the plan, are cut evenly over its head ranks.
         """
         plan = ContextPlan.of(lengths, self.context.size, self.windows)
-        starts = list(accumulate(lengths, initial=0))
-        pieces = [
-            torch.arange(starts[document] + begin, starts[document] + end)
-            for slices in plan.slices
-            for document, begin, end in slices
-        ]
-        order = torch.cat(pieces).view(self.context.size, self.head.size, -1)  # [c, h, S/p]
+        order = torch.from_numpy(plan.order)
+        order = order.view(self.context.size, self.head.size, -1)  # [c, h, S/p]
         return (order if self.head_first else order.transpose(0, 1)).flatten()

@@ -16,7 +16,7 @@ from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.rehearsal import rehearsal
-from isp.planner.tape import Attend
+from isp.planner.tape import Attend, pairs_seen
 from isp.weights.trace import Block
 
 __all__ = ["Costs"]
@@ -44,10 +44,9 @@ class Costs:
         """FLOPs of local attention in one forward of a micro-batch."""
         case, window = self.case, event.window
         length = case.tokens // case.documents
-        documents = event.documents or ((length, length),) * (case.rows * case.documents)
-        pairs = sum(
-            _seen(keys, window) - _seen(keys - queries, window) for queries, keys in documents
-        )
+        pairs = event.pairs
+        if pairs is None:
+            pairs = case.rows * case.documents * pairs_seen(length, window)
         return 4 * pairs * event.features
 
     def before(self, block: Block, number: int) -> float:
@@ -99,9 +98,3 @@ class Costs:
 
     def _over_memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.gb_per_second * 1e9 * self.device.memory_efficiency)
-
-
-def _seen(length: int, window: int | None) -> float:
-    """Pairs of a query and a key that it sees, in a causal document."""
-    reach = length if window is None else min(length, window)
-    return reach * (2 * length - reach) / 2

@@ -46,7 +46,17 @@ from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, kind_of, kinds_of
 from isp.planner.made import Made
-from isp.planner.tape import Attend, Gradient, Loss, Product, Reach, Read, TapeRecorder, Tapes
+from isp.planner.tape import (
+    Attend,
+    Gradient,
+    Loss,
+    Product,
+    Reach,
+    Read,
+    TapeRecorder,
+    Tapes,
+    pairs_seen,
+)
 from isp.traced.chunk import TracedChunk
 from isp.traced.model import TracedModel
 from isp.traced.trace import Role as TraceRole
@@ -327,7 +337,7 @@ class _DryHost(HostChannel):
 
 
 class _DryAttention:
-    """Local attention that attends to nothing."""
+    """Local attention that attends to nothing; also an `isp.attention.lse.LseKernel`."""
 
     def __init__(self, recorder: TapeRecorder, on_cpu: bool) -> None:
         self._recorder = recorder
@@ -341,17 +351,47 @@ class _DryAttention:
         own = wide if self._on_cpu else q.dtype  # [Note: One node]
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
-        features = q.shape[2] * (q.shape[3] + v.shape[3]) // 2
-        phase = self._recorder.phase
-        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
-        documents = None
-        if mask.cu_seqlens is not None:
-            documents = tuple(zip(mask.lengths, mask.key_lengths, strict=True))
-        event = Attend(again, features, mask.window, documents)
+        event = self._event(q, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
         out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
         self._recorder.attends = False
         return out.to(q.dtype)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        self._recorder.note(self._event(q, v, mask))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: AttentionMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._recorder.note(self._event(q, v, mask)._replace(phase=Phase.BACKWARD))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def _event(self, q: Tensor, v: Tensor, mask: AttentionMask) -> Attend:
+        features = q.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
+        phase = self._recorder.phase
+        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
+        return Attend(again, features, mask.window, _pairs(mask))
+
+
+def _pairs(mask: AttentionMask) -> float | None:
+    """Pairs of a query and a key that it sees; None if the mask knows no documents."""
+    if mask.cu_seqlens is None:
+        return None
+    documents = list(zip(mask.lengths, mask.key_lengths, strict=True))
+    if not mask.causal:
+        return float(sum(queries * keys for queries, keys in documents))
+    return sum(pairs_seen(k, mask.window) - pairs_seen(k - q, mask.window) for q, k in documents)
 
 
 class _Attention(torch.autograd.Function):

@@ -29,6 +29,7 @@ __all__ = [
     "Saved",
     "TapeRecorder",
     "Tapes",
+    "pairs_seen",
 ]
 
 
@@ -73,8 +74,14 @@ class Attend(NamedTuple):
     """Of all query heads that the rank attends with."""
     window: int | None
     """Tokens that a token attends to; None: all before it."""
-    documents: tuple[tuple[int, int], ...] | None = None
-    """The queries and keys of each; None: the rows and documents of the case."""
+    pairs: float | None = None
+    """Pairs of a query and a key that it sees; None: those of the case's rows and documents."""
+
+
+def pairs_seen(length: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees, in a causal document."""
+    reach = length if window is None else min(length, window)
+    return reach * (2 * length - reach) / 2
 
 
 class Gradient(NamedTuple):

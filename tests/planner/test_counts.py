@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isp.data.batch import MicroBatch
-from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
+from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
 from isp.planner.counts import _gathers, block_trips, gathers, gradients_of, traffic
@@ -96,13 +96,20 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.MTP, tensor=4), replace(TWO_LEVELS, checkpoint_offload=True,
         checkpoint_distribute_activations=True), "float32"),
     (Layout(tensor=4, weight=4, micro=2), replace(OFF, checkpoint_keeps_attention=True), "float32"),
+]  # fmt: skip
+
+TWO_AXES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=4, context=2, weight=2), KEPT, "float64"),
     (Layout(tensor=4, context=4, weight=2, micro=2), FEW_KV, "bfloat16"),
     (Layout(tensor=4, context=2, head_first=False, weight=4), HEADS_ALL, "float32"),
     (Layout(tensor=4, context=2), replace(ODD, sliding_window=5), "float64"),
+    (Layout(tensor=4, context=4, exchange=ContextExchange.RING), KEPT, "float32"),
+    (Layout(tensor=4, context=4, exchange=ContextExchange.RING), HEADS_ALL, "float32"),
     (Layout(tensor=2, context=2, weight=2, data=2, options=ENDS), EVEN, "float64"),
     (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
-]  # fmt: skip
+]
+"""Sequences over heads x context."""
+
 DOCUMENTS = 4
 
 
@@ -171,7 +178,16 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
 def test_planned_transfers_are_the_counted_ones(world: int) -> None:
     """Catches a collective forgotten, counted twice, or of another size, in any mode."""
-    cases = [case for case in CASES if case[0].world == world]
+    _check([case for case in CASES if case[0].world == world])
+
+
+def test_planned_transfers_of_heads_x_context_are_the_counted_ones() -> None:
+    """Catches keys and values planned for other tokens, or along another axis, than travel."""
+    _check(TWO_AXES)
+
+
+def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
+    (world,) = {layout.world for layout, _, _ in cases}
     of_ranks = run_ranks(world, _counted, cases, timeout_seconds=100)
     for n, (layout, model, dtype) in enumerate(cases):
         task = _task(n, layout, model)

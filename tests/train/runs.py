@@ -18,6 +18,7 @@ from isp.models.build import build_model
 from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
+    ContextExchange,
     DevicePlacementConfig,
     Mode,
     ParallelConfig,
@@ -113,6 +114,7 @@ class Layout:
     context: int = 1
     """Context ranks, in isp mode."""
     head_first: bool = True
+    exchange: ContextExchange = ContextExchange.GATHER
     options: WeightConfig = field(default_factory=WeightConfig)
     """What else `parallel.weight` says; its size is `weight`."""
 
@@ -139,6 +141,7 @@ class Layout:
             sequence_2D=Sequence2DConfig(
                 enable=self.context > 1,
                 context_size=self.context,
+                exchange=self.exchange,
                 device_placement_strategy=DevicePlacementConfig(head_first=self.head_first),
             ),
         )
@@ -152,7 +155,8 @@ class Layout:
         plain = asdict(WeightConfig())
         changed = [f"  {k}={v}" for k, v in asdict(self.options).items() if v != plain[k]]
         if self.context > 1:
-            sizes += f"  context {self.context}{'' if self.head_first else ' first'}"
+            first = "" if self.head_first else " first"
+            sizes += f"  context {self.context}{first} {self.exchange}"
         if self.pipeline > 1:
             sizes += f"  pipeline {self.pipeline}"
         if self.chunks > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
+from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
@@ -35,6 +35,7 @@ LADDER: dict[str, Any] = {
     "mlp_tile_tokens": 3,
     "loss_chunk_tokens": 5,
 }
+RING = ContextExchange.RING
 V = PipelineSchedule.ZBV
 ENDS = WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True, own_reduce_group=True)
 
@@ -43,6 +44,9 @@ CASES: list[tuple[Layout, ModelConfig, bool]] = [
     (Layout(tensor=2, context=2, options=ENDS), replace(WINDOW, checkpoint=1.0), False),
     (Layout(tensor=2, context=2), replace(MODEL, **LADDER), True),
     (Layout(tensor=4, context=2, weight=4), WINDOW, True),
+    (Layout(tensor=2, context=2, exchange=RING), MODEL, True),
+    (Layout(tensor=4, context=4, weight=2, exchange=RING), ONE_KV, True),
+    (Layout(tensor=4, context=2, exchange=RING), replace(MODEL, **LADDER), False),
     (Layout(tensor=4, context=2, head_first=False, weight=2), ONE_KV, False),
     (Layout(tensor=4, context=2, weight=2, options=ENDS), ONE_KV, True),
     (Layout(tensor=4, context=2), replace(MODEL, **LADDER, checkpoint_segment=1), True),
