@@ -1,0 +1,227 @@
+"""What a rehearsal's layers are given: nothing that computes or sends, all of which is noted.
+
+[Note: One node] Norms and local attention are one kernel each on CUDA, and keep their inputs,
+output and statistics. On CPU a norm is several operations, as on meta, and attention computes in
+float32 at least. What CUDA keeps has not been counted on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from isp.attention import AttentionMask
+from isp.comm.cargo import Trip
+from isp.comm.host import TO_HOST, HostChannel
+from isp.layers.factory import LayerFactory
+from isp.layers.norm import RMSNorm
+from isp.parallel.phase import Phase
+from isp.planner.tape import Attend, Gradient, Product, Reach, Read, TapeRecorder, pairs_seen
+from isp.weights.declare import WeightHolder
+from isp.weights.wp import FullWeights, WPCommunicator
+
+__all__ = ["META", "CudaLayers", "DryAttention", "DryHost", "DryWeights", "Products"]
+
+META = torch.device("meta")
+
+
+class DryWeights(WPCommunicator):
+    """Notes who reads weights and has gradients; weights are whole where they are gathered."""
+
+    def __init__(self, recorder: TapeRecorder, *, gathers: bool) -> None:
+        self.gathers_weights = gathers
+        self._recorder = recorder
+
+    @property
+    def communication_mode(self) -> str:
+        return "isp" if self.gathers_weights else "tp"
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        before, self._recorder.phase = self._recorder.phase, Phase.RECOMPUTE
+        try:
+            yield
+        finally:
+            self._recorder.phase = before
+
+    def visit(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return nullcontext(_Visit(self._recorder, module, phase, weight, bias))
+
+    def grad_hook(
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
+    ) -> Tensor:
+        self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
+        self._recorder.delivered(grad)
+        return grad
+
+
+class _Visit:
+    """Shards that stand for full tensors; notes when the weight is read."""
+
+    def __init__(
+        self,
+        recorder: TapeRecorder,
+        module: WeightHolder,
+        phase: Phase,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        self.bias = bias
+        self._recorder, self._visit, self._weight = recorder, recorder.visit_of(module), weight
+        if phase is Phase.BACKWARD:  # a forward is reached when the layer is called
+            recorder.note(Reach(self._visit, phase))
+        elif recorder.is_inside(module):
+            recorder.note(Reach(self._visit, recorder.phase))
+
+    @cached_property
+    def weight(self) -> Tensor:
+        self._recorder.note(Read(self._visit, self._recorder.phase))
+        return self._weight
+
+
+class DryHost(HostChannel):
+    """Notes what goes to the host. When it comes back is not the block's to say."""
+
+    def __init__(self, recorder: TapeRecorder) -> None:
+        super().__init__(META)
+        self._recorder = recorder
+
+    def _start(self, trip: Trip, *_: object) -> Callable[[], object]:
+        if trip.kind == TO_HOST:
+            self._recorder.offload(trip)
+        return lambda: None
+
+
+class DryAttention:
+    """Local attention that attends to nothing; also an `isp.attention.lse.LseKernel`."""
+
+    def __init__(self, recorder: TapeRecorder, on_cpu: bool) -> None:
+        self._recorder = recorder
+        self._on_cpu = on_cpu
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [B, Sq, H, d], k [B, Sk, K, d] and v [B, Sk, K, e] -> [B, Sq, H, e]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        own = wide if self._on_cpu else q.dtype  # [Note: One node]
+        self._recorder.attends = True
+        statistics = wide if self._on_cpu else torch.float32
+        event = self._event(q, v, mask)
+        tensors = (x.to(own) for x in (q, k, v))
+        out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
+        self._recorder.attends = False
+        return out.to(q.dtype)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        self._recorder.note(self._event(q, v, mask))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: AttentionMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._recorder.note(self._event(q, v, mask)._replace(phase=Phase.BACKWARD))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def _event(self, q: Tensor, v: Tensor, mask: AttentionMask) -> Attend:
+        features = q.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
+        phase = self._recorder.phase
+        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
+        return Attend(again, features, mask.window, _pairs(mask))
+
+
+def _pairs(mask: AttentionMask) -> float | None:
+    """Pairs of a query and a key that it sees; None if the mask knows no documents."""
+    if mask.cu_seqlens is None:
+        return None
+    documents = list(zip(mask.lengths, mask.key_lengths, strict=True))
+    if not mask.causal:
+        return float(sum(queries * keys for queries, keys in documents))
+    return sum(pairs_seen(k, mask.window) - pairs_seen(k - q, mask.window) for q, k in documents)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: torch.dtype,
+        event: Attend,
+        recorder: TapeRecorder,
+    ) -> Tensor:
+        ctx.event, ctx.recorder = event, recorder
+        recorder.note(event)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        sums = out.new_empty(out.shape[:-1], dtype=statistics)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recorder.note(ctx.event._replace(phase=Phase.BACKWARD))
+        q, k, v, _, _ = ctx.saved_tensors
+        return (*(torch.empty_like(x) for x in (q, k, v)), None, None, None)
+
+
+class CudaLayers(LayerFactory):
+    """Layers as CUDA computes them, [Note: One node]."""
+
+    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
+        layout = super().rms_norm(size, eps=eps, per_head=per_head).layouts["weight"]
+        return _CudaNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+
+class _CudaNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Norm.apply(x, self.weight)
+        return y
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class Products(TorchDispatchMode):
+    """Notes the products of matrices, and memory that is made."""
+
+    def __init__(self, recorder: TapeRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+        self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
+        return out
