@@ -1,0 +1,375 @@
+"""The contestants of `bench_context`: attention of one layer over all ranks, in different ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_balance import zigzag
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+from isp.attention import CpuAttention, DistributedAttention
+from isp.attention.context import ContextAttention
+from isp.attention.mask import AttentionMask
+from isp.comm import Channel, CommLog, Link, Pending
+from isp.comm.cargo import UNNAMED, Cargo
+from isp.parallel.context import ContextPlan, Slice
+
+__all__ = ["BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
+
+_BACKWARD = 2.5
+"""Matmuls of attention's backward for each of its forward, kernels computing the scores again."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of attention: query heads H, KV heads K, head size d."""
+
+    query: int
+    kv: int
+    size: int
+
+
+class PacedAttention(CpuAttention):
+    """Attention that sleeps `seconds_a_pair` for each query, key and head, and computes nothing."""
+
+    def __init__(self, seconds_a_pair: float) -> None:
+        super().__init__()
+        self.seconds_a_pair = seconds_a_pair
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        out: Tensor = _Slept.apply(q, k, v, self._seconds(q, mask))
+        return out
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        time.sleep(self._seconds(q.unsqueeze(0), mask))
+        return q.clone(), q.new_zeros(q.shape[:2])
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        time.sleep(_BACKWARD * self._seconds(q.unsqueeze(0), rest[-1]))
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    def sleep(self, number: int) -> None:
+        """So many pairs of all heads, `_BACKWARD` of them each in backward."""
+        time.sleep(self.seconds_a_pair * number)
+
+    def _seconds(self, q: Tensor, mask: AttentionMask) -> float:
+        rows = [q.shape[1]] * q.shape[0]
+        packed = mask.cu_seqlens is not None
+        lengths, keys = (mask.lengths, mask.key_lengths) if packed else (rows, rows)
+        return self.seconds_a_pair * q.shape[2] * pairs(lengths, keys, causal=mask.causal)
+
+
+def pairs(lengths: Sequence[int], key_lengths: Sequence[int], *, causal: bool = True) -> int:
+    """Pairs of a query and a key that it sees, of documents with so many."""
+    return sum(
+        n * m - causal * (n * (n - 1) // 2) for n, m in zip(lengths, key_lengths, strict=True)
+    )
+
+
+class _Slept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(k, v)
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        k, v = ctx.saved_tensors
+        time.sleep(_BACKWARD * ctx.seconds)
+        return dout, torch.zeros_like(k), torch.zeros_like(v), None
+
+
+class BothWaysLink(Link):
+    """A modelled wire on which a rank also waits for more that comes than it sends itself."""
+
+    more_comes = 0
+    """Bytes, of the next transfer."""
+
+    def book(self, num_bytes: int) -> float:
+        more, self.more_comes = self.more_comes, 0
+        return super().book(num_bytes + more)
+
+
+class _Channel(Channel):
+    def all_to_all_into(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_rows: Sequence[int] | None = None,
+        in_rows: Sequence[int] | None = None,
+        cargo: Cargo = UNNAMED,
+    ) -> Pending:
+        if out_rows is not None and isinstance(self.link, BothWaysLink):
+            self.link.more_comes = max(0, out.nbytes - x.nbytes)  # own rows are in both
+        return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, cargo=cargo)
+
+    def rotate(self, x: Tensor) -> Pending:
+        """x of the rank before this one; the next one gets this rank's."""
+        rows = [[0] * self.size for _ in range(2)]
+        rows[0][self.rank - 1] = rows[1][(self.rank + 1) % self.size] = x.shape[0]
+        return self.all_to_all_into(torch.empty_like(x), x, out_rows=rows[0], in_rows=rows[1])
+
+
+@dataclass(frozen=True)
+class Way:
+    """A contestant."""
+
+    name: str
+    tokens: Tensor
+    """Places in the row of this rank's tokens: [S/p]."""
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """q [1, S/p, H, d], k and v [1, S/p, K, d] of these -> [1, S/p, H, d]."""
+    least_elements: int
+    """That all ranks together have to send, forward and backward, for such a placement."""
+
+
+class Ways:
+    """The contestants for one row, on this rank of p."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        heads: Heads,
+        local: CpuAttention,
+        *,
+        log: CommLog,
+        link: Link | None,
+    ) -> None:
+        self.lengths, self.heads, self.local, self.log, self.link = lengths, heads, local, log, link
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.mask = AttentionMask.of_documents(lengths)
+        self.all = _Channel(dist.group.WORLD, name="all", log=log, link=link)
+
+    def __call__(self) -> list[Way]:
+        """All of them; every rank makes the same groups in the same order."""
+        sizes = [c for c in range(1, self.world + 1) if self.world % c == 0]
+        ways = [self._ours(self.world // c, c) for c in sizes]
+        ways.append(self._ours(1, self.world, ring=True))
+        ways.append(self._plain_ring())
+        if len(self.lengths) == 1:
+            ways.append(self._torchs_ring())
+        return ways
+
+    def _ours(self, h: int, c: int, *, ring: bool = False) -> Way:
+        head = self._channel("head", [[i * h + j for j in range(h)] for i in range(c)])
+        context = self._channel("context", [[i * h + j for i in range(c)] for j in range(h)])
+        plan = ContextPlan.of(self.lengths, c)
+        inner = ContextAttention(self.local, context, ((None, 1),), ring=ring)
+        attention = DistributedAttention(inner if c > 1 else self.local, head)
+        kv = max(h, self.heads.kv)  # fewer KV heads than ranks are sent to several
+        on_heads = 2 * (self.heads.query + kv) * sum(self.lengths) * (h - 1) // h
+        least = 2 * self.heads.size * (on_heads + 2 * kv * sum(plan.received(None)))
+        name = f"{h} x {c}, ring" if ring else f"{h} x {c}" if c > 1 else "Ulysses alone"
+        return Way(
+            name,
+            self._own(plan),
+            lambda q, k, v: attention(q, k, v, mask=self.mask),
+            least,
+        )
+
+    def _plain_ring(self) -> Way:
+        plan = zigzag(self.lengths, self.world)
+        ring = _Ring(self.all, plan, self.local)
+        least = 4 * self.heads.kv * self.heads.size * sum(plan.received(None))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = _RingAttention.apply(q[0], torch.stack((k[0], v[0]), 1), ring)
+            return out.unsqueeze(0)
+
+        return Way("p2p ring", self._own(plan), attend, least)
+
+    def _torchs_ring(self) -> Way:
+        plan = zigzag(self.lengths, self.world)
+        ring = _TorchsRing(self.all, self.local, self.heads)
+        least = 4 * self.heads.kv * self.heads.size * sum(plan.received(None))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = _TorchsRingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), ring)
+            return out.transpose(1, 2)
+
+        return Way("torch's ring", self._own(plan), attend, least)
+
+    def _own(self, plan: ContextPlan) -> Tensor:
+        return torch.from_numpy(plan.order).chunk(self.world)[self.rank]
+
+    def _channel(self, name: str, groups: list[list[int]]) -> Channel:
+        made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
+        (own,) = (g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+        return _Channel(own, name=name, log=self.log, link=self.link)
+
+
+class _Ring:
+    """Blocks of keys and values that all go all the way round, ring-flash-attention's way."""
+
+    def __init__(self, channel: _Channel, plan: ContextPlan, kernel: CpuAttention) -> None:
+        self.channel, self.plan, self.kernel = channel, plan, kernel
+
+    @cached_property
+    def steps(self) -> list[tuple[Tensor, Tensor, AttentionMask] | None]:
+        """For the block of each rank, own first: queries that see some of it, keys, who sees what.
+
+        A slice of queries sees what its document has before it, and itself.
+        """
+        size, rank = self.channel.size, self.channel.rank
+        return [self._step((rank - step) % size) for step in range(size)]
+
+    def _step(self, source: int) -> tuple[Tensor, Tensor, AttentionMask] | None:
+        queries, keys = [], []
+        block = list(_rows(self.plan.slices[source]))
+        for slice_, rows in _rows(self.plan.slices[self.channel.rank]):
+            seen = [k for s, k in block if s.document == slice_.document and s.end <= slice_.end]
+            if seen:
+                queries.append(rows)
+                keys.append(torch.cat(seen))
+        if not queries:
+            return None
+        counts = ([len(x) for x in queries], [len(x) for x in keys])
+        mask = AttentionMask.of_documents(*counts, causal=source == self.channel.rank)
+        return torch.cat(queries), torch.cat(keys), mask
+
+
+def _rows(held: Sequence[Slice]) -> list[tuple[Slice, Tensor]]:
+    """Slices and where their tokens are among the rank's."""
+    found, first = [], 0
+    for s in held:
+        found.append((s, torch.arange(first, first := first + s.end - s.begin)))
+    return found
+
+
+class _RingAttention(torch.autograd.Function):
+    """q [T, H, d], kv [T, 2, K, d] -> [T, H, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
+        total, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+        block = kv
+        for number, step in enumerate(ring.steps):
+            coming = ring.channel.rotate(block) if number + 1 < len(ring.steps) else None
+            if step is not None:
+                rows, keys, mask = step
+                k, v = block[keys].unbind(1)
+                out, part = ring.kernel.with_lse(q[rows], k, v, mask)
+                before = lse[rows]
+                lse[rows] = after = torch.logaddexp(before, part)
+                total[rows] = total[rows] * (before - after).exp().unsqueeze(-1)
+                total[rows] += out * (part - after).exp().unsqueeze(-1)
+            if coming is not None:
+                block = coming.wait()
+        ctx.save_for_backward(q, kv, total, lse)
+        ctx.ring = ring
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        dq, block = torch.zeros_like(q), kv
+        returning: Pending | None = None
+        for number, step in enumerate(ring.steps):
+            coming = ring.channel.rotate(block) if number + 1 < len(ring.steps) else None
+            own = torch.zeros_like(kv)
+            if step is not None:
+                rows, keys, mask = step
+                k, v = block[keys].unbind(1)
+                given = [x[rows] for x in (dout, q)]
+                d_rows, *d_keys = ring.kernel.gradients(*given, k, v, out[rows], lse[rows], mask)
+                dq[rows] += d_rows
+                own.index_add_(0, keys, torch.stack(d_keys, 1))
+            if returning is not None:
+                own += returning.wait()
+            returning = ring.channel.rotate(own)
+            if coming is not None:
+                block = coming.wait()
+        assert returning is not None, "a ring has a step"
+        return dq, returning.wait(), None
+
+
+class _TorchsRing:
+    """The ring inside torch's `context_parallel`, whose own door is closed on CPU.
+
+    There `F.scaled_dot_product_attention` becomes an operator for which it has no strategy. What
+    is behind that door runs with any operator; its transfers go through a channel here, so that
+    link and log are the same for all.
+    """
+
+    def __init__(self, channel: _Channel, local: CpuAttention, heads: Heads) -> None:
+        self.local, self.heads, self.group = local, heads, channel.group
+
+        class Rotater:
+            def __init__(self, *_: object) -> None:
+                self.coming: Pending | None = None
+
+            def exchange_buffers(self, buffer: Tensor) -> None:
+                self.coming = channel.rotate(buffer)
+
+            def next_buffer(self) -> Tensor:
+                assert self.coming is not None
+                return self.coming.wait()
+
+        torchs._create_rotater = lambda *_, **__: Rotater()
+        torchs._cp_options.convert_to_f32 = False  # float64 is compared, float32 is timed
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[B, H, S, d], and lse [B, H, S]."""
+        q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+        out, lse = self.local.with_lse(q, k, v, self._mask(q, k, is_causal))
+        return out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0)
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        *,
+        is_causal: bool,
+        grad_out: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The gradients of query, key and value."""
+        given = (x.transpose(1, 2)[0] for x in (grad_out, query, key, value, out))
+        dout, q, k, v, out = given
+        mask = self._mask(q, k, is_causal)
+        grads = self.local.gradients(dout, q, k, v, out, logsumexp[0].transpose(0, 1), mask)
+        return tuple(grad.transpose(0, 1).unsqueeze(0) for grad in grads)
+
+    def _mask(self, q: Tensor, k: Tensor, is_causal: bool) -> AttentionMask:
+        return AttentionMask.of_documents([len(q)], [len(k)], causal=is_causal)
+
+
+class _TorchsRingAttention(torch.autograd.Function):
+    """q [1, H, T, d], k and v [1, K, T, d] -> [1, H, T, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _TorchsRing) -> Tensor:
+        out, lse = torchs._templated_ring_attention(
+            ring.group, 2, ring.forward, q, k, v, is_causal=True
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: _TorchsRing = ctx.ring
+        grads = torchs._templated_ring_attention_backward(
+            ring.group, 2, ring.backward, dout, "grad_out", q, k, v, out, lse, is_causal=True
+        )
+        return (*grads, None)
