@@ -162,7 +162,7 @@ class ContextAttention:
                 f"attention window={window} without causal order is not spread over {num_ranks}"
                 f" context ranks: use parallel.sequence_2D.context_size=1"
             )
-        plan = _repeated(self._plan_of(lengths, num_ranks, self.windows), rows)
+        plan = self._plan_of(lengths, num_ranks, self.windows).repeated(rows)
         if in_ring:
             return ring_routes(plan, rank, causal=causal)
         return (gather_route(plan, rank, causal=causal, window=window),)
@@ -185,13 +185,3 @@ class _Tokens(NamedTuple):
         sinks = [None] * number if self.sinks is None else self.sinks.split(queries)
         parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), sinks)
         return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]
-
-
-def _repeated(plan: ContextPlan, rows: int) -> ContextPlan:
-    """The plan of several rows that are cut as this one is."""
-    count = len(plan.lengths)
-    slices = (
-        tuple(s._replace(document=row * count + s.document) for row in range(rows) for s in of_rank)
-        for of_rank in plan.slices
-    )
-    return plan if rows == 1 else ContextPlan(plan.lengths * rows, tuple(slices))

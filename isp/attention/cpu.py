@@ -2,8 +2,8 @@
 
 B batch, S sequence, T tokens = B * S, H query heads, K KV heads, G = H / K, d head size
 
-forward   for each piece: out[rows], logsumexp = kernel(q[rows], k[rows], v[rows])
-backward  for each piece: dq[rows] = .., dk[rows] += .., dv[rows] += ..
+forward   for each piece: out[rows], lse[rows] = kernel(q[rows], k[rows], v[rows])
+backward  for each piece: dq[rows] += .., dk[rows] += .., dv[rows] += ..
 
 One node, because with slices under autograd every document's gradient would be a tensor of the
 whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
@@ -44,6 +44,10 @@ _ROWS = 192
 _SPLIT_UP_TO = 1024
 """Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
 512 at a time, so that it would compute nearly the whole square of a shorter one."""
+
+_APART_FROM = 64
+"""Keys before all queries of a document are attended to by themselves, without a mask, from so
+many on."""
 
 
 class CpuAttention:
@@ -94,6 +98,7 @@ def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
         batch_below=_BATCH_BELOW,
         rows=_ROWS,
         split_up_to=_SPLIT_UP_TO,
+        apart_from=_APART_FROM,
     )
 
 
@@ -101,7 +106,7 @@ def _attend(
     pieces: tuple[Piece, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output [T, H, d] and the log of each softmax's sum [T, H]."""
-    covered = sum(len(p.block.query) * p.count for p in pieces) == q.shape[0]
+    covered = sum(len(p.block.query) * p.count for p in pieces if not p.goes_on) == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
     group, masks = q.shape[1] // k.shape[1], _Masks(q)
@@ -113,8 +118,15 @@ def _attend(
             attn_mask=masks.of(piece),
             scale=scale,
         )
-        _queries(piece, out, group).copy_(result)
-        _queries(piece, lse, group).squeeze(-1).copy_(logsumexp)
+        logsumexp = logsumexp.unsqueeze(-1)
+        rows, sums = (_queries(piece, x, group) for x in (out, lse))
+        if piece.goes_on:
+            total = torch.logaddexp(sums, logsumexp)
+            rows.mul_((sums - total).exp_()).addcmul_(result, (logsumexp - total).exp_())
+            sums.copy_(total)
+        else:
+            rows.copy_(result)
+            sums.copy_(logsumexp)
     return out, lse.squeeze(-1)
 
 
@@ -143,7 +155,7 @@ def _gradients(
             attn_mask=masks.of(piece),
             scale=scale,
         )
-        _queries(piece, dq, group).copy_(grads[0])
+        _queries(piece, dq, group).add_(grads[0])
         _add_keys(piece, dk, grads[1], group)
         _add_keys(piece, dv, grads[2], group)
     return dq, dk, dv

@@ -80,6 +80,8 @@ class Piece:
     """Queries of each document, which is how far apart their blocks are."""
     num_keys: int
     """Keys of each document."""
+    goes_on: bool = False
+    """Whether its queries see keys of a piece before it, too."""
 
     @property
     def is_causal_square(self) -> bool:
@@ -109,24 +111,35 @@ def pieces_of(
     batch_below: int = 0,
     rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
+    apart_from: int | None = None,
 ) -> tuple[Piece, ...]:
     """The pieces of documents of these (queries, keys), packed one after another.
 
-    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens. The
-    rest is as in `document_blocks`.
+    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens.
+    Where all queries see at least `apart_from` keys, those are a piece without a mask, and the
+    others' results are to be merged with its own. The rest is as in `document_blocks`.
     """
     pieces: list[Piece] = []
     query_start = key_start = 0
     for (num_queries, num_keys), run in groupby(lengths):
         count = len(list(run))
         together = count if max(num_queries, num_keys) < batch_below else 1
-        blocks = document_blocks(
-            num_queries, num_keys, causal=causal, window=window, rows=rows, split_up_to=split_up_to
-        )
+        earlier, blocks = num_keys - num_queries, []
+        is_apart = apart_from is not None and earlier >= apart_from and causal and window is None
+        if num_queries and is_apart:
+            blocks.append(Block(range(num_queries), range(earlier), EVERYTHING))
+        kept = num_queries if blocks else num_keys
+        blocks += [
+            block._replace(key=_shift(block.key, num_keys - kept))
+            for block in document_blocks(
+                num_queries, kept, causal=causal, window=window, rows=rows, split_up_to=split_up_to
+            )
+        ]
         for _ in range(0, count, together):
-            for query, key, visible in blocks:
+            for number, (query, key, visible) in enumerate(blocks):
                 block = Block(_shift(query, query_start), _shift(key, key_start), visible)
-                pieces.append(Piece(block, together, num_queries, num_keys))
+                goes_on = number > 0 and kept < num_keys
+                pieces.append(Piece(block, together, num_queries, num_keys, goes_on))
             query_start += num_queries * together
             key_start += num_keys * together
     return tuple(pieces)
