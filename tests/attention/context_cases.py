@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isp.attention import AttentionMask, ContextAttention, CpuAttention, DistributedAttention
 from isp.attention.explicit import ExplicitAttention
+from isp.attention.local import LocalAttention
 from isp.comm import Channel
 from isp.parallel.context import ContextPlan, Slice
 from tests.attention.reference import attend, make_mask, random_inputs, visible
@@ -62,6 +63,7 @@ class Case:
     """Tokens of each rank; none: equally many."""
     stripes: int | None = None
     ring: bool = False
+    local: Callable[[], LocalAttention] = CpuAttention
 
     @property
     def mask(self) -> AttentionMask:
@@ -144,12 +146,9 @@ def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
     ]
 
 
-Step = Callable[[list[Tensor], Callable[..., Tensor]], tuple[Tensor, Sequence[Tensor]]]
-
-
 def make_attention(case: Case, channels: Channels) -> DistributedAttention:
     """The attention that the case asks for."""
-    local = ExplicitAttention(scale=SCALE) if case.sinks else CpuAttention()
+    local = ExplicitAttention(scale=SCALE) if case.sinks else case.local()
     options = {"stripes": case.stripes, "ring": case.ring, "plan_of": case.plan_of}
     inner = ContextAttention(local, channels.context, (), **options)
     return DistributedAttention(inner, channels.head)
