@@ -117,11 +117,13 @@ class AttentionMask:
         return {}
 
     def cu_seqlens_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`cu_seqlens` of queries and of keys on `device`, copied there once."""
+        """`cu_seqlens` of queries and of keys on `device`, copied there once; no host waits."""
         assert self.cu_seqlens is not None
         if device not in self._on_device:
-            ends = self.cu_seqlens.to(device)
-            of_keys = ends if self.cu_seqlens_k is None else self.cu_seqlens_k.to(device)
+            no_wait = self.cu_seqlens.device.type == "cpu"
+            ends = self.cu_seqlens.to(device, non_blocking=no_wait)
+            of_keys = self.cu_seqlens_k
+            of_keys = ends if of_keys is None else of_keys.to(device, non_blocking=no_wait)
             self._on_device[device] = ends, of_keys
         return self._on_device[device]
 

@@ -427,14 +427,20 @@ GPU_BACKENDS = [b for b in AttentionBackend if b is not AttentionBackend.AUTO]
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize(
-    ("documents", "keys"), [(None, None), ([300, 1, 211, 512], None), (None, 1500)]
+    ("documents", "keys"),
+    [
+        (None, None),
+        ([300, 1, 211, 512], None),
+        (None, [1500]),
+        ([300, 1, 211, 512], [300, 90, 800, 600]),
+    ],
 )
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 100)])
 def test_gpu_backends(
     backend: AttentionBackend,
     heads: tuple[int, int],
     documents: list[int] | None,
-    keys: int | None,
+    keys: list[int] | None,
     causal: bool,
     window: int | None,
 ) -> None:
@@ -446,8 +452,10 @@ def test_gpu_backends(
         pytest.skip(str(error))
     if backend is AttentionBackend.CUDNN and (window is not None or keys is not None):
         pytest.skip("torch gives cuDNN no mask with fewer queries than keys")
-    inputs, dout = random_inputs(1, 1024, *heads, 64, keys=keys)
+    inputs, dout = random_inputs(1, 1024, *heads, 64, keys=keys and sum(keys))
     mask = make_mask(documents, causal, window)
+    if documents is not None:
+        mask = AttentionMask.of_documents(documents, keys, causal=causal, window=window)
     expected = with_gradients(attend(*inputs, mask), inputs, dout)
     narrow = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in inputs]
     out = attention(*narrow, mask=mask)

@@ -83,6 +83,25 @@ def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
     assert [x.shape for x in grads] == [q.shape, kv.shape, kv.shape]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_kernel_on_gpu() -> None:
+    """Catches an lse of another base or order, and gradients that are not by the given one."""
+    (q, k, v), dout = random_inputs(1, 300, 4, 2, 64)
+    mask = AttentionMask.of_documents([200, 100], [200, 100])
+    plain, lse = PlainKernel(None).with_lse(*(x.detach()[0] for x in (q, k, v)), mask)
+    lse = lse + 0.5  # as if there were more keys elsewhere
+    wide = dout[0], *(x.detach()[0] for x in (q, k, v)), plain, lse
+    expected = [plain, lse - 0.5, *PlainKernel(None).gradients(*wide, mask)]
+    narrow = [x.to("cuda", torch.bfloat16) for x in wide[:-1]]
+    found = [
+        *FlashKernel(None).with_lse(*narrow[1:4], mask),
+        *FlashKernel(None).gradients(*narrow, lse.float().cuda(), mask),
+    ]
+    for a, b in zip(found, expected, strict=True):
+        assert float((a.double().cpu() - b).norm() / b.norm()) < 0.02  # bfloat16 keeps 8 bits
+
+
 def _merged(rank: int, dtype: torch.dtype) -> tuple[float, bool]:
     channel = Channel(dist.group.WORLD, name="context")
     plan = random_plan(STRADDLING, (20, 0, 9, 19), seed=5)
