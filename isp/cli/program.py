@@ -291,9 +291,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _prefetch(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.models.schedule import schedule_text
+    from isp.train.balance import balance_text
 
     config = load_config(args.config, args.overrides)
     print(schedule_text(config.language_model, config.parallel, config.data.micro_num))
+    if balance := balance_text(config):
+        print(f"\n{balance}")
     return 0
 
 

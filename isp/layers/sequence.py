@@ -61,6 +61,10 @@ class SequenceRanks:
             local = ContextAttention(local, self.context, self.windows, ring=ring)
         return DistributedAttention(local, self.head)
 
+    def plan(self, lengths: tuple[int, ...]) -> ContextPlan:
+        """The context ranks' tokens in a row of documents of these lengths."""
+        return ContextPlan.of(lengths, self.context.size, self.windows)
+
     def arranged(self, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Rows [B, S, ..] with each rank's tokens together, the next rank's behind.
 
@@ -68,17 +72,20 @@ class SequenceRanks:
         """
         if self.context.size == 1:
             return rows
-        lengths = (rows.shape[1],)
+        order = self.order(self.lengths(rows, cu_seqlens)).to(rows.device)
         if cu_seqlens is not None:
-            lengths, rows = tuple(cu_seqlens.diff().tolist()), rows.flatten(0, 1).unsqueeze(0)
-        return rows.index_select(1, self.order(lengths).to(rows.device))
+            rows = rows.flatten(0, 1).unsqueeze(0)
+        return rows.index_select(1, order)
+
+    def lengths(self, rows: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+        """The documents of rows [B, S, ..] that share a plan: packed ones, or a row as one."""
+        return (rows.shape[1],) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
         """Where in a row of documents of these lengths the ranks' tokens lie, rank by rank; [S].
 
         Those of a context rank, in the order of the plan, are cut evenly over its head ranks.
         """
-        plan = ContextPlan.of(lengths, self.context.size, self.windows)
-        order = torch.from_numpy(plan.order)
+        order = torch.from_numpy(self.plan(lengths).order)
         order = order.view(self.context.size, self.head.size, -1)  # [c, h, S/p]
         return (order if self.head_first else order.transpose(0, 1)).flatten()

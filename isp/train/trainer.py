@@ -19,6 +19,7 @@ from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.run.signals import StopRequest
+from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, model_flops
 from isp.train.out_of_memory import MemoryOwner, memory_owners
@@ -69,6 +70,7 @@ class Trainer:
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(config, mesh, device, clock=self.clock)
         self.optimizer = self.train_step.optimizer
+        self._balance = ContextBalance(self.train_step.built.sequence)
         self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh, device)
         self.checkpointer = self._checkpoints.checkpointer
         self._profiler = StepProfiler(config, self.train_step, device, start.folder)
@@ -133,6 +135,7 @@ class Trainer:
                     offloaded = self.train_step.built.host
                     if offloaded.reserved_bytes:
                         logger.info("block inputs on the host: %s", offloaded.describe())
+                    self._tell_balance()
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         self._end(stopped)
 
@@ -153,6 +156,7 @@ class Trainer:
         self.clock.enter(Phase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
+        self._balance.count(batches)
         self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
         self.step += 1
         if self._profiler.is_due(self.step):
@@ -286,7 +290,12 @@ class Trainer:
                 logger.error("%s The run goes on.", error)
         self._leave_phase()
 
+    def _tell_balance(self) -> None:
+        if told := str(self._balance):
+            logger.info("attention: %s", told)
+
     def _end(self, stopped: str | None) -> None:
+        self._tell_balance()
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
