@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the memory of a configuration, and with --max-seq-len what rows it has memory for."""
     from isp.config import load_config
     from isp.planner import load_fabric
+    from isp.planner.exchange import choose_exchange
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
     from isp.planner.lengths_report import Said, lengths_as_json, lengths_as_text
@@ -79,10 +80,13 @@ def run(args: argparse.Namespace) -> int:
     world = args.world or config.parallel.least_ranks
     fabric = _with_memory(load_fabric(args.fabric), args)
     fabric.check(world)
-    planned = Planned(config, world, fabric.device.kind == "cpu")
-    budget, seq_len = Budget.of(fabric, world), config.data.seq_len
+    budget, on_cpu = Budget.of(fabric, world), fabric.device.kind == "cpu"
+    config, exchange = choose_exchange(config, world, budget.device, on_cpu=on_cpu)
+    planned = Planned(config, world, on_cpu)
+    seq_len = config.data.seq_len
     said = Said(
         planned,
+        exchange,
         fabric,
         budget,
         planned.peak(seq_len),

@@ -21,6 +21,8 @@ class Said(NamedTuple):
     """What was found of a configuration."""
 
     planned: Planned
+    exchange: str
+    """How keys and values reach context ranks, and why so; empty without any."""
     fabric: Fabric
     budget: Budget
     memory: Memory
@@ -112,6 +114,7 @@ def _head(said: Said) -> str:
             f" {config.training.dtype}",
             f"layout    {topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
             f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
+            *([f"context   {topology.context} ranks, {said.exchange}"] if said.exchange else []),
             f"memory    {_gib(budget.device)} GiB of a rank for tensors{host}",
         ]
     )

@@ -15,6 +15,8 @@ from isp.comm import Mesh, RollCall, World
 from isp.config import JobConfig, to_yaml
 from isp.models.build import parameter_shapes
 from isp.optim import check_groups
+from isp.planner.exchange import choose_exchange
+from isp.planner.fabric import DeviceSpec
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
@@ -70,6 +72,11 @@ def main(config: JobConfig) -> None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
+        config, why = choose_exchange(
+            config, world.size, _usable_bytes(mesh, device), on_cpu=device.type == "cpu"
+        )
+        if why:
+            logger.info("keys and values of other context ranks: %s", why)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
         profiler, snapshots = config.profiler, None
@@ -125,6 +132,15 @@ def choose_device(config: JobConfig) -> torch.device:
     if config.training.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def _usable_bytes(mesh: Mesh, device: torch.device) -> int | None:
+    """The least memory that any rank's tensors may take; None: not known."""
+    own = 0
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        own = int(total * DeviceSpec.usable)
+    return min(exchange(mesh.host, own)) or None
 
 
 def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:

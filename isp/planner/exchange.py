@@ -1,0 +1,54 @@
+"""How keys and values reach the ranks of a context group, where that is left to be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from isp.config import JobConfig
+from isp.parallel import ContextExchange
+from isp.planner.lengths import Planned
+
+__all__ = ["Chosen", "choose_exchange"]
+
+GIB = 2**30
+
+
+class Chosen(NamedTuple):
+    """A configuration that says how, and why so."""
+
+    config: JobConfig
+    why: str
+    """For people; empty where there is no context group."""
+
+
+def choose_exchange(
+    config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
+) -> Chosen:
+    """`config` with the ring in the place of `auto` where a gather would take too much memory.
+
+    `usable_bytes`: a rank's; None: no limit is known. What cannot be planned gathers.
+    """
+    asked = config.parallel.sequence_2D.exchange
+    if config.topology(world_size).context == 1:
+        return Chosen(config, "")
+    if asked is not ContextExchange.AUTO:
+        return Chosen(config, f"{asked}, as configured")
+    gather, ring = (_with(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING))
+    if usable_bytes is None:
+        return Chosen(gather, "gather (auto): no limit of memory is known")
+    try:
+        taken, in_ring = (
+            Planned(c, world_size, on_cpu).peak(c.data.seq_len).total for c in (gather, ring)
+        )
+    except ValueError as error:
+        return Chosen(gather, f"gather (auto): {error}")
+    sizes = f"{taken / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
+    if taken <= usable_bytes or in_ring >= taken:
+        return Chosen(gather, f"gather (auto), which is planned to take {sizes}")
+    return Chosen(ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}")
+
+
+def _with(config: JobConfig, exchange: ContextExchange) -> JobConfig:
+    two = replace(config.parallel.sequence_2D, exchange=exchange)
+    return replace(config, parallel=replace(config.parallel, sequence_2D=two))
