@@ -165,6 +165,8 @@ class _Judge:
             )
         if collective.purpose is Purpose.HEADS:
             return "attention needs it at once: only parallel.tensor.size changes it"
+        if collective.purpose is Purpose.KEYS:
+            return "attention needs it at once: only the sizes of parallel.sequence_2D change it"
         return "needed at once: nothing of the step could hide it"
 
     def _of_queue(self) -> str:
