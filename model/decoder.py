@@ -154,15 +154,15 @@ class Block(nn.Module):
         self.attention = Attention(config, layers, core)
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, layers)
-        self.tiled = self._tiled(config.mlp_tile_tokens) if config.mlp_tile_tokens else None
+        self.tiled = self._tiled(layers, config.mlp_tile_tokens) if config.mlp_tile_tokens else None
         groups = config.head_groups(layers.feature_parts, core.channel.size)
         self.grouped = self._grouped(groups) if config.attention_head_groups > 1 else None
         self.in_halves = self.grouped is not None and not config.checkpoint_segment
         """Whether attention and the MLP are recomputed each from an input of its own."""
 
-    def _tiled(self, tokens: int) -> TiledMLP:
+    def _tiled(self, layers: LayerFactory, tokens: int) -> TiledMLP:
         mlp = self.feed_forward
-        return TiledMLP(
+        return layers.tiled_mlp(
             norm=self.ffn_norm,
             column=mlp.w13,
             activation=mlp.activation,

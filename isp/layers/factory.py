@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.comm import Channel
@@ -17,6 +18,7 @@ from isp.layers.head import VocabParallelHead
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.layers.sequence import SequenceRanks
+from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -198,6 +200,18 @@ class LayerFactory:
         """A norm over the hidden size of a token or (`per_head`) over each head."""
         layout = self.replicated_layout((size,), sees_part=True if per_head else None)
         return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+    def tiled_mlp(
+        self,
+        *,
+        norm: RMSNorm,
+        column: ParallelLinear,
+        activation: Callable[[Tensor], Tensor],
+        row: ParallelLinear,
+        tokens: int,
+    ) -> TiledMLP:
+        """An MLP of these layers, `tokens` at a time."""
+        return TiledMLP(norm=norm, column=column, activation=activation, row=row, tokens=tokens)
 
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()

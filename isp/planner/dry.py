@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +24,21 @@ from isp.comm.cargo import Trip
 from isp.comm.host import TO_HOST, HostChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.norm import RMSNorm
+from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.phase import Phase
 from isp.planner.tape import Attend, Gradient, Product, Reach, Read, TapeRecorder, pairs_seen
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import FullWeights, WPCommunicator
 
-__all__ = ["META", "CudaLayers", "DryAttention", "DryHost", "DryWeights", "Products"]
+__all__ = [
+    "META",
+    "CudaLayers",
+    "DryAttention",
+    "DryHost",
+    "DryLayers",
+    "DryWeights",
+    "Products",
+]
 
 META = torch.device("meta")
 
@@ -185,7 +195,33 @@ class _Attention(torch.autograd.Function):
         return (*(torch.empty_like(x) for x in (q, k, v)), None, None, None)
 
 
-class CudaLayers(LayerFactory):
+@dataclass(frozen=True, kw_only=True)
+class DryLayers(LayerFactory):
+    """Layers of which alike parts are run a few times."""
+
+    recorder: TapeRecorder
+
+    def tiled_mlp(self, **parts: Any) -> TiledMLP:
+        return FewTiles(**parts, recorder=self.recorder)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FewTiles(TiledMLP):
+    """Tiles of which the third stands for all between it and the last."""
+
+    recorder: TapeRecorder
+
+    def tiles(self, x: Tensor) -> Iterator[slice]:
+        *alike, last = super().tiles(x)
+        yield from alike[:2]
+        if len(alike) > 2:
+            begin = self.recorder.position()
+            yield alike[2]
+            self.recorder.repeat(begin, self.recorder.position(), len(alike) - 3)
+        yield last
+
+
+class CudaLayers(DryLayers):
     """Layers as CUDA computes them, [Note: One node]."""
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:

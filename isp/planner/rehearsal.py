@@ -27,13 +27,12 @@ from isp.comm import Channel
 from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
-from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
 from isp.parallel import Axis, ContextExchange, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Case, Coordinates
-from isp.planner.declared import BlockKind, kind_of, kinds_of
-from isp.planner.dry import META, CudaLayers, DryAttention, DryHost, DryWeights, Products
+from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
+from isp.planner.dry import META, CudaLayers, DryAttention, DryHost, DryLayers, DryWeights, Products
 from isp.planner.made import Made
 from isp.planner.tape import (
     Loss,
@@ -87,7 +86,10 @@ def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
 
 
 def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
-    """A micro-batch on the rank at `place`, all layers recomputed or none."""
+    """A micro-batch on the rank at `place`, all layers recomputed or none.
+
+    Where all are in a run, one without is of use for what is not in them, and has plain layers.
+    """
     topology, parallel = case.topology, case.parallel
     part = _RankPart(
         Topology(
@@ -113,6 +115,8 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
 @lru_cache(maxsize=64)
 def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     """Two layers of the model; all of those that a folder has."""
+    if not recomputed and model.checkpoint == 1.0:
+        model = bare(model)
     segmented = model.checkpoint_segment > 0 and model.attention_head_groups > 1
     return replace(
         model,
@@ -162,7 +166,8 @@ def _rehearsed(
     recorder, mode = TapeRecorder(), part.sequence.mode
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
-    layers = (LayerFactory if on_cpu else CudaLayers)(
+    layers = (DryLayers if on_cpu else CudaLayers)(
+        recorder=recorder,
         mode=mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
@@ -201,7 +206,8 @@ def _rehearsed(
                 expected = output.new_empty((), dtype=torch.float64)
                 loss = whole.loss(output, labels, expected)
             if left_out:
-                recorder.repeat_products(_PRODUCTS, 2 * _PRODUCTS, left_out)
+                begin, end = recorder.position(_PRODUCTS), recorder.position(2 * _PRODUCTS)
+                recorder.repeat(begin, end, left_out)
             recorder.note(Loss())
             recorder.note(Loss())  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)

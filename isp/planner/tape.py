@@ -98,11 +98,11 @@ class Loss(NamedTuple):
 Event = Launch | Arrive | Reach | Read | Product | Attend | Gradient | Loss
 
 
-def _renumbered(event: Event, by: int) -> Event:
-    """The same with another transfer, if it is one's."""
-    if isinstance(event, Launch | Arrive):
-        return event._replace(number=event.number + by)
-    return event
+def _renumbered(event: Event, by: int, numbers: range | None = None) -> Event:
+    """The same with another transfer, if it is one's, and its number is of `numbers`."""
+    if not isinstance(event, Launch | Arrive) or not (numbers is None or event.number in numbers):
+        return event
+    return event._replace(number=event.number + by)
 
 
 class Saved(NamedTuple):
@@ -158,6 +158,18 @@ class _Kept:
     by_attention: bool = False
 
 
+class _Again(NamedTuple):
+    """A part of a tape that stands for more than was run."""
+
+    begin: int
+    end: int
+    times: int
+    launches: int
+    """In the part."""
+    numbers: range
+    """Of the transfers launched from the part's begin until it was said."""
+
+
 class TapeRecorder:
     """Notes what happens, under the block in which it does."""
 
@@ -182,6 +194,7 @@ class TapeRecorder:
         """The ids of layers that are visited in a call that began with another visit."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
+        self._again: defaultdict[tuple[int, bool], list[_Again]] = defaultdict(list)
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
@@ -190,6 +203,8 @@ class TapeRecorder:
         """The block that has kept it, by the storage."""
         self._peaks: defaultdict[int, int] = defaultdict(int)
         """Bytes there at most while a block goes back, by block."""
+        self._looked: int | None = None
+        """The block that went back when all memory was looked at last."""
         self._offloaded: Counter[int] = Counter()
         """Bytes in the host's memory, by block."""
 
@@ -214,18 +229,26 @@ class TapeRecorder:
 
     def note(self, event: Event) -> None:
         """Something happens in the block that runs."""
-        self._events[self._block, self.phase is Phase.FORWARD].append(event)
+        self._running().append(event)
 
-    def repeat_products(self, first: int, stop: int, times: int) -> None:
-        """Repeat what came from product number `first` of the block that runs to number `stop`."""
-        events = self._events[self._block, self.phase is Phase.FORWARD]
-        places = [i for i, event in enumerate(events) if isinstance(event, Product)]
-        begin, end = places[first], places[stop]
+    def _running(self) -> list[Event]:
+        return self._events[self._block, self.phase is Phase.FORWARD]
+
+    def position(self, product: int | None = None) -> int:
+        """Where the tape that runs is now, or was at `product`, counted from 0."""
+        events = self._running()
+        if product is None:
+            return len(events)
+        return [i for i, event in enumerate(events) if isinstance(event, Product)][product]
+
+    def repeat(self, begin: int, end: int, times: int) -> None:
+        """Say that what came from position `begin` of the tape that runs to `end` comes `times`
+        more; what is on its way then is that of the last."""
+        events = self._running()
         step = sum(isinstance(event, Launch) for event in events[begin:end])
-        copies = [
-            _renumbered(event, n * step) for n in range(1, times + 1) for event in events[begin:end]
-        ]
-        events[end:] = copies + [_renumbered(event, times * step) for event in events[end:]]
+        before = self._launched - sum(isinstance(event, Launch) for event in events[begin:])
+        again = _Again(begin, end, times, step, range(before + 1, self._launched + 1))
+        self._again[self._block, self.phase is Phase.FORWARD].append(again)
         self._launched += times * step
 
     def launched(self, trip: Trip) -> Callable[[], None]:
@@ -251,9 +274,18 @@ class TapeRecorder:
 
     def tapes(self, block: int, saved: Saved) -> Tapes:
         """A block's work, of which `saved` is kept."""
-        forward, backward = self._events[block, True], self._events[block, False]
+        forward, backward = self._tape(block, True), self._tape(block, False)
         work = max(0, self._peaks[block] - saved.total)
-        return Tapes(tuple(forward), tuple(backward), saved, work)
+        return Tapes(forward, backward, saved, work)
+
+    def _tape(self, *key: Any) -> tuple[Event, ...]:
+        events = self._events[key]
+        for begin, end, times, step, numbers in reversed(self._again[key]):
+            part = events[begin:end]
+            copies = [_renumbered(e, n * step) for n in range(1, times + 1) for e in part]
+            rest = (_renumbered(e, times * step, numbers) for e in events[end:])
+            events = [*events[:end], *copies, *rest]
+        return tuple(events)
 
     def turn(self, num_blocks: int) -> list[Saved]:
         """The forward is over: what each block keeps; what is there is watched from here on."""
@@ -268,12 +300,16 @@ class TapeRecorder:
         """An operation gave these."""
         if self.phase is Phase.FORWARD:
             return
+        own, looked = self._block, self._looked
         for x in tensors:
             memory = x.untyped_storage()
             if memory._cdata not in self._known and memory._cdata not in self._alive:
                 self._alive[memory._cdata] = memory
                 self._owners.pop(memory._cdata, None)  # of memory that was there before
-        own = self._block
+                looked = None
+        if looked == own:  # no more than there was
+            return
+        self._looked = own
         there = (m.nbytes() for key, m in self._alive.items() if self._owners.get(key, own) == own)
         self._peaks[own] = max(self._peaks[own], sum(there))
 

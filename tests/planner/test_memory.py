@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isp.data.batch import MicroBatch
+from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
 from isp.planner.declared import shape_of
@@ -282,6 +283,24 @@ def test_many_chunks_are_rehearsed_as_a_few(
         assert few.tapes[kind].forward == tapes.forward
     assert few.loss == every.loss
     assert few.in_loss == pytest.approx(every.in_loss, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tensor=2, weight=2), Layout(mode=Mode.MSP, tensor=2)], ids=str
+)
+@pytest.mark.parametrize("tokens", [256, 250, 48])
+def test_many_tiles_are_rehearsed_as_a_few(
+    layout: Layout, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a transfer, a product or bytes lost with the tiles that are not run."""
+    model = replace(MODEL, num_layers=2, mlp_tile_tokens=16, checkpoint=1.0)
+    case = _case(layout, model, "float32", tokens)
+    few = rehearsal(case, case.place(0), recomputed=True)
+    monkeypatch.setattr("isp.planner.dry.FewTiles.tiles", TiledMLP.tiles)
+    _rehearsed.cache_clear()
+    every = rehearsal(case, case.place(0), recomputed=True)
+    _rehearsed.cache_clear()
+    assert few == every
 
 
 @pytest.mark.parametrize("mode", [Mode.ISP, Mode.MTP])
