@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.grouped_attention import GroupedAttention
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.swiglu import silu_and_multiply
 from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
 from isp.parallel.head_groups import HeadGroups
@@ -98,6 +98,8 @@ class Attention(nn.Module):
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            v = v.contiguous()  # attention keeps v, and a view of it would be all of `fused`
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
 
     def forward(
@@ -123,8 +125,7 @@ class FeedForward(nn.Module):
 
     def activation(self, fused: Tensor) -> Tensor:
         """Activate `w13`'s output, [B, S', 2F'] -> [B, S', F']."""
-        gate, up = fused.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu_and_multiply(fused)
 
     def forward(self, x: Tensor, tiled: TiledMLP) -> Tensor:
         """x [B, S', D] through norm, MLP and residual in tiles, a place that others can see."""
@@ -215,8 +216,10 @@ class Block(nn.Module):
         return compute(self._mlp, x)
 
     def _computed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        q, k, v = self._before_attention(x, rotary)
-        return self._after_attention(x, self.attention.core(q, k, v, mask))
+        # No name holds q, k and v behind attention, which may have sent them away.
+        return self._after_attention(
+            x, self.attention.core(*self._before_attention(x, rotary), mask)
+        )
 
     def _before_attention(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         fused = self._through(self.attention_norm, self.attention.wqkv, x, drop=self.drops_norms)

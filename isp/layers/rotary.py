@@ -126,11 +126,11 @@ class _Turn(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Computed in the dtype of cos and sin, of which no more than half a copy of x is made."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
-    wide = x.to(cos.dtype)
-    a, b = wide.chunk(2, dim=-1)
-    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    a, b = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     left, right = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-direction)
-    torch.mul(b, cos, out=right).addcmul_(a, sin, value=direction)
-    return out.to(x.dtype)
+    torch.addcmul(a * cos, b, sin, value=-direction, out=left)
+    torch.addcmul(b * cos, a, sin, value=direction, out=right)
+    return out

@@ -203,6 +203,7 @@ class TapeRecorder:
         """The block that has kept it, by the storage."""
         self._peaks: defaultdict[int, int] = defaultdict(int)
         """Bytes there at most while a block goes back, by block."""
+        self._delivered: list[torch.UntypedStorage] = []
         self._looked: int | None = None
         """The block that went back when all memory was looked at last."""
         self._offloaded: Counter[int] = Counter()
@@ -315,7 +316,10 @@ class TapeRecorder:
 
     def delivered(self, gradient: Tensor) -> None:
         """A weight's gradient is somebody else's from here on."""
-        self._alive.pop(gradient.untyped_storage()._cdata, None)
+        memory = gradient.untyped_storage()
+        self._alive.pop(memory._cdata, None)
+        self._delivered.append(memory)  # autograd hands it on, which makes nothing
+        self._known.add(memory._cdata)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""

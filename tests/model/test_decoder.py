@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,23 @@ def test_logits_and_every_gradient_match_plain_torch(changes, packed):
         torch.testing.assert_close(
             found.detach(), expected.grad, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_nothing_holds_what_attention_took():
+    """Catches q, k and v on a rank that has sent them away."""
+    model, taken, alive = _decoder(CONFIG), [], []
+    for block in model.blocks():
+        block.attention.core.register_forward_pre_hook(
+            lambda _, given: taken.extend(weakref.ref(x) for x in given[:3])
+        )
+        block.feed_forward.w13.register_forward_pre_hook(
+            lambda *_: alive.append(sum(x() is not None for x in taken))
+        )
+    tokens, _, positions = _tokens(CONFIG, 1, WHOLE)
+    with torch.no_grad():
+        model(tokens, positions, None)
+    assert len(taken) == 6
+    assert alive == [0, 0]
 
 
 def _frequencies(base: float, d: int, scaling: RopeScaling) -> Tensor:
