@@ -131,6 +131,11 @@ class ModelConfig:
                 f"model.checkpoint_keeps_attention=true keeps what model.attention_head_groups="
                 f"{self.attention_head_groups} is there not to keep: set it to false, or use 1"
             )
+        if self.checkpoint_norm_outputs and self.mlp_tile_tokens and self.attention_head_groups > 1:
+            raise ValueError(
+                "model.checkpoint_norm_outputs=true has no norm's output to drop:"
+                " model.mlp_tile_tokens and model.attention_head_groups keep none; set it to false"
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.hidden_size="

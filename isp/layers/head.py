@@ -20,6 +20,7 @@ from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Wanted, wanted
 from isp.layers.loss import losses_and_gradient
+from isp.layers.parts import wide_product
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
@@ -136,11 +137,10 @@ def _add_product(total: Tensor | None, dy: Tensor, x: Tensor, count: int) -> Ten
     x = x.to(dy.dtype)  # another under autocast
     wide = torch.promote_types(dy.dtype, torch.float32)
     if total is None:
-        product = dy.T @ x
-        return product if count == 1 else product.to(wide)
+        return dy.T @ x if count == 1 else wide_product(dy.T, x).to(wide)
     if dy.dtype == wide:
         return torch.addmm(total, dy.T, x, out=total)
-    return total.add_(dy.T @ x)
+    return total.add_(wide_product(dy.T, x))
 
 
 def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isp.layers.linear import ParallelLinear, Wanted
 
-__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
+__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept", "wide_product"]
 
 
 class _Keep(torch.autograd.Function):
@@ -90,11 +90,22 @@ class SummedProduct(SummedGradient):
         if self._total is not None and self._total.dtype == dy.dtype:
             self._total.addmm_(left, right)
         else:
-            self.add(left @ right)
+            self.add(wide_product(left, right))
+            self._dtype = dy.dtype
 
     def deliver(self) -> Tensor | None:
         """The gradient of the shard for autograd, or None if the communicator brings it."""
         return deliver(self._layer, self.take(), self.want)
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left right; on CUDA in float32 at least, as a part of a sum that is rounded once.
+
+    Elsewhere a product of narrow factors is rounded before it is added.
+    """
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def deliver(

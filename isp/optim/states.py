@@ -7,6 +7,12 @@ in buckets, through two buffers: while one bucket is updated the next travels in
 travels out, each direction on a stream of its own. The arithmetic is on the device in any case, so
 where states rest changes no bit of them.
 
+[Note: Streamed, not updated there] An element of adamw in float32 travels as 12 bytes in and, at
+the same time, 12 out: 0.22 ns on a link of 55 GB/s each way (PCIe 5 x16), 0.48 ns at 25 GB/s; that
+is arithmetic. torch's fused AdamW takes 1.44 ns of a core of the host (measured: a Xeon, 2^25
+elements), and there the gradient and the weight would travel still. A rank would need 3 to 7 cores
+of its own to be as fast; of the host's memory the one reads and writes 24 bytes, the other 28.
+
 [Note: Where rows are cut] torch's CPU kernels compute the last few elements of a tensor apart from
 the others, perhaps with other roundings. Rows are cut at multiples of 64 elements, so that these
 are the same ones however many buckets there are.

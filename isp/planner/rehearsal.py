@@ -180,7 +180,7 @@ def _rehearsed(
     )
     if isinstance(own_model, TracedModel) and own_model.trace.elements(TraceRole.EXPERT):
         raise ValueError(
-            f"isp layouts cannot plan model.hf={model.hf}: which experts its tokens go to is known"
+            f"cannot plan model.hf={model.hf}: which experts its tokens go to is known"
             f" in a run alone; isp profile measures one"
         )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))

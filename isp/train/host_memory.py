@@ -16,7 +16,7 @@ from isp.pipeline import PipelineOrder
 from isp.weights.trace import ActionKind, inputs_kept, recomputed_blocks
 from model.decoder import stage_spans
 
-__all__ = ["check_host_memory", "input_bytes_on_host"]
+__all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 
 GIB = 2**30
 
@@ -53,7 +53,19 @@ def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: 
 
     `ranks` of them are here, from number `first` on. What cannot be told is not checked.
     """
-    needs = {name: size for name, size in _needs(config, topology, ranks, first).items() if size}
+    _check(_needs(config, topology, ranks, first), ranks)
+
+
+def check_memory_of_states(
+    config: JobConfig, topology: Topology, ranks: int, num_trained: int
+) -> None:
+    """The same, of a model's so many numbers that are trained, and of its states alone."""
+    if config.optimizer.offload_states:
+        _check({_STATES: _state_bytes(config, topology, ranks, num_trained)}, ranks)
+
+
+def _check(needs: dict[str, int], ranks: int) -> None:
+    needs = {name: size for name, size in needs.items() if size}
     room = available_bytes()
     if room is None or sum(needs.values()) <= room:
         return
@@ -79,13 +91,19 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
     here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
-    own = ranks * (numbers // (topology.weight * topology.pipeline * topology.zero1))
-    kinds = kept(update_rule(config.optimizer), dtype).values()
-    states, checkpoint = own * sum(kind.itemsize for kind in kinds), config.checkpoint
+    states, checkpoint = _state_bytes(config, topology, ranks, numbers), config.checkpoint
     needs = {
         _INPUTS: sum(input_bytes_on_host(config, topology, r // topology.stage) for r in here),
         _STATES: states if config.optimizer.offload_states else 0,
     }
     if any(needs.values()) and checkpoint.async_mode == "async" and checkpoint.interval:
-        needs[_COPIES] = states + own * topology.zero1 * dtype.itemsize
+        own = numbers // (topology.weight * topology.pipeline)
+        needs[_COPIES] = states + ranks * own * dtype.itemsize
     return needs
+
+
+def _state_bytes(config: JobConfig, topology: Topology, ranks: int, numbers: int) -> int:
+    dtype: torch.dtype = getattr(torch, config.training.dtype)
+    kinds = kept(update_rule(config.optimizer), dtype).values()
+    own = numbers // (topology.weight * topology.pipeline * topology.zero1)
+    return ranks * own * sum(kind.itemsize for kind in kinds)

@@ -6,6 +6,7 @@ B batch, S sequence
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -26,6 +27,7 @@ from isp.parallel import Axis, Topology
 from isp.traced.folder import WeightWriter
 from isp.traced.model import TracedModel
 from isp.traced.pretrained import begun_by_the_model
+from isp.train.host_memory import check_memory_of_states
 from isp.train.run import choose_device
 from isp.train.step import StepOutcome, StepWork, make_train_step
 
@@ -60,6 +62,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     traced.check_layout(config.parallel, config.row_tokens)
     world = World(choose_device(config), timeout_seconds=config.comm.init_timeout_seconds)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
     if not dist.is_initialized():
         world.__enter__()
     if config.training.deterministic:

@@ -97,8 +97,8 @@ class Trainer:
             name,
         )
         if self.optimizer.host_bytes:
-            gib = self.optimizer.host_bytes / 2**30
-            logger.info("optimizer   %.2f GiB of states in the memory of the host, a rank", gib)
+            mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
+            logger.info("optimizer   %s MiB of states in the memory of the host, a rank", mib)
         logger.info("%s", describe_mfu(config.language_model.flop_rule, name, peak))
 
     @property

@@ -224,7 +224,7 @@ def test_runs_save_the_same_and_go_on_from_each_other(
         expected, found = tensors(plain, step), tensors(host, step)
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert "GiB of states in the memory of the host" in (host / "logs" / "rank_0.log").read_text()
+    assert "MiB of states in the memory of the host" in (host / "logs" / "rank_0.log").read_text()
 
     # on one rank, from the host to the device, and with narrow moments back to the host
     one = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.micro_num", "1")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import isp
 from isp.parallel import Mode
+from isp.train import host_memory
+from isp.train.host_memory import check_memory_of_states
 from tests.traced.models import job, tiny
 from tests.traced.own import Own, OwnBlock
 
@@ -265,3 +267,15 @@ def test_features_that_cannot_be_split_are_refused(name: str) -> None:
         isp.parallelize(make(), job(size, mode=Mode.MTP))
     assert said in str(raised.value)
     assert not dist.is_initialized()
+
+
+def test_states_that_a_host_has_no_room_for_are_told_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a pool that fails once ranks have met; frozen weights have no states."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**10)
+    config = job(offload_states=True)
+    with pytest.raises(ValueError, match=r"ranks keep .* of optimizer states in this machine"):
+        isp.parallelize(Own(), config)
+    assert not dist.is_initialized()
+    check_memory_of_states(config, config.topology(1), 1, num_trained=0)
