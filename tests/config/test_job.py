@@ -313,6 +313,7 @@ CONFIGS = {
     "quickstart.yaml": 4,
     "quickstart_pipeline.yaml": 4,
     "llama3.1-8b_128k.yaml": 8,
+    "llama3.1-8b_128k_2d.yaml": 16,
     "internlm2-7b_256k.yaml": 64,
     "llama2-7b_interleaved.yaml": 32,
 }
