@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
-from isp.parallel.config import Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.parallel.config import (
+    Mode,
+    ParallelConfig,
+    Sequence2DConfig,
+    TensorConfig,
+    WeightConfig,
+)
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.traced.tiny import kept_in_float64
 from model.config import ModelConfig
@@ -71,6 +77,7 @@ def job(
     weight: int = 1,
     *,
     mode: Mode = Mode.ISP,
+    context: int = 1,
     recompute: float = 0.0,
     dtype: str = "float64",
     **keys: Any,
@@ -80,7 +87,9 @@ def job(
         model=ModelConfig(checkpoint=recompute),
         data=DataConfig(source="python-stdlib"),
         parallel=ParallelConfig(
-            tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
+            tensor=TensorConfig(size=tensor, mode=mode),
+            weight=WeightConfig(size=weight),
+            sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
         ),
         training=TrainingConfig(dtype=dtype, max_norm=1.0),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **keys}),
