@@ -9,6 +9,7 @@ a context group, which have the same heads, exchange the keys and values that th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,17 +66,17 @@ class SequenceRanks:
         """The context ranks' tokens in a row of documents of these lengths."""
         return ContextPlan.of(lengths, self.context.size, self.windows)
 
-    def arranged(self, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Rows [B, S, ..] with each rank's tokens together, the next rank's behind.
+    def arranged(self, rows: Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
+        """Tensors of rows [B, S, ..], in which each rank's tokens then are together, rank by rank.
 
         With the ends of documents, rows are joined to [1, B S, ..], as their documents differ.
         """
         if self.context.size == 1:
-            return rows
-        order = self.order(self.lengths(rows, cu_seqlens)).to(rows.device)
+            return list(rows)
+        order = self.order(self.lengths(rows[0], cu_seqlens)).to(rows[0].device)
         if cu_seqlens is not None:
-            rows = rows.flatten(0, 1).unsqueeze(0)
-        return rows.index_select(1, order)
+            rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]
+        return [x.index_select(1, order) for x in rows]
 
     def lengths(self, rows: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
         """The documents of rows [B, S, ..] that share a plan: packed ones, or a row as one."""

@@ -260,14 +260,13 @@ class Check:
             with outputs.of(watched):
                 loss = step.forward(work, index)
             stop = first + batch.tokens.numel() // self.row_tokens
-            expected = {
-                name: built.sequence.arranged(
-                    whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:]),
-                    batch.cu_seqlens,
-                )
-                for name, whole in reference.outputs.items()
-            }
-            _note(noted, outputs.take(), expected, mesh)
+            expected = [
+                whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
+                for whole in reference.outputs.values()
+            ]
+            expected = built.sequence.arranged(expected, batch.cu_seqlens)
+            named = dict(zip(reference.outputs, expected, strict=True))
+            _note(noted, outputs.take(), named, mesh)
             first = stop
             step.backward(loss, last=index == len(batches) - 1)
         outcome = step.finish(work, self.optimizer.lr)

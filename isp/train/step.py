@@ -315,11 +315,9 @@ class StepWork:
 
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     """Whole rows, of which each rank's tokens are together; `cu_seqlens` stays that of the rows."""
-    ends = batch.cu_seqlens
-    tokens, labels, positions = (
-        ranks.arranged(x, ends) for x in (batch.tokens, batch.labels, batch.positions)
-    )
-    return MicroBatch(tokens, labels, positions, ends)
+    rows = (batch.tokens, batch.labels, batch.positions)
+    tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
+    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
 
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:

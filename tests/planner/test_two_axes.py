@@ -75,6 +75,20 @@ def test_layouts_are_searched_over_heads_x_context(file: str) -> None:
         assert sizes == [topology.size(axis) for axis in Axis]
 
 
+def test_neighbours_share_a_node(file: str) -> None:
+    """Catches transfers that are priced by the links of the other axis."""
+    fabric = load_fabric("h100x8_ib400")
+    place = "--parallel.sequence_2D.device_placement_strategy.head_first"
+    for head_first, inside in (("true", Axis.HEAD), ("false", Axis.CONTEXT)):
+        words = ["--parallel.tensor.size=16", "--parallel.sequence_2D.head_size=2"]
+        if inside is Axis.HEAD:
+            words[1] = "--parallel.sequence_2D.head_size=8"
+        case = Case.of(load_config(file, [*words, f"{place}={head_first}"]), 16)
+        wires = {axis: fabric.wire(case, axis) for axis in (Axis.HEAD, Axis.CONTEXT)}
+        assert wires.pop(inside) == "inside"
+        assert set(wires.values()) == {"between"}
+
+
 def test_the_balance_of_the_configured_row_is_told(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
