@@ -9,7 +9,7 @@ from isp.config import JobConfig
 from isp.parallel import ContextExchange
 from isp.planner.lengths import Planned
 
-__all__ = ["Chosen", "choose_exchange"]
+__all__ = ["Chosen", "choose_exchange", "with_exchange"]
 
 GIB = 2**30
 
@@ -34,7 +34,9 @@ def choose_exchange(
         return Chosen(config, "")
     if asked is not ContextExchange.AUTO:
         return Chosen(config, f"{asked}, as configured")
-    gather, ring = (_with(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING))
+    gather, ring = (
+        with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
+    )
     if usable_bytes is None:
         return Chosen(gather, "gather (auto): no limit of memory is known")
     try:
@@ -49,6 +51,7 @@ def choose_exchange(
     return Chosen(ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}")
 
 
-def _with(config: JobConfig, exchange: ContextExchange) -> JobConfig:
+def with_exchange(config: JobConfig, exchange: ContextExchange) -> JobConfig:
+    """`config` with this in the place of what it asks for."""
     two = replace(config.parallel.sequence_2D, exchange=exchange)
     return replace(config, parallel=replace(config.parallel, sequence_2D=two))

@@ -11,13 +11,14 @@ from itertools import chain, product
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import TO_HOST
 from isp.config import JobConfig
-from isp.parallel import Mode, Sequence2DConfig, Topology
+from isp.parallel import ContextExchange, Mode, Sequence2DConfig, Topology
 from isp.parallel.config import PipelineSchedule
 from isp.parallel.partition import divisors
 from isp.parallel.phase import Phase
 from isp.planner.case import Case
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
+from isp.planner.exchange import with_exchange
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget
 from isp.planner.memory import Memory, memory
@@ -86,6 +87,7 @@ class Candidate:
                 "parallel.sequence_2D.enable": "true",
                 "parallel.sequence_2D.head_size": parallel.head_size,
                 "parallel.sequence_2D.context_size": parallel.context_size,
+                "parallel.sequence_2D.exchange": two.exchange.value,
                 place: str(two.device_placement_strategy.head_first).lower(),
             }
         if not model.checkpoint:
@@ -131,10 +133,14 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
     smallest: dict[tuple[Mode, int], Candidate] = {}
     refused: dict[str, None] = {}
     fits: set[tuple[Mode, int]] = set()
+    budget = Budget.of(fabric, world_size)
     for layout in _layouts(config, world_size, fabric, rows, refused):
         found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
+        if _may_ring(found) and budget.excess(found.memory) > 0:
+            layout = with_exchange(layout, ContextExchange.RING)
+            found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
         group = found.case.mode, found.case.topology.tensor
-        if Budget.of(fabric, world_size).excess(found.memory) <= 0:
+        if budget.excess(found.memory) <= 0:
             fitting.append(found)
             fits.add(group)
         elif group not in smallest or found.memory.total < smallest[group].memory.total:
@@ -145,6 +151,12 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
     predicted.sort(key=lambda c: c.prediction.step if c.prediction else 0.0)
     too_large = [candidate for group, candidate in smallest.items() if group not in fits]
     return Found(tuple(predicted), len(fitting), tuple(too_large), tuple(refused))
+
+
+def _may_ring(candidate: Candidate) -> bool:
+    """Whether a ring may take the place of what was planned, a gather."""
+    exchange = candidate.config.parallel.sequence_2D.exchange
+    return candidate.case.topology.context > 1 and exchange is ContextExchange.AUTO
 
 
 def _layouts(
