@@ -117,11 +117,22 @@ class _Channel(Channel):
             self.link.more_comes = max(0, out.nbytes - x.nbytes)  # own rows are in both
         return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, cargo=cargo)
 
-    def rotate(self, x: Tensor) -> Pending:
-        """x of the rank before this one; the next one gets this rank's."""
+    def permute(self, x: Tensor) -> Pending:
+        """x of the rank before this one, as torch's ring asks for it: by all-to-all."""
         rows = [[0] * self.size for _ in range(2)]
         rows[0][self.rank - 1] = rows[1][(self.rank + 1) % self.size] = x.shape[0]
         return self.all_to_all_into(torch.empty_like(x), x, out_rows=rows[0], in_rows=rows[1])
+
+    def rotate(self, x: Tensor) -> Pending:
+        """x of the rank before this one, by send and recv; as it goes out here, it comes in."""
+        sent = self.send(x, (self.rank + 1) % self.size)
+        coming = self.recv(torch.empty_like(x), (self.rank - 1) % self.size)
+
+        def arrived(out: Tensor) -> Tensor:
+            sent.wait()
+            return out
+
+        return coming.then(arrived)
 
 
 @dataclass(frozen=True)
@@ -314,7 +325,7 @@ class _TorchsRing:
                 self.coming: Pending | None = None
 
             def exchange_buffers(self, buffer: Tensor) -> None:
-                self.coming = channel.rotate(buffer)
+                self.coming = channel.permute(buffer)
 
             def next_buffer(self) -> Tensor:
                 assert self.coming is not None

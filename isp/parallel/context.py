@@ -10,7 +10,7 @@ tokens exactly, and y is found by bisection so that the cost is an even share of
 Then the next rank takes its part. Of one document this is the zig-zag of ring attention.
 
     one document, c = 2      0 0 1 1 1 1 0 0
-    three, c = 2             0 0 | 0 0 1 1 1 1 | 1 1 1 1 1 1 0 0 0 0
+    three, c = 2             0 0 | 0 0 1 1 | 1 1 1 1 0 0
 
 It always succeeds: in a line sorted by mean cost the front has at most the mean cost of the whole
 and the back at least that, and a step of y changes the cost by at most that of one token. What is

@@ -144,6 +144,10 @@ def test_cases_by_hand() -> None:
     (one, other) = ContextPlan.of([8], 2).slices
     assert one == (Slice(0, 0, 2), Slice(0, 6, 8))
     assert other == (Slice(0, 2, 6),)
+    assert ContextPlan.of([2, 4, 6], 2).slices == (
+        (Slice(0, 0, 2), Slice(1, 0, 2), Slice(2, 4, 6)),
+        (Slice(1, 2, 4), Slice(2, 0, 4)),
+    )
     # four alike, two ranks: whole
     assert ContextPlan.of([5, 5, 5, 5], 2).slices == (
         (Slice(0, 0, 5), Slice(1, 0, 5)),
