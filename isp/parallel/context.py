@@ -26,12 +26,11 @@ token, all that are next cheaper, and so cost less than those below. So the grea
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate, combinations, pairwise
-from operator import itemgetter
+from itertools import accumulate, combinations, islice, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,7 +158,7 @@ def _plan(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> Context
     costs = [line.cost_of(ranges) for ranges in held]
     if max(costs) * num_ranks > (1 + _EVEN) * sum(costs):
         held = line.swapped(held)
-    return ContextPlan(lengths, tuple(line.slices(ranges) for ranges in held), windows)
+    return ContextPlan(lengths, line.slices(held), windows)
 
 
 _Range = tuple[int, int]  # places [begin, end) in a line
@@ -169,13 +168,14 @@ class _Line:
     """Tokens in the order of [Note: Peeling]; its places count all, also those that are taken."""
 
     def __init__(self, lengths: tuple[int, ...], windows: Windows) -> None:
-        sizes = np.array(lengths, np.int64)
-        order = np.argsort(sizes, kind="stable")
-        order = order[sizes[order] > 0]
+        self.lengths = np.array(lengths, np.int64)
+        order = np.argsort(self.lengths, kind="stable")
+        self.order = order = order[self.lengths[order] > 0]
+        sizes = self.lengths[order]
         prefix_cost = _prefix_cost(windows)
-        costs = prefix_cost(sizes[order])
+        costs = prefix_cost(sizes)
         costs_before = [0, *np.cumsum(costs).tolist()]
-        starts = [0, *np.cumsum(sizes[order]).tolist()]
+        starts = [0, *np.cumsum(sizes).tolist()]
 
         @cache
         def cost(place: int) -> int:
@@ -185,11 +185,9 @@ class _Line:
 
         self.cost = cost
         """The cost of the tokens before a place."""
-        self.documents: list[int] = order.tolist()
-        self.sizes: list[int] = sizes[order].tolist()
         self.starts = starts
-        self.means: list[float] = (costs / sizes[order]).tolist()
-        self.whole = (0, len(self.sizes))
+        self.means: list[float] = (costs / sizes).tolist()
+        self.whole = (0, len(order))
         """Documents of which nothing is taken."""
         self.parts: list[_Range] = []
         """What is left of those that were cut."""
@@ -211,7 +209,8 @@ class _Line:
         """Takes the part of the next of so many ranks."""
         left = self.left()
         sizes = list(accumulate((end - begin for begin, end in left), initial=0))
-        costs = list(accumulate((self.cost_of([r]) for r in left), initial=0))
+        costs = [self.cost(end) - self.cost(begin) for begin, end in left]
+        costs = list(accumulate(costs, initial=0))
         size, total = sizes[-1], costs[-1]
         tokens = -(-size // num_ranks)
         if tokens == size:
@@ -244,27 +243,39 @@ class _Line:
         """Leaves these alone."""
         self.whole, self.parts = (0, 0), []
         for begin, end in ranges:
-            first, last = bisect_left(self.starts, begin), bisect_right(self.starts, end) - 1
-            if first > last:
-                self.parts.append((begin, end))
-                continue
-            edges = ((begin, self.starts[first]), (self.starts[last], end))
-            self.parts += [(a, b) for a, b in edges if a < b]
+            first, last, parts = self.documents_in(begin, end)
+            self.parts += parts
             if first < last:
                 self.whole = (self.whole[0] if self.whole[1] else first, last)
 
-    def slices(self, ranges: Iterable[_Range]) -> tuple[Slice, ...]:
-        """The slices of documents in these ranges, sorted."""
-        slices: list[tuple[int, int, int]] = []
-        for begin, end in ranges:
-            first, last = bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end)
-            documents, sizes = self.documents[first:last], self.sizes[first:last]
-            begins, ends = [0] * len(sizes), sizes
-            begins[0] = begin - self.starts[first]
-            ends[-1] = end - self.starts[last - 1]
-            slices += zip(documents, begins, ends, strict=True)
-        slices.sort(key=itemgetter(0))  # stable: of a document its first tokens come first
-        return tuple(map(partial(tuple.__new__, Slice), slices))  # half the time of Slice._make
+    def documents_in(self, begin: int, end: int) -> tuple[int, int, list[_Range]]:
+        """The documents [first, last) that are whole in a range, and what it has of others."""
+        first, last = bisect_left(self.starts, begin), bisect_right(self.starts, end) - 1
+        if first > last:
+            return first, first, [(begin, end)]
+        edges = ((begin, self.starts[first]), (self.starts[last], end))
+        return first, last, [(a, b) for a, b in edges if a < b]
+
+    def slices(self, held: list[list[_Range]]) -> tuple[tuple[Slice, ...], ...]:
+        """The slices of documents in the ranges of each rank, sorted."""
+        ranks = np.full(len(self.lengths), len(held), np.int16)  # of whole documents
+        cut: list[tuple[int, Slice]] = []
+        for rank, ranges in enumerate(held):
+            for begin, end in ranges:
+                first, last, parts = self.documents_in(begin, end)
+                ranks[self.order[first:last]] = rank
+                for a, b in parts:
+                    i = bisect_right(self.starts, a) - 1
+                    start = self.starts[i]
+                    cut.append((rank, Slice(int(self.order[i]), a - start, b - start)))
+        by_rank = np.argsort(ranks, kind="stable")
+        fields = zip(by_rank.tolist(), repeat(0), self.lengths[by_rank].tolist(), strict=False)
+        whole = map(partial(tuple.__new__, Slice), fields)  # half the time of Slice._make
+        counts = np.bincount(ranks, minlength=len(held))
+        slices: list[list[Slice]] = [list(islice(whole, count)) for count in counts[: len(held)]]
+        for rank, one in cut:
+            insort(slices[rank], one)
+        return tuple(map(tuple, slices))
 
     def swapped(self, held: list[list[_Range]]) -> list[list[_Range]]:
         """The same numbers of tokens in which no swap of two makes two ranks more alike."""
@@ -288,9 +299,11 @@ def _swap(
     totals = [int(costs[ranks == rank].sum()) for rank in range(num_ranks)]
     pairs = ((a - b, i, j) for i, a in enumerate(totals) for j, b in enumerate(totals) if a > b)
     for gap, dear, cheap in sorted(pairs, key=lambda pair: -pair[0]):
-        tokens = [np.flatnonzero(ranks == rank).tolist() for rank in (dear, cheap)]
+        tokens = [np.flatnonzero(ranks == rank) for rank in (dear, cheap)]
+        if most == 1:  # one of each cost will do
+            tokens = [t[np.unique(costs[t], return_index=True)[1]] for t in tokens]
         for number in range(1, most + 1):
-            high, low = (list(combinations(of_rank, number)) for of_rank in tokens)
+            high, low = (list(combinations(t.tolist(), number)) for t in tokens)
             if high and low:
                 gains = costs[high].sum(1)[:, None] - costs[low].sum(1)
                 left = abs(gap - 2 * gains)
