@@ -140,9 +140,11 @@ class ContextAttention:
 
     def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
         batch_size, length = q.shape[:2]
-        packed = mask.cu_seqlens is not None
-        lengths = mask.lengths if packed else (length * self.channel.size,)
-        rows = 1 if packed else batch_size
+        lengths: tuple[int, ...] = (length * self.channel.size,)
+        rows = batch_size
+        if mask.cu_seqlens is not None:
+            mask.check_covers(1, mask.bounds[-1], mask.bounds[-1])
+            lengths, rows = mask.lengths, 1
         routes = self._routes_of(lengths, rows, mask.causal, mask.window, in_ring)
         if routes[0].num_tokens != batch_size * length:
             raise ValueError(

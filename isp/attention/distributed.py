@@ -36,7 +36,7 @@ class DistributedAttention:
     """Local attention made to work on a sequence that `channel` splits; made once a model.
 
     `local_attention` sees what the ranks of `channel` hold together. It may itself be spread over
-    the ranks of another channel, which is how a second axis would split a sequence further.
+    the ranks of another channel: `ContextAttention` splits a sequence further.
 
     Each way of handing over q, k and v has its own method, all with the same result: `__call__`
     (separate), `from_qkv` and `from_kv` (packed).
