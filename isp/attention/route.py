@@ -148,20 +148,17 @@ def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, .
     own keys, is causal.
     """
     num_ranks, cut = len(plan.slices), _Slices.of(plan)
-    ranks, sizes = np.arange(num_ranks), np.zeros(num_ranks, np.int64)
-    np.add.at(sizes, cut.rank, cut.end - cut.begin)
-    bases = _starts(sizes)  # places are counted over the tokens of rank 0, of rank 1, ...
-    held = _Held(ranks, bases, sizes, np.zeros_like(ranks))
-    limit = cut.end if causal else cut.stop
+    sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
+    held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
+    places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # the ranks' one after another
+    row = 1 + sizes.sum()
     routes = []
     for step in range(num_ranks):
-        low, high = np.empty_like(cut.rank), np.empty_like(cut.rank)
-        for to in range(num_ranks):
-            own, by = cut.rank == to, (to - step) % num_ranks
-            begin = cut.begin[cut.rank == by]
-            before = np.append(cut.row[cut.rank == by], sizes[by]) + bases[by]
-            low[own] = before[np.searchsorted(begin, cut.start[own])]
-            high[own] = before[np.searchsorted(begin, limit[own])]
+        by = (cut.rank - step) % num_ranks
+        low, high = (
+            places[np.searchsorted(cut.rank * row + cut.begin, by * row + token)]
+            for token in (cut.start, cut.end if causal else cut.stop)
+        )
         sight = cut.sight(low, high)
         route = Route.of(sight, held, rank, num_ranks, causal=causal and not step, window=None)
         routes.append(replace(route, stays=cut.stay()))
