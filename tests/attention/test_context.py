@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isp.attention import AttentionMask, ContextAttention, CpuAttention
-from isp.attention.route import gather_route
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
 from isp.comm.cargo import UNNAMED
-from isp.parallel.context import ContextPlan, Slice
 from tests.attention.context_cases import (
     LENGTH,
     STRADDLING,
@@ -190,15 +188,6 @@ def test_gradients_by_every_way(ring: bool) -> None:
     case = Case(STRADDLING, heads=(8, 4), stripes=2, ring=ring)
     for results in run_ranks(4, _on_other_ways, case):
         assert results == dict.fromkeys(results, True)
-
-
-def test_slices_that_touch_are_one() -> None:
-    """Catches keys that are laid out twice for queries that follow each other."""
-    slices = ((0, 2), (6, 8)), ((2, 4), (4, 6))
-    plan = ContextPlan((8,), tuple(tuple(Slice(0, *s) for s in of_rank) for of_rank in slices))
-    apart, touching = (gather_route(plan, rank, causal=True, window=None) for rank in (0, 1))
-    assert (apart.mask.lengths, apart.mask.key_lengths) == ((2, 2), (2, 8))
-    assert (touching.mask.lengths, touching.mask.key_lengths) == ((4,), (6,))
 
 
 def _launches(rank: int) -> dict[str, list[str]]:
