@@ -44,7 +44,7 @@ __all__ = ["ContextAttention"]
 _ROUTES = 16
 """Micro-batches and kinds of mask whose routes are kept."""
 
-_STRIPE_BYTES = 4 << 20
+_STRIPE_BYTES = 1 << 20
 """Least that a stripe is worth, of what the rank that receives most receives."""
 
 _MOST_STRIPES = 4
