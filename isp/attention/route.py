@@ -66,22 +66,26 @@ class Route:
         causal: bool,
         window: int | None,
     ) -> Self:
-        """The route to rank `rank` of what the slices of all ranks see, if others hold it."""
+        """The route, as `rank` has it, by which all slices come to see what the ranks hold."""
+        # Each key that is new to a rank travels to it once: ranges of those, cut by who holds them.
         part = _overlaps(sight.new, sight.high, held.begin, held.begin + held.size)
         size, to, by = part.size, sight.rank[part.of], held.rank[part.piece]
         row = held.row[part.piece] + part.begin - held.begin[part.piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
-        # What arrives is in the order of ranks, and of one rank's keys in that of their places.
+        # What arrives lies in the order of ranks, one rank's keys in that of their places.
         arriving = mine[by[mine].argsort(kind="stable")]
         at = np.zeros(len(size), np.int64)
         at[arriving] = _starts(size[arriving])
+
+        # Each slice's whole range, in rows of what has arrived.
         own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
         low, high, new = sight.low[own], sight.high[own], sight.new[own]
         begin = part.begin[mine]
         seen = _overlaps(low, high, begin, begin + size[mine])
         layout = _ranges(at[mine][seen.piece] + seen.begin - begin[seen.piece], seen.size)
 
+        # And back: new keys are laid out first where they are new, then in later slices.
         laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
         of = part.of[arriving]
