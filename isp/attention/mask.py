@@ -129,7 +129,8 @@ class AttentionMask:
 
     def check_covers(self, batch_size: int, query_length: int, key_length: int) -> None:
         """Raise ValueError if the packed documents are not those of [B, S] queries and keys."""
-        if self.cu_seqlens is None:
+        sizes = batch_size, query_length, key_length
+        if self.cu_seqlens is None or sizes in self._covered:
             return
         if self.cu_seqlens_k is not None:
             if batch_size != 1:
@@ -148,6 +149,12 @@ class AttentionMask:
                 f"a document cannot go on from one row of the batch to the next: cu_seqlens"
                 f" {_shorten(self.bounds)} lacks the end of row {min(missing)}"
             )
+        self._covered.add(sizes)
+
+    @cached_property
+    def _covered(self) -> set[tuple[int, int, int]]:
+        """Sizes that fit: every layer asks, and it takes 0.4 ms for 2,000 documents."""
+        return set()
 
 
 def _between(bounds: tuple[int, ...]) -> tuple[int, ...]:

@@ -95,6 +95,18 @@ def test_keys_that_do_not_fit_are_refused(
         document_lengths(mask, *sizes)
 
 
+def test_documents_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a look at every document in every layer, and other sizes that are let through."""
+    looks: list[str] = []
+    monkeypatch.setattr("isp.attention.mask._check_rises", lambda name, *_: looks.append(name))
+    mask = AttentionMask.of_documents([3, 5])
+    for _ in range(3):
+        mask.check_covers(1, 8, 8)
+    assert looks == ["cu_seqlens"]
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        mask.check_covers(1, 8, 9)
+
+
 def test_wrong_masks_are_refused() -> None:
     """Catches arguments that kernels would misread without a word."""
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
