@@ -20,7 +20,7 @@ from isp.config.models import language_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.models.protocol import LanguageModel
-from isp.parallel.config import ParallelConfig, WeightConfig
+from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.settings import (
     CheckpointConfig,
@@ -163,8 +163,11 @@ class JobConfig:
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )
-        if not mode.facts.slices_batch and self.parallel.sequence_2D.enable:
+        two = self.parallel.sequence_2D
+        if not mode.facts.slices_batch and two.enable:
             found.append(f"parallel.sequence_2D is not used in {mode} mode, which splits features")
+        if not two.enable and two != Sequence2DConfig():
+            found.append("parallel.sequence_2D is not used: set parallel.sequence_2D.enable=true")
         return [*found, *self._unused_of_tiles()]
 
     def _unused_of_tiles(self) -> list[str]:

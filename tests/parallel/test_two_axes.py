@@ -106,4 +106,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, words, fault):
         load_config(path, [f"--parallel.sequence_2D.{word}" for word in words])
     off = load_config(path, ["--parallel.tensor.mode=mtp", "--parallel.tensor.size=4"])
     assert "parallel.sequence_2D is not used in mtp mode" in " ".join(off.unused())
+    forgotten = ["--parallel.sequence_2D.enable=false", "--parallel.sequence_2D.head_size=2"]
+    assert "sequence_2D is not used: set" in " ".join(load_config(path, forgotten).unused())
+    assert load_config(path).unused() == []
     assert load_config(path).topology(8).head == 4
