@@ -53,8 +53,10 @@ class Growth(NamedTuple):
 
     fixed: dict[str, float]
     per_token: dict[str, float]
+    seq_len: int
+    """Tokens of the rows at which the moment is the largest."""
     tokens: int
-    """Tokens that a rank holds, at which the moment is the largest."""
+    """Those of them that a rank holds, between the linears."""
     memory: Memory
 
     @property
@@ -115,10 +117,16 @@ class Planned:
         return sorted({stage * topology.stage for stage in (0, min(1, last), last)})
 
     def growth(self, seq_len: int) -> Growth:
-        """The lines through the largest moment of rows of `seq_len` and of half as many tokens."""
+        """The lines through the largest moment of rows of `seq_len` and of half as many tokens.
+
+        Of longer rows if half are too few to try. Raises ConfigError if those are refused.
+        """
         longer = max(2 * self.unit, seq_len)
         shorter = longer // 2 // self.unit * self.unit
-        case = self.case(longer)
+        try:
+            case = self.case(longer)
+        except ConfigError as error:
+            raise ConfigError(f"rows of {longer:,} tokens, to see memory grow: {error}") from error
         rank, peak = max(
             ((rank, m) for rank in self._ranks for m in moments(case, rank)),
             key=lambda pair: pair[1].total,
@@ -129,13 +137,17 @@ class Planned:
         names = [f.name for f in fields(Memory) if f.name != "moment"]
         slopes = {n: (getattr(peak, n) - getattr(below, n)) / step for n in names}
         fixed = {n: getattr(peak, n) - slopes[n] * tokens for n in names}
-        return Growth(fixed, slopes, tokens, peak)
+        return Growth(fixed, slopes, longer, tokens, peak)
 
     def longest(self, budget: Budget) -> Longest | Memory:
-        """The longest row that `budget` has memory for; the memory of the shortest if none fits."""
+        """The longest row that `budget` has memory for; the memory of the shortest if none fits.
+
+        Raises ConfigError if the shortest that is tried is refused.
+        """
         low = self._try(1, budget)
+        if isinstance(low.found, str):
+            raise ConfigError(f"rows of {self.unit:,} tokens, the shortest tried: {low.found}")
         if low.excess > 0:
-            assert isinstance(low.found, Memory)
             return low.found
         high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
         while high.excess <= 0:

@@ -43,7 +43,7 @@ class Said(NamedTuple):
 def lengths_as_text(said: Said) -> str:
     parts = [_head(said), _owners(said), _verdict(said)]
     if said.longest is not None:
-        parts += [_end(said.longest, said.budget), _ladder(said), _advice(said)]
+        parts += [_end(said), _ladder(said), _advice(said)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -80,6 +80,7 @@ def _plain(memory: Memory) -> dict[str, Any]:
 
 def _plain_growth(growth: Growth) -> dict[str, Any]:
     return {
+        "seq_len": growth.seq_len,
         "moment": growth.memory.moment,
         "fixed_bytes": {name: round(size) for name, size in growth.fixed.items()},
         "bytes_per_token": growth.per_token,
@@ -122,10 +123,9 @@ def _head(said: Said) -> str:
 
 def _owners(said: Said) -> str:
     growth, memory = said.growth, said.growth.memory
-    seq_len = said.planned.config.data.seq_len
     sizes = {**memory.by_owner(), HOST: memory.host}
     shown = [name for name, size in sizes.items() if size and name != HOST]
-    rows = [("", "fixed GiB", "KiB a token", f"GiB at {seq_len:,}")]
+    rows = [("", "fixed GiB", "KiB a token", f"GiB at {growth.seq_len:,}")]
     rows += [_line(name, growth.fixed[name], growth.per_token[name], sizes[name]) for name in shown]
     rows.append(_line("in all", growth.device_fixed, growth.device_per_token, memory.total))
     if sizes[HOST]:
@@ -143,13 +143,15 @@ def _line(name: str, fixed: float, per_token: float, size: int) -> tuple[str, st
 def _verdict(said: Said) -> str:
     seq_len, excess = said.planned.config.data.seq_len, said.budget.excess(said.memory)
     if excess <= 0:
-        return f"data.seq_len={seq_len} fits"
+        return f"data.seq_len={seq_len} fits as it is"
     return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said.budget)}"
 
 
-def _end(longest: Longest | Memory, budget: Budget) -> str:
+def _end(said: Said) -> str:
+    longest, budget = said.longest, said.budget
+    assert longest is not None
     if isinstance(longest, Memory):
-        return f"no row fits, however short: {_too_much(longest, budget)}"
+        return f"no row of {said.planned.unit:,} tokens fits: {_too_much(longest, budget)}"
     beyond = longest.beyond
     why = beyond if isinstance(beyond, str) else _too_much(beyond, budget)
     return f"longest data.seq_len: {longest.seq_len:,}\n  {longest.next_len:,} do not fit: {why}"
@@ -196,20 +198,22 @@ def _reason(beyond: Memory | str, budget: Budget) -> str:
 
 
 def _advice(said: Said) -> str:
-    """The keys with which the configuration's rows fit, and those of the longest."""
+    """The keys with which the configuration's rows fit, if it needs any, and of the longest."""
     config, wanted = said.planned.config, said.planned.config.data.seq_len
     found = [s for s in said.steps if isinstance(s.longest, Longest)]
-    enough = next((s for s in found if _length(s) >= wanted), None)
+    fits = said.budget.excess(said.memory) <= 0
+    enough = None if fits else next((s for s in found if _length(s) >= wanted), None)
     lines = []
     if enough is not None:
-        words = " ".join(changes(config, enough.keys)) or "as it is"
+        words = " ".join(changes(config, enough.keys))
         lines.append(f"data.seq_len={wanted} fits with `{enough.rung.name}`: {words}")
     if found:
         best = max(found, key=_length)
-        if best is not enough:
+        own = said.longest.seq_len if isinstance(said.longest, Longest) else 0
+        if best is not enough and _length(best) > own:
             words = " ".join(changes(config, best.keys))
             lines.append(f"the longest: --data.seq_len {_length(best)} {words}")
-    if enough is None:
+    if not fits and enough is None:
         lines.append(
             f"data.seq_len={wanted} fits with none of them: use more ranks (--world), over which"
             f" parallel.tensor.size shares a row and parallel.weight.size the weights"
@@ -222,4 +226,7 @@ def _length(step: Step) -> int:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB + 0.0:,.2f}"
+    """Two decimals, of little four; 0 has no sign."""
+    size = num_bytes / GIB
+    digits = 4 if 0.00005 <= abs(size) < 0.1 else 2
+    return f"{round(size, digits) + 0.0:,.{digits}f}"

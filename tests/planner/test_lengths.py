@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isp.cli import main
-from isp.config import load_config
+from isp.config import ConfigError, load_config
 from isp.planner import ladder, load_fabric
 from isp.planner.ladder import Rung, climb
 from isp.planner.lengths import HOST, Budget, Longest, Planned
@@ -124,7 +124,7 @@ def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*words, *long]) == 0
     said = capsys.readouterr().out
     assert "16.00 GiB of its host's" in said  # four ranks share it
-    assert "data.seq_len=50000 does not fit: 1." in said
+    assert re.search(r"data.seq_len=50000 does not fit: 0\.[789]", said)
     (enough,) = re.findall(r"data.seq_len=50000 fits with `.*`: (.*)", said)
     (best,) = re.findall(r"the longest: (.*)", said)
     plan = words[:-1]
@@ -146,10 +146,38 @@ def test_memory_for_no_row_is_told(file: str, capsys: pytest.CaptureFixture[str]
     """Catches a search that never ends, or a traceback, where weights alone do not fit."""
     assert main(["plan", file, "--memory", "0.001", "--max-seq-len"]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"no row fits, however short: 0\.\d+ GiB at the .*: ", said)
+    assert re.search(r"no row of 1,024 tokens fits: 0\.\d+ GiB at the .*: ", said)
     assert "data.seq_len=16384 fits with none of them: use more ranks (--world)" in said
     assert main(["plan", file, "--memory", "0.001", "--max-seq-len", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["longest"]["seq_len"] == 0
+
+
+def test_what_fits_is_left_as_it_is(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches advice to change what fits, a column headed with another length than its own, sizes
+    that read as nothing."""
+    monkeypatch.setattr(ladder, "RUNGS", ())  # the ground has keys of its own
+    words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
+    assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"no row of 1,024 tokens fits: 0\.01\d\d GiB in the memory of the", said)
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "data.seq_len=2 fits as it is" in said
+    assert "GiB at 2,048" in said
+    assert "data.seq_len=2 fits with" not in said
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["growth"]["seq_len"] == 2048
+
+
+def test_a_length_that_nobody_gave_is_named(file: str) -> None:
+    """Catches a fault of rows that the planner alone asks for, told as if of the user's."""
+    planned = _planned(file, "--data.micro_bsz", "8000000", "--data.seq_len", "2")
+    with pytest.raises(ConfigError, match=r"^rows of 2,048 tokens, to see memory grow: data"):
+        planned.growth(2)
+    with pytest.raises(ConfigError, match=r"^rows of 1,024 tokens, the shortest tried: data"):
+        planned.longest(Budget(300 * MIB, None))
 
 
 @pytest.mark.parametrize("size", ["80GB", "-1", "nan", "much", "0"])
