@@ -185,21 +185,21 @@ def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterato
     """The ways of cutting a tensor group into heads x context, none without a query head.
 
     Where that is not asked for, heads alone, and where KV heads would be copied that which copies
-    none. Which ranks are neighbours matters between nodes.
+    none, of no more ranks than heads. Which ranks are neighbours matters between nodes.
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]
-    if mode.facts.slices_batch:
+    if mode.facts.slices_batch and two.enable:
         contexts = divisors(tensor)
-        if not two.enable:
-            contexts = sorted({1, tensor // math.gcd(tensor, model.kv_heads)})
+    elif mode.facts.slices_batch and tensor <= model.num_heads:
+        contexts = sorted({1, tensor // math.gcd(tensor, model.kv_heads)})
     for context in contexts:
         head = tensor // context
         if head > model.num_heads:
             continue
         cut = replace(two, enable=two.enable or context > 1, head_size=head, context_size=context)
         yield cut if cut.enable else two
-        if 1 < context < tensor and tensor > fabric.devices_per_node:
+        if two.enable and 1 < context < tensor and tensor > fabric.devices_per_node:
             place = two.device_placement_strategy
             other = replace(place, head_first=not place.head_first)
             yield replace(cut, device_placement_strategy=other)
