@@ -55,17 +55,17 @@ class BuiltModel:
 
     @property
     def shared(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that two chunks of this rank use."""
+        """The trained parameters that two chunks of this rank use."""
         uses = Counter(item.parameter for chunk in self.chunks for item in chunk.shards())
-        return tuple(parameter for parameter, count in uses.items() if count > 1)
+        return tuple(p for p, count in uses.items() if count > 1 and p.requires_grad)
 
     @property
     def tied_over_stages(self) -> NamedParameter | None:
-        """The weight of the first and the last stage, if the rank has one of two copies of it."""
+        """The trained weight of both ends, if the rank has one of two copies of it."""
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
         if first == last:  # both ends use the one weight, or this rank has neither
             return None
-        return next((p for p in self.parameters if p.name == self.model.tied_weight), None)
+        return next((p for p in self.trained if p.name == self.model.tied_weight), None)
 
     @property
     def counted_elsewhere(self) -> tuple[str, ...]:

@@ -368,6 +368,11 @@ class MainGradients:
 
 def _check(parameters: list[NamedParameter]) -> None:
     """Raise ValueError for what can have no main gradient."""
+    if not parameters:
+        raise ValueError(
+            "no weight of this rank is trained: train one of each pipeline stage, or use"
+            " parallel.pipeline.size=1"
+        )
     names: dict[nn.Parameter, str] = {}
     for name, parameter, layout in parameters:
         if not parameter.requires_grad:

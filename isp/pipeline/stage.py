@@ -131,6 +131,8 @@ class Pipeline:
         self._hook.before_forward(chunk)
         y = self._work.forward(chunk, micro_batch, x)
         del x
+        if self._gradients is not None and not y.requires_grad:
+            y = entry(y)  # all weights from the input on are frozen
         self._hook.after_forward(chunk)
         end: Tensor | GradientEdge
         if stage < self._order.num_stages - 1:

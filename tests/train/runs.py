@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
@@ -210,10 +210,13 @@ def make_run(
     dtype: torch.dtype = torch.float64,
     config: OptimizerConfig = OPTIMIZER,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    frozen: Collection[str] = (),
 ) -> Run:
-    """A run on this rank."""
+    """A run on this rank; parameters with these words in their names are frozen."""
     built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=dtype)
-    parameters = list(built.parameters)
+    for item in built.parameters:
+        item.parameter.requires_grad_(not any(word in item.name for word in frozen))
+    parameters = list(built.trained)
     gradients = MainGradients(parameters, mesh)
     optimizer = Zero1Optimizer(
         gradients,

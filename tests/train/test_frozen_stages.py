@@ -1,0 +1,51 @@
+"""Pipelines of which some weights are frozen train the others as data ranks do, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isp.parallel import Mode, PipelineSchedule
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
+from tests.train.test_pipeline import MODEL
+
+TASK = Task(model=replace(MODEL, num_layers=4, tie_embeddings=True))
+FROZEN = ("embedding", "layers.0.", "attention.wo", "norm")
+"""The table of both ends, all of the first block, and parts of others."""
+LAYOUTS = (
+    Layout(data=2, micro=2),
+    Layout(mode=Mode.MTP, pipeline=2, micro=4),
+    Layout(pipeline=2, schedule=PipelineSchedule.ZBV, chunks=2, micro=4),
+    Layout(pipeline=2, schedule=PipelineSchedule.INTERLEAVED, chunks=2, micro=4),
+)
+
+
+def _numbers(rank: int) -> list[Numbers]:
+    meshes, found = Meshes(rank), []
+    for layout in LAYOUTS:
+        run = make_run(meshes.of(layout), layout, TASK, frozen=FROZEN)
+        found.append(run.numbers(range(3)))
+        run.close()
+    return found
+
+
+def test_frozen_weights_of_both_ends() -> None:
+    """Catches gradients promised, or summed over stages, for a table that has none; and a first
+    stage whose output nobody can differentiate."""
+    for wanted, *others in run_ranks(2, _numbers):
+        for layout, found in zip(LAYOUTS[1:], others, strict=True):
+            for series in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+                assert largest_difference(*series) < 1e-9, layout
+
+
+def _nothing_trained(rank: int) -> None:
+    layout = LAYOUTS[1]
+    with pytest.raises(ValueError, match=r"no weight of this rank is .* parallel\.pipeline\.size"):
+        make_run(Meshes(rank).of(layout), layout, TASK, frozen=("",))
+
+
+def test_a_stage_with_nothing_to_train_is_refused() -> None:
+    """Catches an IndexError where a stage is frozen as a whole."""
+    run_ranks(2, _nothing_trained)
