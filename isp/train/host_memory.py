@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 
 from isp.comm.host_memory import available_bytes
 from isp.config import JobConfig
-from isp.models.build import parameter_shapes
+from isp.models.build import shape_only
 from isp.optim import update_rule
 from isp.optim.states import kept
-from isp.parallel import Topology
+from isp.parallel import Mode, Topology
 from isp.pipeline import PipelineOrder
 from isp.weights.trace import ActionKind, inputs_kept, recomputed_blocks
 from model.decoder import stage_spans
@@ -61,7 +62,8 @@ def check_memory_of_states(
 ) -> None:
     """The same, of a model's so many numbers that are trained, and of its states alone."""
     if config.optimizer.offload_states:
-        _check({_STATES: _state_bytes(config, topology, ranks, num_trained)}, ranks)
+        own = num_trained // topology.weight  # of one stage
+        _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
 
 
 def _check(needs: dict[str, int], ranks: int) -> None:
@@ -90,20 +92,30 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
     """Bytes of all ranks here, by what is kept."""
     here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
     dtype: torch.dtype = getattr(torch, config.training.dtype)
-    numbers = sum(math.prod(s) for s in parameter_shapes(config.language_model).values())
-    states, checkpoint = _state_bytes(config, topology, ranks, numbers), config.checkpoint
-    needs = {
-        _INPUTS: sum(input_bytes_on_host(config, topology, r // topology.stage) for r in here),
-        _STATES: states if config.optimizer.offload_states else 0,
-    }
+    checkpoint, needs = config.checkpoint, {_INPUTS: 0, _STATES: 0}
+    copies = 0
+    for stage, count in Counter(rank // topology.stage for rank in here).items():
+        own = _numbers(config, topology, stage)
+        states = _state_bytes(config, topology, own)
+        needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
+        needs[_STATES] += count * states if config.optimizer.offload_states else 0
+        copies += count * (states + own * dtype.itemsize)
     if any(needs.values()) and checkpoint.async_mode == "async" and checkpoint.interval:
-        own = numbers // (topology.weight * topology.pipeline)
-        needs[_COPIES] = states + ranks * own * dtype.itemsize
+        needs[_COPIES] = copies
     return needs
 
 
-def _state_bytes(config: JobConfig, topology: Topology, ranks: int, numbers: int) -> int:
+def _numbers(config: JobConfig, topology: Topology, stage: int) -> int:
+    """Numbers of the weights of a rank of pipeline rank `stage`."""
+    order = PipelineOrder(config.parallel.pipeline)
+    stages, model = order.stages_of(stage), config.language_model
+    chunks = shape_only(model, Mode.ISP, stages, order.num_stages)
+    shapes = {item.name: item.layout.global_shape for c in chunks for item in c.shards()}
+    return sum(map(math.prod, shapes.values())) // topology.weight
+
+
+def _state_bytes(config: JobConfig, topology: Topology, numbers: int) -> int:
+    """Bytes of the states of a rank with so many numbers of weights."""
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     kinds = kept(update_rule(config.optimizer), dtype).values()
-    own = numbers // (topology.weight * topology.pipeline * topology.zero1)
-    return ranks * own * sum(kind.itemsize for kind in kinds)
+    return numbers // topology.zero1 * sum(kind.itemsize for kind in kinds)

@@ -108,6 +108,20 @@ def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> N
         )
 
 
+def test_states_are_those_of_the_stages_here(tmp_path: Path) -> None:
+    """Catches a machine with the table's stage alone that is checked for the mean of all stages."""
+    words = ("model.vocab_size=4194304", "model.num_layers=3", "parallel.pipeline.size=3")
+    words += ("parallel.tensor.size=1", "parallel.weight.size=1", "data.micro_num=3")
+    words += ("optimizer.offload_states=true", "checkpoint.interval=0")
+    config = load_config(write_job(tmp_path), [f"--{word}" for word in words])
+    topology = config.topology(3)
+    with mock.patch.object(host_memory, "available_bytes", return_value=int(0.4 * 2**30)):
+        check_host_memory(config, topology, 1, 1)
+        for first in (0, 2):
+            with pytest.raises(ValueError, match=r"0\.5 GiB of optimizer states"):
+                check_host_memory(config, topology, 1, first)
+
+
 def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a container's limit overlooked, and a system that tells nothing."""
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
