@@ -145,7 +145,7 @@ def _add_product(total: Tensor | None, dy: Tensor, x: Tensor, count: int) -> Ten
 
 def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:
     """The chunks of x's sequence, as equal as may be."""
-    if not chunk_tokens:
+    if not chunk_tokens or not labels.numel():
         return 1
     at_each = labels.numel() // x.shape[1]  # losses, of all rows and ranks
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))

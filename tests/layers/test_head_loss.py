@@ -172,6 +172,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
     head = solo_head(chunk)
     chunks = num_chunks(wanted.x, wanted.labels, chunk)
     assert chunks == (6 if chunk else 1)
+    assert head(wanted.x[:0], wanted.labels[:0]) == 0  # no row
     for of_x, of_w, training, number in (
         (True, True, True, 3),
         (True, False, True, 2),
