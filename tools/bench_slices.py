@@ -1,0 +1,121 @@
+"""What kernels lose by a row's slices: all context ranks' attention, against one call of the row.
+
+    python tools/bench_slices.py --device cuda --tokens 32768    # tokens of a rank
+    python tools/bench_slices.py --tokens 1024                   # on CPU
+
+One device takes the part of each context rank in turn, with the keys that this rank would have
+received, forward and backward. Nothing travels; what is laid out for the kernel is, beforehand.
+
+    slices / row    time of all ranks' calls together over that of one call of the whole row
+    busiest         that of the slowest rank over the mean, less 1: how even the kernels find it
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from bench_balance import log_normal_row
+from torch import Tensor
+
+from isp.attention import AttentionMask, LocalAttention, make_local_attention
+from isp.attention.route import gather_route
+from isp.metrics import device_name
+from isp.parallel.context import ContextPlan
+
+
+class SliceBench:
+    """Attention of one row of documents, as a whole and rank by rank."""
+
+    def __init__(self, options: argparse.Namespace, lengths: tuple[int, ...]) -> None:
+        self.device = torch.device(options.device)
+        dtype = getattr(torch, options.dtype)
+        self.attend: LocalAttention = make_local_attention(
+            device=self.device, dtype=dtype, head_dim=options.head_size
+        )
+        q, k, v = (
+            torch.randn(sum(lengths), n, options.head_size, device=self.device, dtype=dtype)
+            for n in (options.heads, options.kv_heads, options.kv_heads)
+        )
+        plan = ContextPlan.of(lengths, options.ranks)
+        self.row = self._call(q, k, v, AttentionMask.of_documents(lengths))
+        self.ranks = []
+        places = torch.from_numpy(plan.order).split([_tokens(held) for held in plan.slices])
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        for rank, own in enumerate(places):
+            route = gather_route(plan, rank, causal=True, window=None)
+            seen = [
+                torch.arange(starts[document], starts[document] + end)
+                for document, _, end in plan.slices[rank]
+            ]
+            keys = torch.cat(seen).to(self.device)
+            self.ranks.append(self._call(q[own.to(self.device)], k[keys], v[keys], route.mask))
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Callable[[], float]:
+        """Seconds of a forward and a backward."""
+        leaves = [x.unsqueeze(0).detach().requires_grad_() for x in (q, k, v)]
+        dout = torch.ones_like(leaves[0])
+
+        def timed() -> float:
+            self._wait()
+            begin = time.perf_counter()
+            torch.autograd.grad(self.attend(*leaves, mask=mask), leaves, dout)
+            self._wait()
+            return time.perf_counter() - begin
+
+        return timed
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def measure(self, rounds: int) -> tuple[float, float, float]:
+        """Seconds of the row; medians over rounds of `slices / row` and of `busiest`."""
+        found = []
+        for number in range(rounds + 1):
+            row, ranks = self.row(), [rank() for rank in self.ranks]
+            if number:  # the first one warms up
+                mean = sum(ranks) / len(ranks)
+                found.append((row, sum(ranks) / row, max(ranks) / mean - 1))
+        row, ratio, busiest = map(statistics.median, zip(*found, strict=True))
+        return row, ratio, busiest
+
+
+def _tokens(held: tuple[tuple[int, int, int], ...]) -> int:
+    return sum(end - begin for _, begin, end in held)
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a rank")
+    parser.add_argument("--ranks", type=int, default=4, help="context ranks")
+    parser.add_argument("--heads", type=int, default=8, help="of a rank")
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    tokens = options.tokens * options.ranks
+    packed = tuple(log_normal_row(random.Random(0), tokens, tokens // 50, 1.3))
+    print(
+        f"{device_name(torch.device(options.device))}, torch {torch.__version__},"
+        f" {options.dtype}: {options.ranks} context ranks of {options.tokens:,} tokens"
+    )
+    print("\n| row | ms | slices / row | busiest |\n|---|---:|---:|---:|")
+    for lengths in ((tokens,), packed):
+        row, ratio, busiest = SliceBench(options, lengths).measure(options.rounds)
+        name = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
+        print(f"| {name} | {row * 1e3:.1f} | {ratio:.3f} | {busiest:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
