@@ -88,9 +88,12 @@ class ContextPlan:
         """The greatest cost over the mean cost, less 1."""
         return max(self.costs) * len(self.costs) / sum(self.costs) - 1
 
-    @cached_property
+    @property
     def order(self) -> _Ints:
-        """The place in the row of each token, in the order of ranks and their slices: [S]."""
+        """The place in the row of each token, in the order of ranks and their slices: [S].
+
+        Made anew each time: a plan is kept for long, and this has 8 bytes a token.
+        """
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)
         sizes = table[:, 2] - table[:, 1]
         starts = np.cumsum([0, *self.lengths])[table[:, 0]] + table[:, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import subprocess
 import sys
@@ -81,6 +82,14 @@ def can_be_even(costs: list[int], num_ranks: int) -> bool:
             if room and load + cost <= most
         }
     return bool(states)
+
+
+def test_a_plan_that_is_kept_is_small() -> None:
+    """Catches something of every token that stays with each of the plans that are kept."""
+    plan = ContextPlan.of([1 << 16], 4)
+    assert len(plan.order) == 1 << 16
+    assert sum(plan.costs) == sum(range(1, (1 << 16) + 1))
+    assert len(pickle.dumps(plan)) < 1000
 
 
 @pytest.mark.parametrize(("num_ranks", "longest", "missed"), [(2, 13, 0), (3, 12, 0.01)])
