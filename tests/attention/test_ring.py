@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.explicit import ExplicitAttention
@@ -70,6 +71,25 @@ def test_the_kernel_is_that_of_local_attention() -> None:
         assert isinstance(found, PlainKernel)
         assert found.scale == 0.3
     assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "kind"),
+    [
+        (64, torch.bfloat16, FlashKernel),
+        (256, torch.float16, FlashKernel),
+        (20, torch.bfloat16, PlainKernel),
+        (264, torch.bfloat16, PlainKernel),
+        (64, torch.float32, PlainKernel),
+    ],
+)
+def test_flash_attention_is_asked_for_what_it_takes(
+    size: int, dtype: torch.dtype, kind: type
+) -> None:
+    """Catches heads of a size, or numbers, at which a ring on CUDA would end with an error."""
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, size, dtype=dtype, device="cuda")
+    assert isinstance(lse_kernel(VarlenAttention(), q), kind)
 
 
 def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
