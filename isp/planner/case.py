@@ -12,6 +12,7 @@ from isp.config.models import language_model
 from isp.models.protocol import LanguageModel
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
+from isp.parallel.context import ContextPlan
 from isp.pipeline import PipelineOrder
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
@@ -125,6 +126,23 @@ class Case:
     def tokens_inside(self) -> int:
         """Tokens of a row that a rank's linears multiply."""
         return self.tokens // (1 if self.mode.facts.splits_features else self.topology.tensor)
+
+    @property
+    def most_keys(self) -> int:
+        """The tensor rank for whose queries most keys are laid out: its memory is the most."""
+        t, windows = self.topology, self.language_model.attention_windows
+        if t.context == 1 or not windows:
+            return 0
+        lengths = (self.tokens // self.documents,) * self.documents
+        laid_out = [
+            sum(
+                layers * (end - (0 if window is None else max(0, begin - window + 1)))
+                for window, layers in windows
+                for _, begin, end in held
+            )
+            for held in ContextPlan.of(lengths, t.context, windows).slices
+        ]
+        return laid_out.index(max(laid_out)) * (t.head if t.head_first else 1)
 
     @property
     def tokens_per_step(self) -> int:

@@ -106,15 +106,16 @@ class Planned:
 
     def peak(self, seq_len: int) -> Memory:
         """The memory of the rank that takes most, at its most; of the host the most of all."""
-        found = [m for rank in self._ranks for m in moments(self.case(seq_len), rank)]
+        case = self.case(seq_len)
+        found = [m for rank in self._ranks(case) for m in moments(case, rank)]
         return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
 
-    @property
-    def _ranks(self) -> list[int]:
+    def _ranks(self, case: Case) -> list[int]:
         """The first stages keep most micro-batches, the last has the logits."""
-        topology = self.config.topology(self.world_size)
+        topology = case.topology
         last = topology.pipeline - 1
-        return sorted({stage * topology.stage for stage in (0, min(1, last), last)})
+        stages = {0, min(1, last), last}
+        return sorted(stage * topology.stage + case.most_keys for stage in stages)
 
     def growth(self, seq_len: int) -> Growth:
         """The lines through the largest moment of rows of `seq_len` and of half as many tokens.
@@ -128,7 +129,7 @@ class Planned:
         except ConfigError as error:
             raise ConfigError(f"rows of {longer:,} tokens, to see memory grow: {error}") from error
         rank, peak = max(
-            ((rank, m) for rank in self._ranks for m in moments(case, rank)),
+            ((rank, m) for rank in self._ranks(case) for m in moments(case, rank)),
             key=lambda pair: pair[1].total,
         )
         below = next(m for m in moments(self.case(shorter), rank) if m.moment == peak.moment)

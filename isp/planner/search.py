@@ -288,7 +288,7 @@ def _candidate(config: JobConfig, world_size: int, *, on_cpu: bool) -> Candidate
     case = Case.of(config, world_size, on_cpu=on_cpu)
     stage, last = case.topology.stage, case.topology.pipeline - 1
     # the first stages keep most micro-batches, the last has the logits
-    ranks = sorted({rank * stage for rank in (0, min(1, last), last)})
+    ranks = sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
     return Candidate(config, case, max((memory(case, r) for r in ranks), key=lambda m: m.total))
 
 

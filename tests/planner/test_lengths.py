@@ -13,7 +13,7 @@ from isp.config import ConfigError, load_config
 from isp.planner import ladder, load_fabric
 from isp.planner.ladder import Rung, climb
 from isp.planner.lengths import HOST, Budget, Longest, Planned
-from isp.planner.memory import Memory
+from isp.planner.memory import Memory, memory
 
 TEXT = """
 model:
@@ -46,6 +46,17 @@ def test_the_longest_row_fits_and_the_next_does_not(file: str, mib: int) -> None
     assert found.next_len - found.seq_len == planned.unit == 1024
     assert planned.peak(found.seq_len) == found.memory
     assert budget.excess(found.memory) <= 0 < budget.excess(planned.peak(found.next_len))
+
+
+@pytest.mark.parametrize("head_first", ["true", "false"])
+def test_the_context_rank_with_most_keys_is_planned(file: str, head_first: str) -> None:
+    """Catches the first rank in the place of the one that has the end of a long document."""
+    words = ["--parallel.tensor.size=8", "--parallel.weight.size=1", "--data.micro_bsz=3"]
+    two = ["enable=true", "context_size=4", f"device_placement_strategy.head_first={head_first}"]
+    planned = _planned(file, *words, *(f"--parallel.sequence_2D.{word}" for word in two), world=8)
+    case = planned.case(4096)
+    totals = [memory(case, rank).total for rank in range(8)]
+    assert planned.peak(4096).total == max(totals) > totals[0]
 
 
 def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
