@@ -234,27 +234,36 @@ def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Sa
     """For each chunk the most that other micro-batches keep when one of it goes back.
 
     Where a backward is split, the inputs of the linears and the gradients of their outputs wait
-    for its second half; that is taken to be as much as the forward had kept.
+    for its second half; that is taken to be as much as a forward keeps without recomputation.
     """
     actions = case.order.actions(place.stage, case.few_micro_batches)
     halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
-    totals = [own.total for own in kept]
-    live = [0] * len(kept)
+    plain = replace(
+        case.model,
+        checkpoint=0.0,
+        checkpoint_keeps_attention=False,
+        checkpoint_distribute_activations=False,
+        checkpoint_offload=False,
+        checkpoint_segment=0,
+    )
+    waiting = _kept(replace(case, model=plain), place) if halves else ()
+    sizes = [own.total for own in (*kept, *waiting)]
+    live = [0] * len(sizes)  # and behind them, where there are any, the second halves
     most = [Saved() for _ in kept]
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            live[action.chunk] += 1
-            continue
-        if action.kind is ActionKind.BACKWARD:
-            others = [n - (chunk == action.chunk) for chunk, n in enumerate(live)]
-            pairs = list(zip(others, totals, strict=True))
+    for kind, micro_batch, chunk in actions:
+        if kind is ActionKind.FORWARD:
+            live[chunk] += 1
+        elif kind is ActionKind.WEIGHT_GRADIENT:
+            live[len(kept) + chunk] -= 1
+        else:
+            live[chunk] -= 1
             found = Saved(
-                sum(n * total.activations for n, total in pairs),
-                sum(n * total.attention for n, total in pairs),
+                sum(n * size.activations for n, size in zip(live, sizes, strict=True)),
+                sum(n * size.attention for n, size in zip(live, sizes, strict=True)),
             )
-            most[action.chunk] = max(most[action.chunk], found, key=lambda saved: saved.total)
-        if action.kind is ActionKind.WEIGHT_GRADIENT or action[1:] not in halves:
-            live[action.chunk] -= 1
+            most[chunk] = max(most[chunk], found, key=lambda saved: saved.total)
+            if (micro_batch, chunk) in halves:
+                live[len(kept) + chunk] += 1
     return most
 
 

@@ -43,6 +43,16 @@ OFF = replace(LONG, checkpoint_offload=True)
 TWO_LEVELS = replace(LONG, checkpoint_segment=3)
 BOTH = replace(OFF, checkpoint_segment=3)
 FOUR = replace(MODEL, num_layers=4)
+FOUR_ALL = replace(FOUR, checkpoint=1.0)
+LADDER = replace(
+    FOUR_ALL,
+    num_heads=8,
+    num_kv_heads=8,
+    attention_head_groups=8,
+    checkpoint_segment=2,
+    checkpoint_offload=True,
+    loss_chunk_tokens=16,
+)
 TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
 TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
@@ -75,6 +85,8 @@ CASES = [
     (Layout(mode=Mode.MTP, pipeline=2, micro=8), MODEL, "float32"),
     (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.INTERLEAVED, chunks=2), FOUR, "float32"),
     (Layout(pipeline=2, micro=6, schedule=PipelineSchedule.ZBV, chunks=2), FOUR, "float32"),
+    (Layout(pipeline=2, micro=6, schedule=PipelineSchedule.ZBV, chunks=2), FOUR_ALL, "float32"),
+    (Layout(pipeline=2, micro=6), LADDER, "float32"),
     (Layout(), LONG, "float32"),
     (Layout(), OFF, "float32"),
     (Layout(), TWO_LEVELS, "float32"),
