@@ -278,12 +278,13 @@ def _batch(case: Case) -> int:
 
 
 def _between_stages(case: Case, place: Coordinates) -> int:
-    """The bytes received from the neighbours, and sent to them.
+    """The bytes on their way to each neighbour, and of the gradient that came from behind.
 
-    From each neighbour one has arrived that is not used yet, and to each one is on its way.
+    That gradient is there until the chunk's backward ends.
     """
-    ends = sum(before + behind for before, behind in neighbours_of(case, place.stage))
-    return 2 * ends * between_stages(case).sent_bytes
+    ends = neighbours_of(case, place.stage)
+    count = sum(map(sum, ends)) + any(behind for _, behind in ends)
+    return count * between_stages(case).sent_bytes
 
 
 def _update(case: Case, place: Coordinates) -> int:
