@@ -63,8 +63,14 @@ def run(args: argparse.Namespace) -> int:
     from isp.parallel.picture import describe_cuts
     from isp.parallel.topology import Topology
 
+    mode = Mode(args.mode)
+    if args.context > 1 and not mode.facts.slices_batch:
+        raise ValueError(
+            f"--context {args.context} is not for {mode} mode, which splits features: use --mode"
+            f" {Mode.ISP}, or --context 1"
+        )
     parallel = ParallelConfig(
-        tensor=TensorConfig(size=args.tensor, mode=Mode(args.mode)),
+        tensor=TensorConfig(size=args.tensor, mode=mode),
         weight=WeightConfig(size=args.weight),
         pipeline=PipelineConfig(size=args.pipeline),
         zero1=Zero1Config(size=args.zero1),

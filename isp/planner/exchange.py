@@ -33,7 +33,10 @@ def choose_exchange(
     if config.topology(world_size).context == 1:
         return Chosen(config, "")
     if asked is not ContextExchange.AUTO:
-        return Chosen(config, f"{asked}, as configured")
+        windows = config.language_model.attention_windows
+        gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
+        told = ", but all layers have a window, and gather" if gathers else ""
+        return Chosen(config, f"{asked}, as configured{told}")
     gather, ring = (
         with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
     )

@@ -137,6 +137,8 @@ class Trainer:
                         logger.info("block inputs on the host: %s", offloaded.describe())
                     self._tell_balance()
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
+        if self.step > first:
+            self._tell_balance()
         self._end(stopped)
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
@@ -295,7 +297,6 @@ class Trainer:
             logger.info("attention: %s", told)
 
     def _end(self, stopped: str | None) -> None:
-        self._tell_balance()
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:

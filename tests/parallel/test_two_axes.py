@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from isp.cli.program import main
 from isp.config import ConfigError, load_config
 from isp.parallel import (
     Axis,
@@ -110,3 +111,12 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, words, fault):
     assert "sequence_2D is not used: set" in " ".join(load_config(path, forgotten).unused())
     assert load_config(path).unused() == []
     assert load_config(path).topology(8).head == 4
+
+
+def test_the_topology_command_refuses_what_a_mode_would_ignore(capsys):
+    """Catches groups that are shown without the axis that was asked for."""
+    asked = ["topology", "--world", "8", "--tensor", "4", "--context", "2"]
+    assert main([*asked, "--mode", "mtp"]) != 0
+    assert "--context 2 is not for mtp mode" in capsys.readouterr().err
+    assert main(asked) == 0
+    assert "tensor 4 = head 2 x context 2" in capsys.readouterr().out
