@@ -47,7 +47,7 @@ ONE = [
     (Layout(), DROPS, "float32"),
     (Layout(), TILED, "bfloat16"),
     (Layout(), HEADS, "float32"),
-    (Layout(), replace(HEADS, mlp_tile_tokens=7, checkpoint=1.0), "bfloat16"),
+    (Layout(), replace(HEADS, mlp_tile_tokens=7, checkpoint=0.6), "bfloat16"),
     (Layout(), replace(TILED, checkpoint=0.6, checkpoint_keeps_attention=True), "float32"),
 ]
 TWO = [
