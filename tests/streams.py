@@ -197,7 +197,7 @@ class Device(TorchDispatchMode):
 
     # -- what the project asks for -----------------------------------------------------------
 
-    def _new(self, device: torch.device, *, priority: int = 0) -> Stream:
+    def _new(self, device: torch.device) -> Stream:
         self.made.append(Stream(self, f"stream {len(self.made) + 1}"))
         return self.made[-1]
 

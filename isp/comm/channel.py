@@ -302,8 +302,7 @@ class Channel:
             wait = partial(self._wait_on_host, work, trip, pair, self._launched[pair])
             return transfer.timed_on_host(work, wait, arrival)
         if self.log.clock is not None:
-            # It must be none of the streams that gathers and NCCL run on.
-            self._ends = self._ends or streams.new(self.log.clock.device, priority=-1)
+            self._ends = self._ends or streams.new(self.log.clock.device)
         return self.log.timed_on_device(transfer, lambda: _ours(start()), self._ends)
 
     def _wait_on_host(

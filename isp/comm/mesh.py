@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from isp.comm import streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
 from isp.comm.pending import Link
@@ -37,14 +38,18 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.size > 1:
-            timeout = timedelta(seconds=self.timeout_seconds)
+            timeout, device_options = timedelta(seconds=self.timeout_seconds), {}
+            if self.device.type == "cuda":
+                options = streams.nccl_options()
+                options._timeout = timeout
+                device_options = {"device_id": self.device, "pg_options": options}
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
                 store=_meeting_place(timeout),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timeout,
-                device_id=self.device if self.device.type == "cuda" else None,
+                **device_options,
             )
         return self
 
@@ -126,7 +131,12 @@ class Mesh:
             # 500 groups along some axes, and each rank is in one of them. torch names a group by
             # how many there are before it, so a rank on its own has to make one as well.
             own = next(ranks for ranks in groups if self.rank in ranks)
-            made = dist.new_group(own, use_local_synchronization=True)
+            on_nccl = dist.get_backend() == "nccl"
+            made = dist.new_group(
+                own,
+                use_local_synchronization=True,
+                pg_options=streams.nccl_options() if on_nccl else None,
+            )
             if len(own) > 1:
                 group = made
                 self.members[name or axis.value] = tuple(own)

@@ -2,29 +2,46 @@
 
 Other devices do everything in order. There a stream and an event are None, `on(None)` changes
 nothing, and nothing has to wait.
+
+[Note: Priorities] Whenever a multiprocessor is free, it takes its next work from the stream of the
+highest priority. So a gather begins between two blocks of a long attention kernel, not behind it.
+Compute is queued on the default stream, of priority 0. All others are higher: those made here (of
+gathers, copies to and from the host, and the ends of timed transfers) have -1, and NCCL's, one for
+each process group, the highest that torch has: -3 on CUDA, -1 on ROCm.
+torch has 32 streams of each priority for a device, and lends them round robin: the 33rd is the
+first one again, and things queued on it wait for each other. So neither kind ever meets compute,
+on CUDA the two kinds never meet, and each has far fewer than 32. Source: c10/cuda/CUDAStream.cpp.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Event", "Stream", "current", "follow", "in_use", "mark", "new", "on", "serve"]
+__all__ = [
+    "Event",
+    "Stream",
+    "current",
+    "follow",
+    "in_use",
+    "mark",
+    "nccl_options",
+    "new",
+    "on",
+    "serve",
+]
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
 
-def new(device: torch.device, *, priority: int = 0) -> Stream | None:
-    """Another stream of `priority` 0 or, higher, -1.
-
-    torch has 32 streams of each, and gives them out again when it has given all: those of 0 are
-    also NCCL's, one for each of its groups.
-    """
-    return Stream(device, priority=priority) if device.type == "cuda" else None
+def new(device: torch.device) -> Stream | None:
+    """Another stream, ahead of compute [Note: Priorities]."""
+    return Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def current(device: torch.device) -> Stream | None:
@@ -65,3 +82,8 @@ def in_use(tensor: Tensor) -> None:
 def serve(group: dist.ProcessGroup) -> bool:
     """Whether transfers of `group` run on streams, and a wait for one makes a stream wait."""
     return dist.get_backend(group) == "nccl"
+
+
+def nccl_options() -> Any:
+    """The options of one NCCL process group: its stream is ahead of compute [Note: Priorities]."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import World
+from isp.comm import Mesh, World, mesh, streams
+from isp.parallel import ParallelConfig, TensorConfig, Topology
 from tests.ranks import run_ranks
 
 
@@ -53,3 +56,42 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(torch.device("cpu"), timeout_seconds=5)
         with pytest.raises(ValueError, match=f"MASTER_PORT={port} is in use"), world:
             pass
+
+
+class _Options:
+    """Stands in for the options of NCCL, which torch has not on every machine."""
+
+    def __init__(self, *, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
+class _NCCL:
+    Options = _Options
+
+
+def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stream of ours or of NCCL's on which transfers wait behind a long kernel, and
+    options that two process groups share: torch writes into them.
+    """
+    asked: list[dict[str, Any]] = []
+    cuda = torch.device("cuda", 0)
+    store = dist.HashStore()
+    monkeypatch.setattr(mesh, "_meeting_place", lambda timeout: store)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _NCCL, raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with World(cuda, timeout_seconds=7, rank=0, size=2):
+        pass
+    Mesh(Topology.create(2, ParallelConfig(tensor=TensorConfig(size=2))), 0)
+    given = [options["pg_options"] for options in asked if options.get("backend") != "gloo"]
+    assert asked[0]["device_id"] == cuda
+    assert given[0]._timeout == asked[0]["timeout"] == timedelta(seconds=7)
+    assert all(options.is_high_priority_stream for options in given)
+    assert len({id(options) for options in given}) == len(given) > 1
+    made: list[int] = []
+    monkeypatch.setattr(streams, "Stream", lambda device, priority: made.append(priority))
+    streams.new(cuda)
+    assert made == [-1]
