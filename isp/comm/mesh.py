@@ -104,7 +104,12 @@ class Mesh:
         """The ranks of each channel of more than one, by its name."""
         self.opened: list[Channel] = []
         """Every channel of this mesh."""
-        own = {axis: self.open(axis) for axis in Axis if topology.channel_axis(axis) is axis}
+        self._groups: dict[Axis, dist.ProcessGroup | None] = {}
+        own = {
+            axis: self._add(axis, axis.value, self._shared_group(axis))
+            for axis in Axis
+            if topology.channel_axis(axis) is axis
+        }
         self._channels = {axis: own[topology.channel_axis(axis)] for axis in Axis}
         self.host = self._open_host()
         """All ranks, for values in CPU memory whatever the device."""
@@ -122,33 +127,54 @@ class Mesh:
         self.opened.append(host)
         return host
 
-    def open(self, axis: Axis, name: str = "", *, sum_locally: bool | None = None) -> Channel:
+    def open(self, axis: Axis, name: str, *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""
-        groups = self.topology.groups(axis)
-        group = None
-        if any(len(ranks) > 1 for ranks in groups):
-            # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over
-            # 500 groups along some axes, and each rank is in one of them. torch names a group by
-            # how many there are before it, so a rank on its own has to make one as well.
-            own = next(ranks for ranks in groups if self.rank in ranks)
-            on_nccl = dist.get_backend() == "nccl"
-            made = dist.new_group(
-                own,
-                use_local_synchronization=True,
-                pg_options=streams.nccl_options() if on_nccl else None,
-            )
-            if len(own) > 1:
-                group = made
-                self.members[name or axis.value] = tuple(own)
-        channel = Channel(
-            group, name=name or axis.value, log=self.log, link=self.link, sum_locally=sum_locally
-        )
+        return self._add(axis, name, self._make_group(axis, name), sum_locally=sum_locally)
+
+    def _add(
+        self,
+        axis: Axis,
+        name: str,
+        group: dist.ProcessGroup | None,
+        *,
+        sum_locally: bool | None = None,
+    ) -> Channel:
+        channel = Channel(group, name=name, log=self.log, link=self.link, sum_locally=sum_locally)
         self.opened.append(channel)
+        if group is not None:
+            self.members[name] = tuple(self.topology.group_of(axis, self.rank))
         return channel
+
+    def _shared_group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """The process group of `axis`, made for the first of those that share it."""
+        home = self.topology.group_axis(axis)
+        if home not in self._groups:
+            names = "+".join(self.topology.process_groups.get(home, ()))
+            self._groups[home] = self._make_group(home, names)
+        return self._groups[home]
+
+    def _make_group(self, axis: Axis, name: str) -> dist.ProcessGroup | None:
+        """This rank's process group along `axis`, `name` in torch's messages; None if alone."""
+        groups = self.topology.groups(axis)
+        if all(len(ranks) == 1 for ranks in groups):
+            return None
+        if axis is Axis.WORLD:  # the default group
+            assert dist.get_world_size() == self.topology.world_size
+            return dist.group.WORLD
+        # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over 500
+        # groups along some axes, and each rank is in one of them. torch names a group by how many
+        # there are before it, so a rank on its own has to make one as well.
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        made = dist.new_group(
+            own,
+            use_local_synchronization=True,
+            pg_options=streams.nccl_options() if dist.get_backend() == "nccl" else None,
+            group_desc=name,
+        )
+        return made if len(own) > 1 else None
 
     def set_timeout(self, seconds: float) -> None:
         """Limit how long collectives launched from now on may take."""
-        for channel in self.opened:
-            if channel.group is not None:
-                # As torchtitan does: torch has no other way to change it.
-                _set_pg_timeout(timedelta(seconds=seconds), channel.group)
+        for group in {channel.group for channel in self.opened if channel.group is not None}:
+            # As torchtitan does: torch has no other way to change it.
+            _set_pg_timeout(timedelta(seconds=seconds), group)

@@ -6,6 +6,21 @@
 Both are meshes over the same ranks, in Megatron-LM's order: the last axis varies fastest. In isp
 mode the two are sized independently; in the other modes the weights are split over the tensor
 group, so that weight *is* tensor and weight_data *is* data.
+
+[Note: Shared groups] A process group costs buffers, a start and, on CUDA, a stream. Axes of the
+same ranks share one where that delays nothing. Transfers of a group follow each other in the order
+of their launch, which has to be the same on all its ranks. Every axis is of one of these kinds:
+
+- compute waits for them at once (tensor and its parts), they are fetched ahead (weight), or wait
+  for another stage (pipeline): each has a group of its own;
+- sums of gradients over replicas are launched in backward, and what publishes new weights (zero1)
+  is over by then: the two share;
+- all others are sums that a step begins or ends with, and gradients of replicated weights: they
+  share, but not with zero1, as compute waits for the first sums of a step while weights are still
+  on their way.
+
+All ranks of a group come to the same sums in the same order, in a pipeline too: those that span
+stages are outside of its schedule.
 """
 
 from __future__ import annotations
@@ -49,6 +64,13 @@ class Axis(StrEnum):
     """All ranks."""
 
 
+_MAY_SHARE = (
+    (Axis.WORLD, Axis.MODEL, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
+    (Axis.WEIGHT_DATA, Axis.ZERO1),
+)
+"""Axes that share a process group if their ranks are the same [Note: Shared groups]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """The sizes of a run and the groups that follow from them; knows no process group.
@@ -66,6 +88,8 @@ class Topology:
     """Ranks of a tensor group that attend with the same heads."""
     head_first: bool = True
     """Whether the ranks of a head group are neighbours, or those of a context group."""
+    reduces_apart: bool = False
+    """Whether gradients of weights are reduced over process groups of their own."""
 
     @classmethod
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
@@ -91,6 +115,7 @@ class Topology:
             zero1=zero1,
             context=parallel.context_size,
             head_first=parallel.sequence_2D.device_placement_strategy.head_first,
+            reduces_apart=mode.facts.gathers_weights and parallel.weight.reduces_apart,
         )
 
     @property
@@ -160,6 +185,22 @@ class Topology:
         parts = {Axis.HEAD: self.head, Axis.CONTEXT: self.context}
         return Axis.TENSOR if parts.get(axis) == self.tensor else axis
 
+    def group_axis(self, axis: Axis) -> Axis:
+        """The axis whose process group `axis` uses: the first that may share it, or itself."""
+        if axis is Axis.WEIGHT and not self.mode.facts.gathers_weights:
+            return Axis.TENSOR  # the same ranks, and no weight travels
+        kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
+        return next(a for a in kind if sorted(self.groups(a)) == sorted(self.groups(axis)))
+
+    @property
+    def process_groups(self) -> dict[Axis, list[Axis]]:
+        """The axes of more than one rank, by that whose process group they use."""
+        shared: dict[Axis, list[Axis]] = {}
+        for axis in Axis:
+            if self.channel_axis(axis) is axis and max(map(len, self.groups(axis))) > 1:
+                shared.setdefault(self.group_axis(axis), []).append(axis)
+        return shared
+
     def group_of(self, axis: Axis, rank: int) -> list[int]:
         """The group of `axis` that `rank` is in."""
         return next(group for group in self.groups(axis) if rank in group)
@@ -190,7 +231,17 @@ class Topology:
         for axis in shown:
             groups = "  ".join(str(group) for group in self.groups(axis))
             lines.append(f"{axis:<{width}}  {groups}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._describe_process_groups()])
+
+    def _describe_process_groups(self) -> str:
+        """Their number and their axes, `2 process groups a rank: tensor, world = stage`."""
+        named = [" = ".join(axes) for axes in self.process_groups.values()]
+        if self.reduces_apart and self.weight > 1:
+            named.append("gradients of weight")
+        why = " (axes of the same ranks share one where none delays the other)"
+        shares = any(len(axes) > 1 for axes in self.process_groups.values())
+        count = f"{len(named)} process group{'' if len(named) == 1 else 's'} a rank"
+        return f"{count}: {', '.join(named) or 'it is alone'}{why if shares else ''}"
 
 
 def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:

@@ -82,6 +82,7 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(dist, "new_group", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with World(cuda, timeout_seconds=7, rank=0, size=2):
         pass

@@ -1,0 +1,126 @@
+"""Process groups of a mesh: how many there are, who shares one, and that this delays nobody."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isp.comm import CollectiveTimeout, Mesh, RollCall
+from isp.comm.cargo import Cargo
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
+from tests.ranks import run_ranks
+
+
+def _topology(
+    world: int,
+    *,
+    mode: Mode = Mode.ISP,
+    tensor: int = 1,
+    weight: int = 1,
+    pipeline: int = 1,
+    zero1: int = -1,
+    context: int = 1,
+    apart: bool = False,
+) -> Topology:
+    parallel = ParallelConfig(
+        tensor=TensorConfig(size=tensor, mode=mode),
+        weight=WeightConfig(size=weight, own_reduce_group=apart),
+        pipeline=PipelineConfig(size=pipeline),
+        zero1=Zero1Config(size=zero1),
+        sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
+    )
+    return Topology.create(world, parallel)
+
+
+LAYOUTS = {
+    "tensor, weight, stage = model = world": _topology(8, tensor=8, weight=8),
+    "tensor, weight, stage = model = world, gradients of weight": _topology(
+        8, tensor=8, weight=8, apart=True
+    ),
+    "tensor, data, weight, weight_data = zero1, stage = world, model": _topology(
+        8, tensor=2, weight=4
+    ),
+    "tensor = weight, data, weight_data, zero1, stage = world, model": _topology(
+        8, tensor=2, mode=Mode.MSP, zero1=2
+    ),
+    "data = stage = world, weight_data = zero1": _topology(8),
+    "tensor, weight, pipeline, embedding, stage, model = world": _topology(
+        8, tensor=2, weight=2, pipeline=4
+    ),
+    "pipeline, embedding = model = world": _topology(2, pipeline=2),
+    "tensor, head, context, weight, weight_data = zero1, stage = world, model": _topology(
+        8, tensor=8, weight=4, context=2
+    ),
+    "it is alone": _topology(1),
+}
+"""Topologies by what they say of their process groups."""
+
+
+@pytest.mark.parametrize("said", LAYOUTS)
+def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
+    """Catches a group too many, one that would delay a gather or a trip of tokens, and one whose
+    ranks are not those of its axes.
+    """
+    topology = LAYOUTS[said]
+    line = topology.describe().split("\n")[-1]
+    number, _, named = line.partition(": ")
+    assert (
+        named.removesuffix(" (axes of the same ranks share one where none delays the other)")
+        == said
+    )
+    assert number.split()[0] == str(0 if topology.world_size == 1 else len(said.split(", ")))
+    for home, axes in topology.process_groups.items():
+        assert all(sorted(topology.groups(axis)) == sorted(topology.groups(home)) for axis in axes)
+
+
+def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
+    """Number of process groups beside the default one, and what each channel counts."""
+    mesh = Mesh(topology, rank)
+    waiting = []
+    for axis in Axis:  # first all that share, then their ends in another order
+        ranks = topology.group_of(axis, rank)
+        x = torch.tensor([rank], dtype=torch.float64)
+        waiting.append((axis, sum(ranks), mesh[axis].all_reduce(x, cargo=Cargo(tensor="x"))))
+    for axis, total, pending in reversed(waiting):
+        assert pending.wait().item() == total, axis
+    progress = {}
+    for channel in mesh.opened:
+        progress.update(channel.progress())
+    groups = {channel.group for channel in mesh.opened} - {None, dist.group.WORLD}
+    return len(groups), progress
+
+
+def test_channels_of_a_group_have_numbers_of_their_own() -> None:
+    """Catches a message that names one axis and counts another's, and groups beside the default."""
+    topology = _topology(2, tensor=2, weight=2)
+    for added, progress in run_ranks(2, _groups, topology):
+        assert added == 2  # tensor and weight
+        one, names = "{} group [0, 1]", ("weight", "stage", "model", "world")
+        assert progress == {one.format("tensor"): 2} | {one.format(name): 1 for name in names}
+
+
+def _late(rank: int) -> str:
+    mesh = Mesh(_topology(2, weight=2), rank)
+    assert mesh[Axis.STAGE].group is mesh[Axis.WORLD].group
+    roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=1)
+    for _ in range(2):
+        mesh[Axis.WORLD].all_reduce(torch.ones(1)).wait()
+    mesh.set_timeout(1)
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    x = mesh[Axis.STAGE].all_reduce(torch.ones(1), cargo=Cargo(tensor="x"))
+    with pytest.raises(CollectiveTimeout) as caught, roll_call:
+        x.wait()
+    return str(caught.value)
+
+
+def test_who_does_not_come_is_named_by_its_axis() -> None:
+    """Catches a rank that counts as there for what it has launched on another axis of a group."""
+    said, _ = run_ranks(2, _late)
+    assert "all_reduce of x in the stage group [0, 1] (number 1 there)" in said
+    assert "rank 1 did not arrive" in said
