@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from isp.comm import streams
+from isp.comm import cuda, streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
 from isp.comm.pending import Link
@@ -20,22 +21,29 @@ from isp.parallel.topology import Axis, Topology
 
 __all__ = ["Mesh", "World"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class World:
     """This process among all processes of the run; a context in which collectives work.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK). A world of one process that was
-    not launched by torchrun starts nothing.
+    not launched by torchrun starts nothing. `expands_segments`: see `cuda.expand_segments`.
     """
 
     device: torch.device
     timeout_seconds: float = 600.0
+    expands_segments: bool = True
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
     size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
 
     def __enter__(self) -> World:
         if self.device.type == "cuda":
+            if self.expands_segments:
+                cuda.expand_segments()
+            if self.rank == 0 and (warning := cuda.few_connections()):
+                logger.warning("%s", warning)
             torch.cuda.set_device(self.device)
         if self.size > 1:
             timeout, device_options = timedelta(seconds=self.timeout_seconds), {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Mesh, World, mesh, streams
+from isp.comm import Mesh, World, cuda, mesh, streams
 from isp.parallel import ParallelConfig, TensorConfig, Topology
 from tests.ranks import run_ranks
 
@@ -96,3 +96,47 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(streams, "Stream", lambda device, priority: made.append(priority))
     streams.new(cuda)
     assert made == [-1]
+
+
+def _settings(monkeypatch: pytest.MonkeyPatch, device: torch.device, **variables: str) -> list[str]:
+    """What entering a world of one rank asks of the allocator, in the order of its calls."""
+    for name in cuda.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    calls: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append("set_device"))
+    with World(device, rank=0, size=1):
+        return calls
+
+
+def test_segments_expand_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a default that comes too late, or in the place of what the user has set, and words
+    that torch does not know.
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    gpu = torch.device("cuda", 0)
+    assert _settings(monkeypatch, torch.device("cpu")) == []
+    assert _settings(monkeypatch, gpu) == ["expandable_segments:True", "set_device"]
+    for name in cuda.ALLOCATOR_VARIABLES:
+        assert _settings(monkeypatch, gpu, **{name: "max_split_size_mb:64"}) == ["set_device"]
+
+
+@pytest.mark.parametrize(
+    ("number", "warned"), [("1", True), ("7", True), ("8", False), ("32", False), (None, False)]
+)
+def test_too_few_queues_to_the_device_are_told(
+    number: str | None,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches the variable of Megatron-LM's scripts that silently takes the overlap away."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    variables = {} if number is None else {"CUDA_DEVICE_MAX_CONNECTIONS": number}
+    _settings(monkeypatch, torch.device("cpu"), **variables)
+    assert caplog.messages == []
+    _settings(monkeypatch, torch.device("cuda", 0), **variables)
+    assert len(caplog.messages) == warned
+    assert all(f"CUDA_DEVICE_MAX_CONNECTIONS={number}" in line for line in caplog.messages)
