@@ -1,13 +1,25 @@
-"""Settings of a process for CUDA, which its environment may override."""
+"""Settings of a process for CUDA, which its environment may override, and buffers of NCCL's."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["ALLOCATOR_VARIABLES", "expand_segments", "few_connections"]
+__all__ = [
+    "ALLOCATOR_VARIABLES",
+    "Allocate",
+    "check_registers",
+    "expand_segments",
+    "few_connections",
+    "registered",
+]
 
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""Makes a buffer of so many elements."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables from which torch takes settings of its allocator."""
@@ -36,3 +48,32 @@ def few_connections() -> str:
         f"{_CONNECTIONS}={number}: communication waits for compute that was queued before it, and"
         f" less of it is hidden: unset it ({_USUAL_CONNECTIONS} queues), or set 32"
     )
+
+
+def check_registers(key: str, device_type: str) -> None:
+    """Raise ValueError, in the name of `key`, where no buffers can be registered with NCCL."""
+    if device_type != "cuda":
+        raise ValueError(
+            f"{key}=true registers buffers with NCCL, and CPU ranks use gloo: use false"
+        )
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in os.environ.get(name, "").lower():
+            raise ValueError(
+                f"{key}=true needs memory of its own kind, which torch 2.11 does not give with"
+                f" {name}={os.environ[name]}: use false, or unset the variable"
+            )
+
+
+def registered(group: dist.ProcessGroup, device: torch.device, *, key: str) -> Allocate:
+    """Makes buffers in memory that is registered with NCCL for `group`, as FSDP2 has them made.
+
+    NCCL then reads and writes them where they are, without buffers of its own between.
+    Raises ValueError, in the name of `key`, where the device has no memory of that kind.
+    """
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        raise ValueError(
+            f"{key}=true needs GPUs whose memory NVLink can multicast to (NVLink SHARP), and"
+            f" {device} is none: use false"
+        )
+    return lambda numel, dtype: backend.allocate_tensor(numel, dtype=dtype, device=device)

@@ -11,6 +11,7 @@ from torch import nn
 
 from isp.attention import CpuAttention
 from isp.comm import Channel, Mesh
+from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.module import NamedParameter
@@ -126,6 +127,11 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
     reduce_channel = mesh[Axis.WEIGHT]
     if weight.reduces_apart:
         reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
+    allocate = None
+    if weight.nccl_ub:
+        group = mesh[Axis.WEIGHT].group
+        assert group is not None, "this rank has others to gather from"
+        allocate = registered(group, device, key="parallel.weight.nccl_ub")
     return ISPCommunicator(
         mesh[Axis.WEIGHT],
         ISPCommModelConfig.of(weight, device),
@@ -133,6 +139,7 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
         enable_memory_pool=weight.memory_pool,
         reduce_channel=reduce_channel,
         poison=weight.poison_freed_buffers,
+        allocate=allocate,
     )
 
 

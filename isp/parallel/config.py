@@ -139,6 +139,9 @@ class WeightConfig:
     """all_to_all: exchange the parts and add them up in rank order; auto: so on gloo alone."""
     own_reduce_group: bool = False
     """Reduce gradients over a process group of their own, so that gathers do not queue behind."""
+    nccl_ub: bool = False
+    """Gather into buffers that are registered with NCCL, which then copies less; for GPUs with
+    NVLink SHARP. Not with expandable_segments.  Name: Megatron-LM."""
     embed_split_hidden: bool = False
     """Split the embedding table by hidden features, not by vocabulary."""
     vocab_parallel_loss: bool = False

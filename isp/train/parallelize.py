@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isp.comm import Mesh, World
+from isp.comm import Mesh
 from isp.comm.cargo import Cargo
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
@@ -28,7 +28,7 @@ from isp.traced.folder import WeightWriter
 from isp.traced.model import TracedModel
 from isp.traced.pretrained import begun_by_the_model
 from isp.train.host_memory import check_memory_of_states
-from isp.train.run import choose_device
+from isp.train.run import make_world
 from isp.train.step import StepOutcome, StepWork, make_train_step
 
 __all__ = ["ParallelRun", "parallelize"]
@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
         weights=begun_by_the_model(model),
     )
     traced.check_layout(config.parallel, config.row_tokens)
-    world = World(choose_device(config), timeout_seconds=config.comm.init_timeout_seconds)
+    world = make_world(config)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from isp.checkpoint.agreement import exchange
-from isp.comm import Mesh, World
+from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics.device import reset_peak_memory
 from isp.optim import learning_rate
@@ -27,7 +27,7 @@ from isp.train.profile_parts import (
     torch_profiler,
     write_profile,
 )
-from isp.train.run import choose_device
+from isp.train.run import make_world
 from isp.train.step import make_train_step
 
 __all__ = [
@@ -95,8 +95,8 @@ def profile_ranks(
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right.
     """
-    device = choose_device(config)
-    world = World(device)
+    world = make_world(config)
+    device = world.device
     configs = [config_for(config, mode, world.size) for mode in options.modes]
     topologies = [c.topology(world.size) for c in configs]
     datasets = [

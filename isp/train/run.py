@@ -12,6 +12,7 @@ import torch
 
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
+from isp.comm.cuda import check_registers
 from isp.config import JobConfig, to_yaml
 from isp.models.build import parameter_shapes
 from isp.optim import check_groups
@@ -42,8 +43,8 @@ def main(config: JobConfig) -> None:
     right.
     """
     begin = time.monotonic()
-    device = choose_device(config)
-    world = World(device, timeout_seconds=config.comm.init_timeout_seconds)
+    world = make_world(config)
+    device = world.device
     topology = config.topology(world.size)
     config.require_packages()
     config.check_folder_model()
@@ -110,7 +111,10 @@ def check_devices(config: JobConfig, ranks: int) -> None:
             "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
             " torch build for your CUDA driver"
         )
-    if wanted == "cpu" or not available:
+    on_cpu = wanted == "cpu" or not available
+    if config.parallel.weight.nccl_ub:
+        check_registers("parallel.weight.nccl_ub", "cpu" if on_cpu else "cuda")
+    if on_cpu:
         config.model.attention_backend.check_fits("cpu", config.training.dtype)
     elif ranks > (count := torch.cuda.device_count()):
         raise ValueError(
@@ -132,6 +136,15 @@ def choose_device(config: JobConfig) -> torch.device:
     if config.training.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def make_world(config: JobConfig) -> World:
+    """This process among all, on the device of `choose_device`, which may raise ValueError."""
+    return World(
+        choose_device(config),
+        timeout_seconds=config.comm.init_timeout_seconds,
+        expands_segments=not config.parallel.weight.nccl_ub,
+    )
 
 
 def _usable_bytes(mesh: Mesh, device: torch.device) -> int | None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, streams
 from isp.comm.cargo import Cargo, Purpose
+from isp.comm.cuda import Allocate
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.parallel.phase import Phase
 from isp.weights.declare import (
@@ -180,10 +181,11 @@ class ISPCommunicator(WPCommunicator):
         enable_memory_pool: bool = True,
         reduce_channel: Channel | None = None,
         poison: bool = False,
+        allocate: Allocate | None = None,
     ) -> None:
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
-        self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
+        self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
         """Buffers weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
         """Buffers gradients are reduced into, as long as they are in flight."""

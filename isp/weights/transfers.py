@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending, streams
 from isp.comm.cargo import Cargo, Purpose
+from isp.comm.cuda import Allocate
 from isp.comm.mappings import pad_rows
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import WeightHolder
@@ -323,6 +324,7 @@ class MemoryPool:
     Blocks are alike, so the buffers of a block serve all blocks after the next. With `reuse` off
     every lease is a new buffer, dropped at its end: the same program with the allocator instead.
     `poison` fills what is given back with NaN, so that reading it late shows in the loss.
+    `allocate` makes buffers that are not torch's usual ones.
 
     [Note: Reuse across streams] On CUDA a buffer that is given back may still be read by kernels
     queued on the stream of whoever used it. An event marks that point, and a lease makes the stream
@@ -331,6 +333,7 @@ class MemoryPool:
 
     reuse: bool = True
     poison: bool = False
+    allocate: Allocate | None = None
     reserved_bytes: int = 0
     """Held by the pool, leased or free."""
     leased_bytes: int = 0
@@ -355,7 +358,10 @@ class MemoryPool:
             self.reuses += 1
         else:
             with torch.inference_mode(False):  # such a tensor could not be written in training
-                buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
+                if self.allocate is not None:
+                    buffer = self.allocate(math.prod(shape), dtype)
+                else:
+                    buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
             self.reserved_bytes += buffer.nbytes
             self.allocations += 1
         self.leased_bytes += buffer.nbytes
