@@ -92,8 +92,9 @@ def _meeting_place(timeout: timedelta) -> Store:
 class Mesh:
     """This rank's channels, one for each axis of a topology.
 
-    Needs the default process group, unless the world is one rank. Every rank must make the same
-    meshes and `open` the same channels in the same order.
+    Needs the default process group, unless the world is one rank. It serves `Axis.WORLD`, unless
+    it is not the run's own (`owns_default`). Every rank must make the same meshes and `open` the
+    same channels in the same order.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class Mesh:
         *,
         log: CommLog | None = None,
         link: Link | None = None,
+        owns_default: bool = True,
     ) -> None:
         self.topology = topology
         self.rank = rank
         self.log = CommLog() if log is None else log
         self.link = link
+        self._owns_default = owns_default
         self.members: dict[str, tuple[int, ...]] = {}
         """The ranks of each channel of more than one, by its name."""
         self.opened: list[Channel] = []
@@ -166,7 +169,7 @@ class Mesh:
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):
             return None
-        if axis is Axis.WORLD:  # the default group
+        if axis is Axis.WORLD and self._owns_default:
             assert dist.get_world_size() == self.topology.world_size
             return dist.group.WORLD
         # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over 500

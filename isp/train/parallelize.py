@@ -64,11 +64,12 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
-    if not dist.is_initialized():
+    if owns_default := not dist.is_initialized():
         world.__enter__()
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    return ParallelRun(traced, config, Mesh(topology, world.rank), world.device)
+    mesh = Mesh(topology, world.rank, owns_default=owns_default)
+    return ParallelRun(traced, config, mesh, world.device)
 
 
 _UNREAD: dict[str, dict[str, Any]] = {"model": {}, "data": {"source": "the caller's own"}}

@@ -79,6 +79,8 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
 
 def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     """Number of process groups beside the default one, and what each channel counts."""
+    others = Mesh(topology, rank, owns_default=False)  # whose time-outs are nobody's here
+    assert dist.group.WORLD not in {channel.group for channel in others.opened}
     mesh = Mesh(topology, rank)
     waiting = []
     for axis in Axis:  # first all that share, then their ends in another order
