@@ -141,6 +141,9 @@ def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[st
             run.numbers(range(step, step + 1))
             if step == 1:
                 run.step.evaluate([[task.batch(0, place) for place in range(layout.micro)]])
+        if not timed:  # as in a loop of one's own
+            assert run.step.mesh.log.transfers == []
+            assert len(device.made) <= 2, "streams but those of gathers and copies to the host"
         return device.faults, device.touched
 
 
