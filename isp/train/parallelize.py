@@ -109,6 +109,7 @@ class ParallelRun:
         self.mesh = mesh
         self.device = device
         self.train_step = make_train_step(config, mesh, device, model=traced)
+        mesh.set_timeout(config.comm.init_timeout_seconds)
         self._has_stepped = False
         self._pending: tuple[Tensor, StepWork] | None = None
         """The loss to go backward from, and what it was found of."""

@@ -69,6 +69,7 @@ class Trainer:
         """Latest end of the run, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(config, mesh, device, clock=self.clock)
+        mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
         self._balance = ContextBalance(self.train_step.built.sequence)
         self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
+from isp.parallel import Axis
 from isp.rng import generator_states
 from isp.traced import swap
 from isp.train.parallelize import ParallelRun
@@ -122,17 +124,22 @@ def _whole_weights(run: ParallelRun) -> dict[str, Tensor]:
 def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Trouble]) -> Trained:
     model, config, data, trouble = case
     run = isp.parallelize(model, config)
+    limit, comm = run.mesh[Axis.WEIGHT]._timeout, config.comm
+    assert limit() == timedelta(seconds=comm.init_timeout_seconds)
     losses, norms = [], []
     for rows in data:
         trouble(run, rows)
         outcome = run.step(run.loss(*rows))
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
+    assert limit() == timedelta(seconds=comm.train_timeout_seconds)
     return Trained(losses, norms, _whole_weights(run))
 
 
 def test_what_fails_or_is_left_out_changes_nothing() -> None:
-    """Catches a gradient or gathered weight that is left behind, a plan that goes on from amid."""
+    """Catches a gradient or gathered weight that is left behind, a plan that goes on from amid, and
+    a first step that has torch's time for its collectives.
+    """
     data, model = _data(), Own().double()
     wanted = trained_plainly(model, data)
     cases = {
