@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,9 @@ import torch
 from isp.metrics.device import device_name
 
 __all__ = ["Environment", "RankPlace"]
+
+_TUNING = ("CUDA_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
+"""Beginnings of the names of variables that numbers depend on."""
 
 
 class RankPlace(NamedTuple):
@@ -52,6 +56,8 @@ class Environment:
     """Number of ranks computing on each kind of device."""
     packages: dict[str, str]
     """Versions of what is installed."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Those of rank 0 that change how fast CUDA, NCCL and torch are; older runs have none."""
 
     @classmethod
     def of(cls, places: Sequence[RankPlace]) -> Environment:
@@ -68,6 +74,7 @@ class Environment:
             hostnames=list(dict.fromkeys(place.hostname for place in places)),
             devices={name: devices.count(name) for name in dict.fromkeys(devices)},
             packages=_packages(),
+            variables={k: v for k, v in os.environ.items() if k.startswith(_TUNING)},
         )
 
     def to_json(self) -> str:
@@ -78,8 +85,8 @@ class Environment:
     def from_json(cls, text: str) -> Environment:
         """The environment that `to_json` wrote.  Raises ValueError if `text` is anything else."""
         values = json.loads(text)
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
+        names = {f.name for f in fields(cls)}
+        if not isinstance(values, dict) or {"variables", *values} != names:
             raise ValueError(f"not an environment, which has {', '.join(sorted(names))}")
         return cls(**values)
 

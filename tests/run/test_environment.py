@@ -11,8 +11,11 @@ import torch
 from isp.run.environment import Environment, RankPlace, _git_commit
 
 
-def test_environment_of_a_run() -> None:
-    """Catches a record that does not say with what, where and on how many ranks a run was made."""
+def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a record that does not say with what, where and on how many ranks a run was made, and
+    those of older runs that cannot be read any more.
+    """
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     places = [RankPlace("b", "X100"), RankPlace("b", "X100"), RankPlace("a", "CPU")]
     environment = json.loads(Environment.of(places).to_json())
     assert environment["world_size"] == 3
@@ -22,6 +25,10 @@ def test_environment_of_a_run() -> None:
     assert environment["packages"]["torch"].split("+")[0] in torch.__version__
     assert environment["python"].startswith("3.")
     assert len(environment["command"]) > 1
+    assert environment["variables"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "PATH" not in environment["variables"]
+    del environment["variables"]
+    assert Environment.from_json(json.dumps(environment)).variables == {}
 
 
 def test_place_of_this_process() -> None:
