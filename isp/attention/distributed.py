@@ -21,7 +21,7 @@ from isp.attention.exchange import Arrival, Cut, Exchange, NothingToAttend, laun
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
-from isp.comm import Channel
+from isp.comm import Channel, host_memory
 from isp.comm.cargo import Cargo, Purpose
 
 __all__ = ["DistributedAttention"]
@@ -55,6 +55,7 @@ class DistributedAttention:
         self.local_attention = local_attention
         self.channel = channel
         self.together_below_bytes = together_below_bytes
+        self._sent: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -133,12 +134,18 @@ class DistributedAttention:
             return out
         repeated = plan.repeated_kv(self.channel.rank)
         if repeated is not None:
-            index = torch.tensor(repeated, device=k.device)
+            index = self._index(repeated, k.device)
             k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
         if sinks is not None:
             own = plan.query[self.channel.rank]
             sinks = sinks[own.start : own.stop]
         return self._attend_here(q, k, v, mask, sinks)
+
+    def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
+        """These numbers of heads as a tensor; sent to each device once."""
+        if (heads, device) not in self._sent:
+            self._sent[heads, device] = host_memory.send(torch.tensor(heads), device)
+        return self._sent[heads, device]
 
     def _attend_here(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None

@@ -25,6 +25,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from isp.comm import host_memory
+
 __all__ = ["AttentionMask"]
 
 
@@ -43,7 +45,7 @@ class AttentionMask:
     """Ends of the packed documents in the *full* sequence, after a 0: int32 [documents + 1].
 
     With a batch above 1 the rows are counted one after another, so it ends with B * S and every
-    end of a row is in it. None: every row is one document.
+    end of a row is in it. None: every row is one document. In host memory nobody waits for it.
     """
     cu_seqlens_k: Tensor | None = None
     """The same of the keys, of as many documents, where they are others; batch 1 alone."""
@@ -120,10 +122,8 @@ class AttentionMask:
         """`cu_seqlens` of queries and of keys on `device`, copied there once; no host waits."""
         assert self.cu_seqlens is not None
         if device not in self._on_device:
-            no_wait = self.cu_seqlens.device.type == "cpu"
-            ends = self.cu_seqlens.to(device, non_blocking=no_wait)
-            of_keys = self.cu_seqlens_k
-            of_keys = ends if of_keys is None else of_keys.to(device, non_blocking=no_wait)
+            ends, of_keys = host_memory.send(self.cu_seqlens, device), self.cu_seqlens_k
+            of_keys = ends if of_keys is None else host_memory.send(of_keys, device)
             self._on_device[device] = ends, of_keys
         return self._on_device[device]
 

@@ -12,7 +12,7 @@ the transpose: copies are summed, travel back, and are summed by the rank that h
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isp.attention.mask import AttentionMask
+from isp.comm import host_memory
 from isp.parallel.context import ContextPlan
 
 __all__ = ["Route", "gather_route", "ring_routes"]
@@ -118,11 +119,8 @@ class Route:
         return {}
 
     def on(self, device: torch.device) -> Route:
-        """The same with its indices on `device`, copied there once."""
-
-        def there(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
+        """The same with its indices on `device`, sent there once."""
+        there = partial(host_memory.send, device=device)
         if device not in self._on_device:
             self._on_device[device] = replace(
                 self,

@@ -1,5 +1,8 @@
 """Memory of the host that a device copies from and to by itself: page-locked, and checked for room.
 
+[Note: No host waits] In a step the host never waits for the device, so that it can run ahead. What
+the device needs of the host goes there by `send`, and what the host is to know comes by `Told`.
+
 [Note: Page-locked as it is] CUDA copies beside its kernels only from and to pages that stay where
 they are. torch's own allocator of such memory takes the next power of two for each piece; here
 ordinary memory is locked as it is, so that it takes what it was planned with.
@@ -13,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["available_bytes", "zeros"]
+from isp.comm import streams
+
+__all__ = ["Told", "available_bytes", "pinned", "send", "zeros"]
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -38,6 +43,38 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cuda" and num_bytes:
         _lock(memory)
     return memory
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """x, of host memory, in memory that `device` copies from by itself; x itself if it is there.
+
+    It may be dropped while a copy is under way: torch lends it again when that is over.
+    """
+    return x.pin_memory() if device.type == "cuda" else x
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """x on `device`; the host waits for nothing, and the current stream for the copy.
+
+    From memory that is not page-locked, CUDA may wait for the stream before it copies.
+    """
+    if x.device.type == "cpu":
+        x = pinned(x, device)
+    return x.to(device, non_blocking=True)
+
+
+class Told:
+    """The value of a tensor of a device, on its way to the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._value = x.to("cpu", non_blocking=True, copy=True)  # page-locked, if from CUDA
+        self._over = streams.mark(x.device)
+
+    def wait(self) -> Tensor:
+        """The value; waits for what was queued on the current stream when it set off."""
+        if self._over is not None:
+            self._over.synchronize()
+        return self._value
 
 
 def available_bytes() -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isp.comm import host_memory
 from isp.data.dataset import IGNORE_INDEX, Dataset, Sample
 
 __all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "held_out_micro_batches"]
@@ -33,7 +34,10 @@ class MicroBatch:
     """As `tokens`: for rotary embeddings, restarting in each document's piece when packed."""
 
     cu_seqlens: Tensor | None
-    """int32 [n + 1], packed only: where each document's piece begins in the row; last: B * S."""
+    """int32 [n + 1], packed only: where each document's piece begins in the row; last: B * S.
+
+    In host memory, on whatever device the others are.
+    """
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], *, pack: bool) -> Self:
@@ -51,10 +55,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
-        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        return MicroBatch(
-            self.tokens.to(device), self.labels.to(device), self.positions.to(device), cu_seqlens
-        )
+        rows = (self.tokens, self.labels, self.positions)
+        tokens, labels, positions = (host_memory.send(x, device) for x in rows)
+        return MicroBatch(tokens, labels, positions, self.cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isp.comm import Channel
+from isp.comm import Channel, host_memory
 from isp.comm.cargo import Cargo, Purpose
 
 __all__ = ["broadcast_data"]
@@ -78,12 +78,12 @@ def broadcast_data(
     shapes = [header.dims[: header.num_dims] for header in headers]
     if channel.size == 1:
         assert data is not None
-        return {key: data[key].to(device) for key in keys}
+        return {key: host_memory.send(data[key], device) for key in keys}
     sizes = [math.prod(shape) for shape in shapes]
-    payload = torch.empty(sum(sizes), dtype=dtype, device=device)
-    if channel.rank == 0 and data is not None:
-        for key, part in zip(keys, payload.split(sizes), strict=True):
-            part.copy_(data[key].reshape(-1))
+    if channel.rank == 0 and data is not None and keys:
+        payload = host_memory.send(torch.cat([data[key].reshape(-1) for key in keys]), device)
+    else:
+        payload = torch.empty(sum(sizes), dtype=dtype, device=device)
     if payload.numel():  # as bytes, which every backend can send
         channel.broadcast_(payload.view(torch.uint8), cargo=_CARGO).wait()
     parts = zip(keys, payload.split(sizes), shapes, strict=True)

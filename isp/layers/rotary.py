@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.comm import host_memory
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
@@ -79,6 +80,7 @@ class RotaryEmbedding(nn.Module):
         # [Note: Frequencies on demand] Not a buffer: `module.to(bfloat16)` would round it, and a
         # model built on the meta device would lose it.
         self._inverse = tuple(inverse_frequencies(head_dim, base, scaling).tolist())
+        self._sent: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @torch.no_grad()
     def forward(
@@ -90,11 +92,18 @@ class RotaryEmbedding(nn.Module):
         """
         device = position_ids.device
         angle_dtype = torch.float32 if device.type == "mps" else torch.float64
-        inverse = torch.tensor(self._inverse, dtype=angle_dtype, device=device)
+        inverse = self._inverse_on(device, angle_dtype)
         angles = position_ids.unsqueeze(-1).to(angle_dtype) * inverse  # [B, S, d/2]
         dtype = torch.promote_types(dtype, torch.float32)
         cos, sin = angles.cos() * self._logit_scale, angles.sin() * self._logit_scale
         return cos.to(dtype), sin.to(dtype)
+
+    def _inverse_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The frequencies, [d/2]; sent to each device once."""
+        if (dtype, device) not in self._sent:
+            inverse = torch.tensor(self._inverse, dtype=dtype)
+            self._sent[dtype, device] = host_memory.send(inverse, device)
+        return self._sent[dtype, device]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.context import ContextAttention
-from isp.comm import Channel, Mesh
+from isp.comm import Channel, Mesh, host_memory
 from isp.parallel import Axis
 from isp.parallel.config import ContextExchange
 from isp.parallel.context import ContextPlan, Windows
@@ -73,7 +73,7 @@ class SequenceRanks:
         """
         if self.context.size == 1:
             return list(rows)
-        order = self.order(self.lengths(rows[0], cu_seqlens)).to(rows[0].device)
+        order = host_memory.send(self.order(self.lengths(rows[0], cu_seqlens)), rows[0].device)
         if cu_seqlens is not None:
             rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]
         return [x.index_select(1, order) for x in rows]
