@@ -122,21 +122,26 @@ class Mesh:
             if topology.channel_axis(axis) is axis
         }
         self._channels = {axis: own[topology.channel_axis(axis)] for axis in Axis}
-        self.host = self._open_host()
+        self.host = self.open_host(Axis.WORLD, "host")
         """All ranks, for values in CPU memory whatever the device."""
 
     def __getitem__(self, axis: Axis) -> Channel:
         """The channel of this rank's group along `axis`."""
         return self._channels[axis]
 
-    def _open_host(self) -> Channel:
-        world = self[Axis.WORLD]
-        if world.group is None or dist.get_backend(world.group) == "gloo":
-            return world
-        ranks = list(range(self.topology.world_size))
-        host = Channel(dist.new_group(ranks, backend="gloo"), name="host", log=self.log)
-        self.opened.append(host)
-        return host
+    def open_host(self, axis: Axis, name: str) -> Channel:
+        """The ranks of `axis`, for values in CPU memory: the axis' own channel if it takes those.
+
+        Every axis whose groups are all of one size will do.
+        """
+        own = self[axis]
+        if own.group is None or dist.get_backend(own.group) == "gloo":
+            return own
+        ranks = dist.get_process_group_ranks(own.group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.members[name] = tuple(ranks)
+        self.opened.append(Channel(group, name=name, log=self.log))
+        return self.opened[-1]
 
     def open(self, axis: Axis, name: str, *, sum_locally: bool | None = None) -> Channel:
         """A further channel along `axis`, whose transfers do not queue behind the first one's."""

@@ -1,15 +1,19 @@
-"""The micro-batches of each step on this rank: read by the first of a tensor group, then shared."""
+"""The micro-batches of each step on this rank: read by the first of a tensor group, then shared.
+
+n micro-batches of a step, S tokens of a packed row
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from isp.comm import Channel, Mesh
+from isp.comm import Channel, Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import BatchSampler, MicroBatch, Prefetcher, held_out_micro_batches
@@ -17,7 +21,9 @@ from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 
-__all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches"]
+__all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "stacked"]
+
+_CARGO = Cargo(Purpose.DATA, tensor="data")
 
 
 def check_data(config: JobConfig) -> None:
@@ -57,11 +63,12 @@ class StepData:
     ) -> None:
         self._data = config.data
         self._tensor: Channel = mesh[Axis.TENSOR]
+        self._host = mesh.open_host(Axis.TENSOR, "tensor_host")
         self._replica: Channel = mesh[Axis.DATA]
         self._device = device
         self._valid_steps = config.validation.steps
         self._valid = None if datasets is None else datasets.valid
-        self._reader: Prefetcher[list[MicroBatch]] | None = None
+        self._reader: Prefetcher[Tensor] | None = None
         if datasets is not None:
             sampler = BatchSampler(
                 dataset=datasets.train,
@@ -70,7 +77,7 @@ class StepData:
             )
             rank, size = self._replica.rank, self._replica.size
             self._reader = Prefetcher(
-                lambda step: sampler.micro_batches(step, rank, size),
+                lambda step: stacked(sampler.micro_batches(step, rank, size), device),
                 num_steps=config.training.steps,
             )
 
@@ -96,13 +103,13 @@ class StepData:
             )
         while True:
             batches = list(islice(read, data.micro_num))
-            shared = torch.tensor([len(batches)], device=self._device)
-            self._tensor.broadcast_(shared, cargo=Cargo(Purpose.DATA, tensor="data")).wait()
+            shared = torch.tensor([len(batches)])
+            self._host.broadcast_(shared, cargo=_CARGO).wait()
             if (count := int(shared.item())) == 0:
                 return
-            yield self._share(None if self._valid is None else batches, count)
+            yield self._share(stacked(batches, self._device) if batches else None, count)
 
-    def _share(self, read: list[MicroBatch] | None, count: int) -> list[MicroBatch]:
+    def _share(self, read: Tensor | None, count: int) -> list[MicroBatch]:
         data = self._data
         rows = (1, data.micro_bsz * data.seq_len) if data.pack else (data.micro_bsz, data.seq_len)
         return share_micro_batches(
@@ -111,6 +118,7 @@ class StepData:
             micro_num=count,
             packed=data.pack,
             tensor=self._tensor,
+            host=self._host,
             device=self._device,
         )
 
@@ -122,31 +130,51 @@ class StepData:
             self._reader.close()
 
 
+def stacked(batches: Sequence[MicroBatch], device: torch.device) -> Tensor:
+    """Tokens, labels and positions, int64 [n, 3, rows, tokens], ready to be sent to `device`."""
+    fields = [torch.stack((b.tokens, b.labels, b.positions)) for b in batches]
+    return host_memory.pinned(torch.stack(fields), device)
+
+
 def share_micro_batches(
-    read: Sequence[MicroBatch] | None,
+    read: Tensor | None,
     *,
     shape: tuple[int, int],
     micro_num: int,
     packed: bool,
     tensor: Channel,
+    host: Channel,
     device: torch.device,
 ) -> list[MicroBatch]:
     """The micro-batches of a step on all ranks of the tensor group, in one broadcast.
 
-    `read` on the group's first rank, None on the others; each is of `shape` (rows, tokens).
+    `read`, what `stacked` gave, on the group's first rank, None on the others; each is of `shape`
+    (rows, tokens). Where `device` has memory of its own, the bounds of documents travel beside, by
+    `host`: the same ranks, for values in CPU memory.
     """
-    payload = torch.empty(micro_num, 3, *shape, dtype=torch.int64, device=device)
+    if read is None:
+        payload = torch.empty(micro_num, 3, *shape, dtype=torch.int64, device=device)
+    else:
+        payload = host_memory.send(read, device)
+    tensor.broadcast_(payload, cargo=_CARGO).wait()
+    bounds = map(_bounds, _starts(payload, read, host)) if packed else repeat(None, micro_num)
+    rows = zip(*payload.unbind(1), bounds, strict=True)
+    return [MicroBatch(*of_one) for of_one in rows]
+
+
+def _starts(payload: Tensor, read: Tensor | None, host: Channel) -> Tensor:
+    """Whether a document begins, where positions restart: bool [n, S], in host memory."""
+    if payload.device.type == "cpu":
+        return payload[:, 2, 0] == 0
+    num_rows, num_tokens = payload.shape[0], payload.shape[-1]
+    bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)  # one a token
     if read is not None:
-        fields = [torch.stack((b.tokens, b.labels, b.positions)) for b in read]
-        payload.copy_(torch.stack(fields))
-    tensor.broadcast_(payload, cargo=Cargo(Purpose.DATA, tensor="data")).wait()
-    return [_micro_batch(*fields, packed=packed) for fields in payload]
+        bits = torch.from_numpy(np.packbits(read[:, 2, 0].numpy() == 0, axis=1))
+    host.broadcast_(bits, cargo=_CARGO).wait()
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_tokens)).bool()
 
 
-def _micro_batch(tokens: Tensor, labels: Tensor, positions: Tensor, *, packed: bool) -> MicroBatch:
-    """Documents begin where positions restart, so their bounds need not travel."""
-    cu_seqlens = None
-    if packed:
-        starts = (positions[0] == 0).nonzero().squeeze(-1)
-        cu_seqlens = torch.cat((starts, starts.new_tensor([positions.shape[1]]))).to(torch.int32)
-    return MicroBatch(tokens, labels, positions, cu_seqlens)
+def _bounds(starts: Tensor) -> Tensor:
+    """`cu_seqlens` of a row in which documents begin where `starts` is true, [S]."""
+    begins = starts.nonzero().squeeze(-1)
+    return torch.cat((begins, torch.tensor([len(starts)]))).to(torch.int32)

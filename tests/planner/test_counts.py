@@ -18,12 +18,13 @@ from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
 from isp.planner.tape import Launch
-from isp.train.data import share_micro_batches
+from isp.train.data import share_micro_batches, stacked
 from isp.weights.trace import Block
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, make_run
 
+CPU = torch.device("cpu")
 BASE = ModelConfig(
     vocab_size=50,
     hidden_size=32,
@@ -155,14 +156,15 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         run.numbers(range(1))  # its first gathers were launched before the log was emptied
         mesh.log.collect()
         first = rank % layout.tensor == 0
-        read = [task.batch(1, place) for place in range(layout.micro)] if first else None
+        read = [task.batch(1, place) for place in range(layout.micro)]
         share_micro_batches(
-            read,
+            stacked(read, CPU) if first else None,
             shape=(1, SEQ_LEN) if task.packed else (2, SEQ_LEN),
             micro_num=layout.micro,
             packed=task.packed,
             tensor=mesh[Axis.TENSOR],
-            device=torch.device("cpu"),
+            host=mesh[Axis.TENSOR],
+            device=CPU,
         )
         run.numbers(range(2, 3))
         counts = Counter[tuple[str, str]]()

@@ -18,12 +18,13 @@ from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.counts import traffic
 from isp.planner.memory import states
-from isp.train.data import share_micro_batches
+from isp.train.data import share_micro_batches, stacked
 from isp.train.step import TrainStep, make_train_step
 from tests.ranks import run_ranks
 from tests.traced.folders import small_config, write_folder, write_job
 
 WORLD = 4
+CPU = torch.device("cpu")
 LAYOUTS = (
     ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=2"),
     ("--parallel.tensor.size=4", "--parallel.weight.size=2", "--training.dtype=float32"),
@@ -55,12 +56,13 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
         step(_batches(config), 0.1)  # its first gathers were launched before the log was emptied
         log.collect()
         share_micro_batches(
-            _batches(config) if tensor.rank == 0 else None,
+            stacked(_batches(config), CPU) if tensor.rank == 0 else None,
             shape=(1, config.row_tokens),
             micro_num=config.data.micro_num,
             packed=True,
             tensor=tensor,
-            device=torch.device("cpu"),
+            host=tensor,
+            device=CPU,
         )
         step(_batches(config), 0.1)
         counts, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
