@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -44,14 +45,14 @@ class PhaseClock:
 
     [Note: Time on CUDA] The phases of a step only launch work there, so they are measured between
     events in the stream of compute: how long the device was at them, waiting included. Nothing
-    waits for an event: the loss is read at the end of each step, and they have passed then. The
-    other phases are measured on the host.
+    waits for an event: a phase that the device is still at is left for the next call of `take`, as
+    the update is at the end of a step. The other phases are measured on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: PhaseTimes = dict.fromkeys(Phase, 0.0)
-        self._on_device: list[tuple[Phase, streams.Event, streams.Event]] = []
+        self._on_device: deque[tuple[Phase, streams.Event, streams.Event]] = deque()
         self._since = self._mark()
         self.current = Phase.OTHER
 
@@ -67,10 +68,9 @@ class PhaseClock:
     def take(self) -> PhaseTimes:
         """The seconds of each phase since the last call; to be called between steps."""
         self.enter(self.current)
-        for phase, begin, end in self._on_device:
-            end.synchronize()
+        while self._on_device and self._on_device[0][2].query():
+            phase, begin, end = self._on_device.popleft()
             self._seconds[phase] += begin.elapsed_time(end) / 1e3
-        self._on_device.clear()
         taken, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
         return taken
 

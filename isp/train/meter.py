@@ -148,8 +148,8 @@ class StepMeter:
         return record
 
     def memory_gib(self) -> torch.Tensor:
-        """Peak memory of this rank so far, in GiB; on its device, to be compared with others."""
-        return torch.tensor(peak_memory_gib(self._device), device=self._device)
+        """Peak memory of this rank so far, in GiB; in host memory, to be compared with others."""
+        return torch.tensor(peak_memory_gib(self._device))
 
     def _forget(self) -> None:
         self._steps, self._tokens, self._flops = 0, 0, 0.0

@@ -135,8 +135,9 @@ class ParallelRun:
         `input_ids`, `labels` and `position_ids` [B, S] are whole rows. As in transformers, `labels`
         are the tokens themselves, -100 where there is nothing to predict, and are shifted here;
         None: every token but the first of each document. Documents that are packed in a row begin
-        where `position_ids` restart. Its gradient is this rank's part; without gradients it is an
-        evaluation. Raises ValueError for shapes that do not fit.
+        where `position_ids` restart. The host waits for none of them that are in its own memory.
+        Its gradient is this rank's part; without gradients it is an evaluation. Raises ValueError
+        for shapes that do not fit.
         """
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
@@ -238,16 +239,15 @@ class ParallelRun:
                     f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
                     f" {list(given.shape)}"
                 )
-        position_ids = position_ids.to(input_ids.device)
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if labels is None:
-            labels = input_ids.masked_fill(begins, IGNORED)
+            labels = input_ids.masked_fill(begins.to(input_ids.device), IGNORED)
         self._check_labels(labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
-        starts = begins.flatten().nonzero().squeeze(-1)
-        cu_seqlens = torch.cat([starts, starts.new_tensor([input_ids.numel()])]).to(torch.int32)
+        starts = begins.flatten().nonzero().squeeze(-1).cpu()
+        cu_seqlens = torch.cat([starts, torch.tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
 
     def _check_labels(self, labels: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Mesh
+from isp.comm import Channel, Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
@@ -168,17 +168,19 @@ class TrainStep:
         self.hook.after_step()
         self.gradients.reduce()
         self._add_tied()
+        # Set off before the update: the host then waits for no more than the norm.
+        told = host_memory.Told(torch.stack((self.over_ranks(work.total), work.valid)))
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(lr, wait=False)
         self.hook.before_step(self._actions)
         self._unfinished = False
-        loss = self.over_ranks(work.total)
+        loss, valid = told.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
             loss=loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            valid_tokens=int(work.valid.item()),
+            valid_tokens=int(valid),
         )
 
     @torch.no_grad()
@@ -190,17 +192,18 @@ class TrainStep:
         if self._unfinished or self.gradients.owed:
             self._clear_up()
         self._unfinished = True
-        valid, total = 0.0, 0.0
+        device = self.gradients.parameters[0].parameter.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
             count = self._sum(Axis.DATA, _count_valid(batches))
             work = StepWork(self, batches, torch.ones_like(count))
             self._run(work, training=False)
-            valid += count.item()
-            total += self.over_ranks(work.total)
+            sums += torch.stack((self.over_ranks(work.total), count))
         self.hook.before_step(self._actions)
         self._unfinished = False
+        total, valid = map(float, sums.tolist())
         return total / max(valid, 1.0)
 
     def _run(self, work: StepWork, *, training: bool) -> None:
@@ -259,11 +262,11 @@ class TrainStep:
             if parameter.requires_grad:
                 self.optimizer.published(parameter)
 
-    def over_ranks(self, total: Tensor) -> float:
-        """The loss over all ranks, of which only the last stage has any."""
+    def over_ranks(self, total: Tensor) -> Tensor:
+        """The loss over all ranks, of which only the last stage has any; []."""
         # The ranks whose losses are of different tokens; a sequence's ranks may have the same.
         axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
-        return self._sum(Axis.PIPELINE, self._sum(axis, total)).item()
+        return self._sum(Axis.PIPELINE, self._sum(axis, total))
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         return self.mesh[axis].all_reduce(x, cargo=Cargo(tensor="metrics")).wait()

@@ -231,7 +231,7 @@ class Trainer:
             step=self.step,
             tokens=self.tokens,
             lr=lr,
-            mem_gib=self.mesh[Axis.WORLD].all_reduce(memory, op="max").wait().item(),
+            mem_gib=self.mesh.host.all_reduce(memory, op="max").wait().item(),
             loss_scale=loss_scale,
             eta_seconds=eta_seconds,
         )
