@@ -211,9 +211,10 @@ def make_run(
     config: OptimizerConfig = OPTIMIZER,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     frozen: Collection[str] = (),
+    device: torch.device = CPU,
 ) -> Run:
     """A run on this rank; parameters with these words in their names are frozen."""
-    built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=dtype)
+    built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
     for item in built.parameters:
         item.parameter.requires_grad_(not any(word in item.name for word in frozen))
     parameters = list(built.trained)

@@ -1,0 +1,253 @@
+"""Where the host would wait for its device: a guard for steps, on the CPU as on CUDA.
+
+On CUDA torch itself tells of it. On the CPU nobody waits, so it is told from what is done to which
+tensors: all are the device's but those that are known to be the host's, which are given as such,
+made without a word of a device, or computed from the host's alone. Noted are
+
+- values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
+- results whose size the host has to know: `nonzero`, a mask as an index;
+- what comes to the device by another way than `host_memory.send`, or meets a tensor there that has
+  not come; what goes back by another way than `Told`, and a `Told` that is waited for too early.
+
+It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
+waits for events and streams, and for memory, that code asks for by name; and copies to the host
+that name it by a `torch.device`, which here is that of the device, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isp.comm import host_memory
+
+__all__ = ["HostSyncs", "syncs_on_cuda"]
+
+_ROOT = Path(__file__).parents[1]
+_MADE_BY = (
+    *("arange", "empty", "eye", "from_numpy", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "zeros"),
+)
+_OF_NUMBERS = ("as_tensor", "asarray", "scalar_tensor", "tensor")
+"""They read numbers of the host, and copy them to a device that is named."""
+_VALUES = ("__array__", "cpu", "numpy", "tolist")
+"""Methods that give the host a tensor's values, beside those that come to one number each."""
+_SIZES = (
+    *("_local_scalar_dense", "_unique2", "allclose", "bincount", "equal", "is_nonzero"),
+    *("masked_select", "nonzero", "unique_consecutive", "unique_dim"),
+)
+"""Operations after which the host has a value, or the size of a result."""
+_BY_INDEX = ("index", "index_put", "index_put_")
+
+
+class HostSyncs(TorchDispatchMode):
+    """While entered, `found` are the waits of the host: what it waits in, and for whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.followed = 0
+        """Operations on the device's tensors."""
+        self._waited = 0
+        """Of those, up to which one the host has waited."""
+        self._host: dict[int, Any] = {}
+        """Storages of the host's, by address; kept, so that none is taken for another."""
+        self._locked: set[int] = set()
+        """Those of them that are page-locked."""
+        self._patches = ExitStack()
+
+    def take(self) -> list[str]:
+        """What was found since the last call."""
+        found, self.found = self.found, []
+        return found
+
+    def of_host(self, *tensors: Tensor | None) -> None:
+        """Say that these are in host memory."""
+        for x in tensors:
+            if x is not None:
+                self._host[_address(x)] = x.untyped_storage()
+
+    def __enter__(self) -> Self:
+        patch = self._patches.enter_context
+        for name in (*_MADE_BY, *_OF_NUMBERS):
+            patch(mock.patch.object(torch, name, self._made_by(name, getattr(torch, name))))
+        for name in _VALUES:
+            patch(mock.patch.object(Tensor, name, self._value_by(name, getattr(Tensor, name))))
+        patch(mock.patch.object(Tensor, "new_tensor", self._new_tensor(Tensor.new_tensor)))
+        patch(mock.patch.object(Tensor, "to", self._to(Tensor.to)))
+        patch(mock.patch.multiple(host_memory, send=self._send, zeros=self._zeros))
+        patch(mock.patch.object(host_memory, "Told", self._told()))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    # -- what code asks for ------------------------------------------------------------------
+
+    def _made_by(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = real(*args, **kwargs)
+            if kwargs.get("device") is None:
+                self.of_host(made)
+            elif name in _OF_NUMBERS:
+                self._note(name)
+            return made
+
+        return make
+
+    def _value_by(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def value(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_host(x):
+                self._note(name)
+            found = real(x, *args, **kwargs)
+            if name == "cpu":
+                self.of_host(found)
+            return found
+
+        return value
+
+    def _new_tensor(self, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = real(x, *args, **kwargs)
+            if self._is_host(x):
+                self.of_host(made)
+            else:
+                self._note("new_tensor")
+            return made
+
+        return make
+
+    def _to(self, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            found, target = real(x, *args, **kwargs), kwargs.get("device", *args[:1])
+            is_host, home = self._is_host(x), target == "cpu"
+            if not isinstance(target, str | torch.device) or is_host == home:
+                return found
+            self._note("to")
+            if is_host:
+                return self._moved(found)
+            self.of_host(found := found.clone())
+            return found
+
+        return to
+
+    def _send(self, x: Tensor, device: torch.device) -> Tensor:
+        return self._moved(x) if self._is_host(x) else x
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """x as it would be on the device: another tensor."""
+        there = x.clone()
+        self._host.pop(_address(there), None)
+        return there
+
+    def _zeros(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = torch.zeros(size, dtype=dtype)
+        self._locked.add(_address(memory))
+        return memory
+
+    def _told(self) -> type:
+        guard = self
+
+        class Told:
+            """As in the project; a wait that another one has made needless is none."""
+
+            def __init__(self, x: Tensor) -> None:
+                self._at = guard.followed
+                self._value = x.clone()
+                guard.of_host(self._value)
+
+            def wait(self) -> Tensor:
+                if guard._waited < self._at:
+                    guard._note("Told.wait")
+                return self._value
+
+        return Told
+
+    # -- what torch does ---------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func.namespace != "aten":  # collectives bring along what they are of
+            return found
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        theirs = [x for x in given if not self._is_host(x)]
+        if given and not theirs:
+            self.of_host(*(x for x in tree_leaves(found) if isinstance(x, Tensor)))
+        elif given:
+            self.followed += 1
+            self._look_at(func.overloadpacket.__name__, args, kwargs, given)
+        return found
+
+    def _look_at(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> None:
+        if name in ("copy_", "_to_copy"):
+            no_wait = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            locked = any(_address(x) in self._locked for x in given)
+            if len({self._is_host(x) for x in given}) > 1 and not (no_wait and locked):
+                self._note(name)
+        elif (
+            name in _SIZES
+            or (name in _BY_INDEX and _by_mask(args))
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        ):
+            self._note(name)
+        elif any(self._is_host(x) and x.dim() for x in given):
+            self._note(f"{name} of a tensor that is not there")
+
+    def _is_host(self, x: Tensor) -> bool:
+        return _address(x) in self._host
+
+    def _note(self, what: str) -> None:
+        self._waited = self.followed
+        self.found.append(f"{what} in {_place()}")
+
+
+def _by_mask(args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask, whose elements have to be counted."""
+    if len(args) > 2 and args[2].numel() == 1:
+        return False  # is filled in by the mask
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _place() -> str:
+    """The innermost function of this repository, `folder/file.py:function`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_ROOT) and path != Path(__file__) and ".venv" not in path.parts:
+            return f"{path.relative_to(_ROOT)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+@contextmanager
+def syncs_on_cuda() -> Iterator[list[str]]:
+    """The waits of the host for CUDA in this context, where torch sees them."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{w.filename}:{w.lineno}" for w in told if "synchronizing" in str(w.message)]
