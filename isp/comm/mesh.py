@@ -138,7 +138,9 @@ class Mesh:
         if own.group is None or dist.get_backend(own.group) == "gloo":
             return own
         ranks = dist.get_process_group_ranks(own.group)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, group_desc=name
+        )
         self.members[name] = tuple(ranks)
         self.opened.append(Channel(group, name=name, log=self.log))
         return self.opened[-1]
