@@ -4,10 +4,11 @@ Other devices do everything in order. There a stream and an event are None, `on(
 nothing, and nothing has to wait.
 
 [Note: Priorities] Whenever a multiprocessor is free, it takes its next work from the stream of the
-highest priority. So a gather begins between two blocks of a long attention kernel, not behind it.
-Compute is queued on the default stream, of priority 0. All others are higher: those made here (of
-gathers, copies to and from the host, and the ends of timed transfers) have -1, and NCCL's, one for
-each process group, the highest that torch has: -3 on CUDA, -1 on ROCm.
+highest priority. So a gather begins between two blocks of a long kernel, not behind it (unless that
+is persistent, its blocks staying to its end: then only a launch ahead of it helps). Compute is
+queued on the default stream, of priority 0. All others are higher: those made here (of gathers,
+copies to and from the host, and the ends of timed transfers) have -1, and NCCL's, one for each
+process group, the highest that torch has: -3 on CUDA, -1 on ROCm.
 torch has 32 streams of each priority for a device, and lends them round robin: the 33rd is the
 first one again, and things queued on it wait for each other. So neither kind ever meets compute,
 on CUDA the two kinds never meet, and each has far fewer than 32. Source: c10/cuda/CUDAStream.cpp.

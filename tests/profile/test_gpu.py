@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from isp.comm import Channel
+from isp.comm import Channel, streams
 from isp.comm.cargo import Cargo, Purpose
 from isp.parallel.phase import Phase
 from isp.profile.recorder import Recorder
@@ -38,7 +37,6 @@ def test_times_are_the_devices():
     """Catches a wait that is taken for short because the host did not block, or host marks."""
     device = torch.device("cuda")
     channel, stream = Channel.solo("weight"), torch.cuda.Stream()
-    x: Tensor = torch.zeros(1, device=device)
     recorder = Recorder(channel.log, device, {})
     torch.cuda._sleep(1)  # loads the kernel
     torch.cuda.synchronize()
@@ -49,10 +47,7 @@ def test_times_are_the_devices():
         channel.log.enter(Phase.FORWARD, "b")
         cargo = Cargo(Purpose.WEIGHT, "b", "weight")
         transfer = channel.log.start("all_gather", "weight", cargo, 1)
-        assert channel.log.clock is not None
-        wait = channel._time_on_device(
-            transfer, lambda: _Copy(stream), lambda: x, channel.log.clock
-        )
+        wait = channel.log.timed_on_device(transfer, lambda: _Copy(stream), streams.new(device))
         torch.cuda._sleep(LONG_CYCLES // 4)
         wait()
         recorder.begin_step()
