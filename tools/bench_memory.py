@@ -83,7 +83,7 @@ def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig
 def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
     """A row of one document."""
     tokens = torch.arange(config.data.seq_len, device=device)[None] * 7 % config.model.vocab_size
-    ends = torch.tensor([0, config.data.seq_len], dtype=torch.int32, device=device)
+    ends = torch.tensor([0, config.data.seq_len], dtype=torch.int32)
     positions = torch.arange(config.data.seq_len, device=device)[None]
     return MicroBatch(tokens, tokens.roll(-1, 1), positions, ends)
 

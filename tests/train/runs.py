@@ -180,7 +180,8 @@ class Run:
         numbers = []
         for step in steps:
             places = range(data.rank, parts, data.size)  # see the note [Global batch]
-            batches = [self.task.batch(step, place) for place in places]
+            device = self.parameters[0].parameter.device
+            batches = [self.task.batch(step, place).to(device) for place in places]
             outcome = self.step(batches, learning_rate(step))
             numbers.append((outcome.loss, outcome.grad_norm))
         return numbers
@@ -189,7 +190,8 @@ class Run:
         """Copies of this rank's shards by name."""
         for item in self.parameters:
             self.optimizer.published(item.parameter)
-        return {i.name: i.parameter.detach().double().numpy().copy() for i in self.parameters}
+        shards = {item.name: item.parameter.detach().double() for item in self.parameters}
+        return {name: shard.cpu().numpy().copy() for name, shard in shards.items()}
 
     def close(self) -> None:
         """Give back what is still on its way, so that a next run can use the same groups."""

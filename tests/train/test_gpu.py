@@ -1,0 +1,145 @@
+"""Training steps on GPUs are those of a CPU, in every mode, in float64.
+
+One GPU is one rank of NCCL's, whose neighbours are its mirror images; several are real ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from isp.comm import Mesh
+from isp.parallel import Mode, PipelineSchedule, WeightConfig
+from model.config import ModelConfig
+from tests.mirror import MirrorMesh, one_rank
+from tests.train.runs import Layout, Numbers, Run, Task, Weights, largest_difference, make_run
+
+CPU = torch.device("cpu")
+NUM_GPUS = torch.cuda.device_count()
+needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device"))
+STEPS = range(3)
+TOLERANCE = 1e-9
+"""Relative: kernels of a GPU add in another order."""
+MODEL = ModelConfig(
+    vocab_size=52,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=40,
+    loss_chunk_tokens=5,
+    init_std=0.3,
+)
+TIED = replace(MODEL, tie_embeddings=True, checkpoint=0.5, qk_norm=True)
+VOCAB = WeightConfig(vocab_parallel_loss=True)
+MIRRORED = {
+    "isp": (Layout(tensor=2, weight=2, micro=2), MODEL),
+    "isp, replicas": (Layout(tensor=2, weight=2, data=2, micro=2), TIED),
+    "isp, vocabulary": (Layout(tensor=2, weight=4, data=2, options=VOCAB), TIED),
+    "mtp": (Layout(mode=Mode.MTP, tensor=2, data=2), TIED),
+    "msp": (Layout(mode=Mode.MSP, tensor=2, data=2), MODEL),
+    "fsp": (Layout(mode=Mode.FSP, tensor=2, micro=2), MODEL),
+}
+"""`data` ranks share states (zero1), so that updated weights travel."""
+PIPELINE = replace(MODEL, num_layers=4)
+REAL = {
+    **{str(mode): (Layout(mode=mode, tensor=2, micro=2), MODEL) for mode in Mode},
+    "weights": (Layout(tensor=2, weight=2, micro=2), TIED),
+    "replicas": (Layout(weight=2, data=2, micro=2), TIED),
+    "1f1b": (Layout(pipeline=2, micro=4), PIPELINE),
+    "zbv": (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2), PIPELINE),
+}
+
+
+def _trained(run: Run) -> tuple[Numbers, Weights]:
+    numbers, weights = run.numbers(STEPS), run.weights()
+    run.close()
+    return numbers, weights
+
+
+def _mirrored(name: str, device: torch.device, *, overlap: bool) -> tuple[Numbers, Weights]:
+    """On the last of a world of ranks that do the same."""
+    layout, model = MIRRORED[name]
+    layout = replace(layout, options=replace(layout.options, overlap=overlap))
+    with one_rank(device):
+        mesh = MirrorMesh(layout.topology(), layout.world - 1)
+        return _trained(make_run(mesh, layout, Task(model=model), device=device))
+
+
+def _series(found: Numbers, wanted: Numbers) -> Iterator[tuple[list[float], list[float]]]:
+    """The losses of both, then their norms."""
+    for index in (0, 1):
+        yield [step[index] for step in found], [step[index] for step in wanted]
+
+
+def _assert_same(found: tuple[Numbers, Weights], wanted: tuple[Numbers, Weights]) -> None:
+    for mine, theirs in _series(found[0], wanted[0]):
+        assert largest_difference(mine, theirs) < TOLERANCE
+    for name, weight in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("isp, replicas", "cpu"),  # that this world is one
+        ("msp", "cpu"),
+        *(pytest.param(name, "cuda", marks=needs_gpu) for name in MIRRORED),
+    ],
+)
+def test_a_rank_among_its_mirror_images(name: str, where: str) -> None:
+    """Catches work of NCCL's that is not waited for, and a kernel that does not fit its tensor.
+
+    Over streams gathers, reductions, exchanges, losses, main gradients and published weights come
+    to what they come to one after the other on a CPU.
+    """
+    wanted = _mirrored(name, CPU, overlap=False)
+    found = _mirrored(name, CPU if where == "cpu" else torch.device("cuda", 0), overlap=True)
+    assert len({loss for loss, _ in wanted[0]}) == len(STEPS)
+    _assert_same(found, wanted)
+
+
+# -- real ranks --------------------------------------------------------------------------------
+
+
+def _alone(name: str) -> Numbers:
+    layout, model = REAL[name]
+    alone = Layout(micro=layout.global_batch)
+    return _trained(make_run(Mesh(alone.topology(), 0), alone, Task(model=model)))[0]
+
+
+def _on_gpu(rank: int, folder: str) -> None:
+    """Leave the numbers of every layout in `folder`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=device)
+    found = {}
+    for name, (layout, model) in REAL.items():
+        run = make_run(Mesh(layout.topology(), rank), layout, Task(model=model), device=device)
+        found[name] = _trained(run)[0]
+    torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(300)
+def test_two_gpus_train_as_one_cpu() -> None:
+    """Catches ranks that meet in another order over NCCL, and receives that are read too early."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_on_gpu, (folder,), nprocs=2)
+        of_ranks = [torch.load(Path(folder, str(rank))) for rank in range(2)]
+    for name in REAL:
+        wanted = _alone(name)
+        for found in of_ranks:
+            for mine, theirs in _series(found[name], wanted):
+                assert largest_difference(mine, theirs) < TOLERANCE, name
