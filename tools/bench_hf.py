@@ -86,10 +86,9 @@ def job(folder: Path, key: str, ranks: int, seq_len: int) -> JobConfig:
     return load_config(path)
 
 
-def ours(config: JobConfig, batch: MicroBatch) -> Step:
-    """A training step as the trainer builds it."""
-    mesh = Mesh(config.topology(dist.get_world_size()), dist.get_rank())
-    train_step = make_train_step(config, mesh, torch.device("cpu"))
+def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh) -> Step:
+    """A training step as the trainer builds it, on the device of `batch`."""
+    train_step = make_train_step(config, mesh, batch.tokens.device)
     train_step.drain()
     if config.model.init_from is not None:
         parameters = train_step.built.parameters
@@ -106,11 +105,16 @@ def ours(config: JobConfig, batch: MicroBatch) -> Step:
     return step
 
 
-def plain(folder: Path, config: JobConfig, batch: MicroBatch) -> Step:
-    """A training step of the unchanged model, as anybody writes it."""
+def plain(folder: Path, config: JobConfig, batch: MicroBatch, kernel: str | None = None) -> Step:
+    """A training step of the unchanged model, as anybody writes it; `kernel` is its attention's."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, config.training.dtype), attn_implementation=kernel
+    )
+    model.to(batch.tokens.device).train()
+    if config.model.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     values, parameters = config.optimizer, list(model.parameters())
     adamw = torch.optim.AdamW(
         [
@@ -143,7 +147,8 @@ def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
     tokens = torch.randint(jobs[HF].model.vocab_size, (1, seq_len + 1))
     positions = torch.arange(seq_len).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
-    found = {name: ours(config, batch) for name, config in jobs.items()}
+    mesh = Mesh(jobs[HF].topology(ranks), dist.get_rank())
+    found = {name: ours(config, batch, mesh) for name, config in jobs.items()}
     if ranks == 1:
         found[PLAIN] = plain(folder, jobs[HF], batch)
     return found

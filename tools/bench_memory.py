@@ -6,6 +6,7 @@
 
 Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
 makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
+A rung that does not fit is told.
 From two lengths and more follow what is fixed and what a token takes; `planned` is the part of the
 peak that `isp plan` expects. With `--rounds`, steps of the longest row are timed instead, of all
 rungs in turn, and compared with full recompute.
@@ -100,12 +101,24 @@ def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
     """A rung at a length."""
     step, batch, case = made(rung, tokens, options)
     step([batch], 1e-4)  # buffers are there from the second step on
-    peak, planned = _peak(step, batch, torch.device(options.device)), memory(case, 0)
-    part = planned.total / (planned.states + peak)
-    return Row(list(RUNGS)[rung], tokens, peak, planned.states, part)
+    most, planned = peak(step, batch, torch.device(options.device)), memory(case, 0)
+    part = planned.total / (planned.states + most)
+    return Row(list(RUNGS)[rung], tokens, most, planned.states, part)
 
 
-def _peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
+def _fitting(rung: int, tokens: int, options: argparse.Namespace) -> Row | None:
+    """`measure`; None if the device has not that much memory."""
+    try:
+        return measure(rung, tokens, options)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
+    """Bytes of a step at its peak, beside those that were there before it."""
     gc.collect()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
@@ -151,7 +164,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
     parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")
     parser.add_argument("--rounds", type=int, default=0, help="time so many steps of each instead")
-    parser.add_argument("--only", default="", help="the rungs to be timed, by name, with commas")
+    parser.add_argument("--only", default="", help="these rungs alone, with commas")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--png", type=Path, help="where to draw the picture")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
@@ -162,14 +175,13 @@ def main() -> None:
     lengths = sorted(int(n) for n in options.lengths.split(","))
     found: dict[str, list[Row]] = {}
     for rung, name in enumerate(list(RUNGS)[: options.rungs]):
-        if options.rounds:
-            break
-        found[name] = []
-        for tokens in lengths:
-            found[name].append(measure(rung, tokens, options))
-            gc.collect()
+        if options.rounds or name not in (options.only or name).split(","):
+            continue
+        found[name] = [row for tokens in lengths if (row := _fitting(rung, tokens, options))]
         told = f"{name:<20} {' '.join(f'{(r.fixed + r.peak) / GIB:8.3f}' for r in found[name])} GiB"
-        if len(lengths) > 1:
+        if len(found[name]) < len(lengths):
+            told += f" | out of memory at {lengths[len(found[name])]:,} tokens"
+        if len(found[name]) > 1:
             fixed, slope = line_of(found[name])
             told += f" | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
         print(f"{told} | planned {' '.join(f'{r.planned:.2f}' for r in found[name])}", flush=True)
