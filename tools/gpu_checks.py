@@ -21,15 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for two equal runs
-
 import torch
 import torch.distributed as dist
 from bench_memory import GIB, peak
 from torch import Tensor
 
 from isp.attention import AttentionMask, make_local_attention
-from isp.comm import Channel, CommLog, Mesh, World
+from isp.comm import Channel, CommLog, Mesh, World, cuda
 from isp.comm.cargo import UNNAMED
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
@@ -228,7 +226,7 @@ def parity(device: torch.device) -> Numbers:
 
 def deterministic(device: torch.device) -> Numbers:
     """Two runs with training.deterministic end with the same bits."""
-    torch.use_deterministic_algorithms(True)
+    cuda.compute_deterministically()
     config, steps = qwen(device, 2048), 10 if device.type == "cuda" else 2
     (one, first), (two, second) = (losses(config, device, steps) for _ in range(2))
     assert one == two, f"the losses differ: {one} and {two}"

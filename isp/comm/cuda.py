@@ -13,6 +13,7 @@ __all__ = [
     "ALLOCATOR_VARIABLES",
     "Allocate",
     "check_registers",
+    "compute_deterministically",
     "expand_segments",
     "few_connections",
     "registered",
@@ -34,6 +35,15 @@ def expand_segments() -> None:
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def compute_deterministically() -> None:
+    """Use deterministic kernels alone. To be called before the first product.
+
+    cuBLAS needs workspaces of a fixed size for that, or torch 2.11 may refuse the product.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def few_connections() -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo
+from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
@@ -67,7 +68,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     if owns_default := not dist.is_initialized():
         world.__enter__()
     if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
     mesh = Mesh(topology, world.rank, owns_default=owns_default)
     return ParallelRun(traced, config, mesh, world.device)
 

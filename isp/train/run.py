@@ -12,7 +12,7 @@ import torch
 
 from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
-from isp.comm.cuda import check_registers
+from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
 from isp.models.build import parameter_shapes
 from isp.optim import check_groups
@@ -57,7 +57,7 @@ def main(config: JobConfig) -> None:
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
     with ExitStack() as stack:
         stack.enter_context(world)
         mesh = Mesh(topology, world.rank)
