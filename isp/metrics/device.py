@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
+    ("GB300", 2500.0),
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("B300", 2250.0),
@@ -44,9 +45,13 @@ _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
     ("L40", 181.0),
     ("L4", 121.0),
     ("RTX A6000", 154.8),
+    ("RTX 6000 Ada", 364.2),
+    ("RTX 5090", 209.5),
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
+    ("MI210", 181.0),
     ("MI250X", 191.5),  # half of the card: each of its two dies is a device
+    ("MI250", 181.0),
     ("MI300A", 980.6),
     ("MI300X", 1307.4),
     ("MI325X", 1307.4),
