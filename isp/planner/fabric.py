@@ -113,6 +113,8 @@ class Fabric:
     """For people."""
     source: str = ""
     """Origin of the numbers."""
+    measured: bool = False
+    """Whether efficiencies were measured on such a machine; false: assumed, as `source` says."""
     devices_per_node: Ranks
     """Ranks in a node."""
     device: DeviceSpec
@@ -196,6 +198,11 @@ class Fabric:
     def straggling_over(self, world_size: int) -> float:
         """The cost of the slowest of so many ranks, as a share of compute."""
         return self.straggling * math.log2(max(1.0, world_size / self.devices_per_node))
+
+    @property
+    def title(self) -> str:
+        """The name, and whether its speed is assumed."""
+        return self.name + ("" if self.measured else " (efficiencies assumed, not measured)")
 
     def to_yaml(self) -> str:
         """The file that gives this fabric."""

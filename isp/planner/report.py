@@ -105,7 +105,7 @@ def _head(found: Found, own: Candidate | str, fabric: Fabric, world_size: int, r
     some = (
         own if isinstance(own, Candidate) else next(iter((*found.fitting, *found.too_large)), None)
     )
-    lines = [f"{world_size} ranks  {fabric.name}"]
+    lines = [f"{world_size} ranks  {fabric.title}"]
     if some is not None:
         config = some.config
         model = config.model
