@@ -83,7 +83,7 @@ def main() -> int:
         found = list(shares(json.load(file)["traceEvents"]))
     if not found:
         print(f"{files[-1]} has no kernels of a GPU: there is nothing to compare")
-        return 0
+        return 1
     print("process    torch     ours")
     for rank, theirs, ours in found:
         print(f"{rank:>7}  {theirs:6.2f}%  {ours:6.2f}%")

@@ -31,7 +31,7 @@ class Step(NamedTuple):
     """The most it may take."""
     command: str
     toy: str
-    """What it is on a CPU."""
+    """What it is on a CPU; empty: nothing."""
     gpus: int = 1
     """The least it needs."""
     default: bool = True
@@ -147,7 +147,7 @@ STEPS = (
         "is the exposed time of a profile that of torch.profiler's trace",
         4,
         "{python} tools/check_with_torch.py {folder}/modes",
-        "{python} tools/check_with_torch.py {folder}/modes",
+        "",
         gpus=2,
     ),
 )
