@@ -16,7 +16,7 @@ the work that has to be done, and does not reward doing it twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -83,6 +83,10 @@ class ModelConfig:
     """Whether the logits use the embedding table."""
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compute norms, the residual sum between attention and MLP, rotations and SwiGLU by a kernel
+    each that torch.compile makes at the start, and rounds less; auto: on CUDA. It takes part of a
+    millisecond of Python a layer: with few tokens a rank, false may be faster."""
     init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
@@ -170,6 +174,11 @@ class ModelConfig:
             )
 
     def _check_beside_folder(self) -> None:
+        if self.compile is True:
+            raise ValueError(
+                f"model.compile=true is for the layers of isp's own model, and model.hf={self.hf}"
+                f" is another: use auto or false"
+            )
         for key in (
             "checkpoint_keeps_attention",
             "checkpoint_distribute_activations",

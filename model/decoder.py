@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from isp.attention import (
     make_local_attention,
 )
 from isp.attention.heads import HeadPlan
+from isp.layers.compiled import compiles
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
 from isp.layers.grouped_attention import GroupedAttention
@@ -80,6 +82,7 @@ class Attention(nn.Module):
         super().__init__()
         d, parts = config.head_size, layers.feature_parts
         self.head_size = d
+        self.compiled = layers.compiled
         self.heads = (config.num_heads // parts, config.kv_heads // parts)
         q, kv = config.num_heads * d, config.kv_heads * d
         std = config.init_std
@@ -100,7 +103,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         else:
             v = v.contiguous()  # attention keeps v, and a view of it would be all of `fused`
-        return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
+        q, k = (apply_rotary(x, *rotary, compiled=self.compiled) for x in (q, k))
+        return q, k, v
 
     def forward(
         self, x: Tensor, rotary: Rotary, mask: AttentionMask, grouped: GroupedAttention
@@ -120,12 +124,13 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, layers: LayerFactory):
         super().__init__()
         hidden, inner, std = config.hidden_size, config.intermediate_size, config.init_std
+        self.compiled = layers.compiled
         self.w13 = layers.column(hidden, (inner, inner), std=std)
         self.w2 = layers.row(inner, hidden, std=std / math.sqrt(2 * config.num_layers))
 
     def activation(self, fused: Tensor) -> Tensor:
         """Activate `w13`'s output, [B, S', 2F'] -> [B, S', F']."""
-        return silu_and_multiply(fused)
+        return silu_and_multiply(fused, compiled=self.compiled)
 
     def forward(self, x: Tensor, tiled: TiledMLP) -> Tensor:
         """x [B, S', D] through norm, MLP and residual in tiles, a place that others can see."""
@@ -183,6 +188,7 @@ class Block(nn.Module):
             heads=attention.heads,
             head_size=attention.head_size,
             groups=groups,
+            compiled=attention.compiled,
         )
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
@@ -226,14 +232,21 @@ class Block(nn.Module):
         return self.attention.to_heads(fused, rotary)
 
     def _after_attention(self, x: Tensor, heads: Tensor) -> Tensor:
-        return self._mlp(x + self.attention.output(heads))
+        if self.tiled is not None or self.drops_norms:
+            return self._mlp(x + self.attention.output(heads))
+        x, inside = self.ffn_norm.of_sum(x, self.attention.output(heads))
+        inside = self.feed_forward.w13(inside)  # no name holds the norm's output any longer
+        return self._activated(x, inside)
 
     def _mlp(self, x: Tensor) -> Tensor:
         mlp = self.feed_forward
         if self.tiled is not None:
             y: Tensor = mlp(x, self.tiled)
             return y
-        fused = self._through(self.ffn_norm, mlp.w13, x, drop=self.drops_norms)
+        return self._activated(x, self._through(self.ffn_norm, mlp.w13, x, drop=self.drops_norms))
+
+    def _activated(self, x: Tensor, fused: Tensor) -> Tensor:
+        mlp = self.feed_forward
         return x + self._through(mlp.activation, mlp.w2, fused, drop=self.drops_activation)
 
     def _through(
@@ -435,6 +448,8 @@ def build_stages(
     attention: LocalAttention | None,
 ) -> tuple[Decoder, ...]:
     """The chunks of a rank that has these stages: see `isp.models.protocol.LanguageModel.build`."""
+    compiled = compiles(config.compile, layers.device, layers.everyone)
+    layers = replace(layers, compiled=compiled)
     if attention is None:
         attention = make_local_attention(
             config.attention_backend,

@@ -45,7 +45,7 @@ __all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]
 
 _BESIDE_FOLDER = frozenset(
     key for key in ModelConfig.__dataclass_fields__ if key.startswith("checkpoint")
-) | {"hf", "attention_backend", "loss_chunk_tokens"}
+) | {"hf", "attention_backend", "compile", "loss_chunk_tokens"}
 """Keys of `model` that say how to compute, not what."""
 
 

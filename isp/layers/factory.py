@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class LayerFactory:
     """isp: how the tensor ranks attend to a sequence; None: each with some heads to all of it."""
     vocab_parallel_loss: bool = False
     """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
+    everyone: Channel = field(default_factory=Channel.solo)
+    """All ranks, for values in CPU memory, by which they choose alike."""
+    compiled: bool = False
+    """Whether norms, rotations and activations are compiled, `isp.layers.compiled`."""
 
     @property
     def splits_features(self) -> bool:
@@ -199,7 +203,9 @@ class LayerFactory:
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         """A norm over the hidden size of a token or (`per_head`) over each head."""
         layout = self.replicated_layout((size,), sees_part=True if per_head else None)
-        return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+        return RMSNorm(
+            layout, eps=eps, device=self.device, dtype=self.dtype, compiled=self.compiled
+        )
 
     def tiled_mlp(
         self,

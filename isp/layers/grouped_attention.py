@@ -81,6 +81,8 @@ class GroupedAttention:
     """Query and KV heads of this rank's features."""
     head_size: int
     groups: HeadGroups
+    compiled: bool = False
+    """Of the rotation."""
 
     def __call__(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """x [B, S', D] -> [B, S', D]; `mask` of the full sequence."""
@@ -243,15 +245,16 @@ class _Steps:
     def to_q(self, fused: Tensor) -> Tensor:
         """[B, S'', h d] -> q [B, S'', h, d], rotated."""
         q = fused.unflatten(-1, (-1, self.layer.head_size))
-        return apply_rotary(
-            q if (norm := self.layer.q_norm) is None else norm(q), *self.call.rotary
-        )
+        return self._rotate(q if (norm := self.layer.q_norm) is None else norm(q))
 
     def to_kv(self, fused: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S'', 2 k d] -> k, rotated, and v [B, S'', k, d]."""
         k, v = fused.unflatten(-1, (2, -1, self.layer.head_size)).unbind(2)
         k = k if (norm := self.layer.k_norm) is None else norm(k)
-        return apply_rotary(k, *self.call.rotary), v
+        return self._rotate(k), v
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        return apply_rotary(x, *self.call.rotary, compiled=self.layer.compiled)
 
     def send(self, xs: Sequence[Tensor], label: str, *, back: bool = False) -> Arrival:
         """xs on their way to the ranks with their heads, or (`back`) with their tokens."""

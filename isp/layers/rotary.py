@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isp.comm import host_memory
+from isp.layers.compiled import lazily_compiled
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
@@ -106,32 +108,35 @@ class RotaryEmbedding(nn.Module):
         return self._sent[dtype, device]
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False) -> Tensor:
     """Turn each pair (x_i, x_{i + d/2}) by its position's angle: transformers' `rotate_half`.
 
     x [B, S, H, d], cos and sin [B, S, d/2] -> [B, S, H, d], computed in the dtype of cos and sin,
     returned in that of x.  Backward: the same turn the other way; keeps only cos and sin, which
-    all blocks share.
+    all blocks share.  `compiled`: one kernel each, [Note: Compiled] in `isp.layers.compiled`.
     """
     if 2 * cos.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"cos has {cos.shape[-1]} angles a token, which turn a head size of"
             f" {2 * cos.shape[-1]}; x has head size {x.shape[-1]}"
         )
-    out: Tensor = _Turn.apply(x, cos, sin)
+    out: Tensor = _Turn.apply(x, cos, sin, compiled)
     return out
 
 
 class _Turn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
+        ctx.compiled = compiled
+        return _turned(x, cos, sin) if compiled else _turn(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, -1), None, None
+        dx = _turned_back(dy, cos, sin) if ctx.compiled else _turn(dy, cos, sin, -1)
+        return dx, None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -143,3 +148,17 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     torch.addcmul(a * cos, b, sin, value=-direction, out=left)
     torch.addcmul(b * cos, a, sin, value=direction, out=right)
     return out
+
+
+@lazily_compiled
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+@lazily_compiled
+def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    a, b = dy.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).to(dy.dtype)

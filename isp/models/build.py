@@ -102,6 +102,7 @@ def build_model(
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
         sequence=sequence,
         host=host,
+        everyone=mesh.host,
         device=device,
         dtype=dtype,
     )

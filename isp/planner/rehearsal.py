@@ -166,7 +166,7 @@ def _rehearsed(
     recorder, mode = TapeRecorder(), part.sequence.mode
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
-    layers = (DryLayers if on_cpu else CudaLayers)(
+    layers = (CudaLayers if not on_cpu or model.compile is True else DryLayers)(
         recorder=recorder,
         mode=mode,
         tensor=tensor,

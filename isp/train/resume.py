@@ -44,6 +44,7 @@ _HOW_TO_COMPUTE = (
     "model.init_from",
     "model.init_std",
     "model.attention_backend",
+    "model.compile",
     "model.checkpoint",
 )
 """Beginnings of keys of `model` that do not change a model which has weights."""

@@ -345,6 +345,15 @@ def test_an_attention_that_cannot_run_is_refused(write, backend, dtype, device, 
     assert words in faults_of(write(MINIMAL), *overrides)
 
 
+@pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("off", False), ("on", True)])
+def test_compile_takes_the_words_of_yaml(write, word, value):
+    """Catches a switch whose plain words are refused."""
+    config = load_config(write(MINIMAL), ["--model.compile", word])
+    assert config.model.compile is value or config.model.compile == value == "auto"
+    fault = faults_of(write(MINIMAL), "--model.compile", "fast")
+    assert fault.endswith("model.compile must be true or false or auto")
+
+
 def test_an_attention_whose_package_is_missing_is_refused(write):
     """Catches a forced backend that nobody installed, found out by every rank."""
     overrides = ["--model.attention_backend=flash3", "--training.dtype=bfloat16"]

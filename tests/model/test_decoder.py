@@ -21,7 +21,7 @@ from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
-from model.decoder import Decoder
+from model.decoder import Decoder, build_stages
 from model.presets import PRESETS
 from tests.model.plain import PlainDecoder
 
@@ -65,7 +65,8 @@ def _decoder(
         dtype=dtype,
     )
     local = make_local_attention(device=torch.device("cpu"), dtype=dtype)
-    return Decoder(config, layers, layers.attention(local))
+    (decoder,) = build_stages(config, layers, (0,), 1, local)
+    return decoder
 
 
 def filled(config: ModelConfig) -> Decoder:
@@ -394,3 +395,39 @@ def test_a_model_that_cannot_be_is_refused(changes, fault):
     """Catches sizes that fail later, in a matmul far from the key that is wrong."""
     with pytest.raises(ValueError, match=re.escape(fault)):
         replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True, "checkpoint": 0.5, "attention_head_groups": 2},
+        {"checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True},
+        {"mlp_tile_tokens": 5},
+    ],
+    ids=str,
+)
+def test_compiled_layers_train_as_the_plain_ones(changes):
+    """Catches a gradient lost on the way through the sum that a norm is computed with.
+
+    The kernels themselves are checked in tests/layers/test_compiled.py.
+    """
+    tokens, labels, positions = _tokens(CONFIG, 2, WHOLE)
+    losses, weights = [], []
+    with torch.compiler.set_stance("force_eager"):
+        for compiled in (False, True):
+            model = filled(replace(CONFIG, compile=compiled, **changes))
+            assert model.norm.compiled == compiled
+            trained = list(model.parameters())
+            losses.append([])
+            for _ in range(3):
+                loss = model.loss(model(tokens, positions, None), labels)
+                losses[-1].append(loss.detach())
+                with torch.no_grad():
+                    for w, dw in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                        w -= 1e-3 * dw
+            weights.append(_weights(model))
+    torch.testing.assert_close(*map(torch.stack, losses), rtol=1e-11, atol=0)
+    assert losses[0][2] < losses[0][0]
+    for name, plain in weights[0].items():
+        torch.testing.assert_close(weights[1][name], plain, rtol=1e-10, atol=1e-11)

@@ -1,0 +1,101 @@
+"""Small functions of tensors of which `torch.compile` makes one kernel each (`model.compile`).
+
+[Note: Compiled] Forward and backward of an autograd function are compiled each by itself, so what
+is kept between them is what the function says, compiled or not. Sizes and strides are symbols:
+another length compiles nothing new, another dtype does, or a size that becomes 1. No choice is made
+by timing, so every rank, and every start, computes with the same kernels. They are not the bits of
+the plain ones: what those round to the dtype of the model in between stays in float32 here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.comm.cargo import Cargo
+
+__all__ = ["CompileWhen", "compiles", "lazily_compiled", "widened"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CompileWhen = bool | Literal["auto"]
+"""True, False, or `auto`: on CUDA."""
+
+_OPTIONS: dict[str, Any] = {"deterministic": True, "compile_threads": 1}
+"""As [Note: Compiled] says; and a few small kernels need no pool of processes that compile."""
+
+
+def lazily_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of tensors, without gradients, compiled when it is first called."""
+
+    @cache
+    def kernel() -> Callable[..., R]:  # here: the compiler is imported by those who use it
+        return torch.compile(function, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs, "tensors and numbers in order"
+        # whether a tensor requires a gradient, or is a parameter, would compile another kernel
+        plain = (x.detach() if isinstance(x, Tensor) else x for x in args)
+        with torch.no_grad():
+            return kernel()(*plain)
+
+    return call
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def compiles(when: CompileWhen, device: torch.device, everyone: Channel) -> bool:
+    """Whether the layers on `device` are to be compiled: the same on `everyone`, all ranks.
+
+    Where a compiler is missing on any, `auto` says so once and computes as written; for True that
+    is a ValueError.
+    """
+    if when is False or device.type == "meta" or (when == "auto" and device.type != "cuda"):
+        return False
+    fault = _fault_on(device)
+    failed = torch.tensor(bool(fault), dtype=torch.int32)
+    if not everyone.all_reduce(failed, op="max", cargo=Cargo(tensor="compilers")).wait():
+        return True
+    where = f"here ({fault})" if fault else "on another rank"
+    compiler = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
+    if when is True:
+        raise ValueError(
+            f"model.compile=true: torch.compile does not work {where}: install {compiler},"
+            f" or use model.compile=false"
+        )
+    logger.warning(
+        "norms, rotations and activations are not compiled, as torch.compile does not work %s:"
+        " install %s, or set model.compile=false",
+        where,
+        compiler,
+    )
+    return False
+
+
+@cache
+def _fault_on(device: torch.device) -> str:
+    """What keeps `torch.compile` from working, found by trying; empty: nothing."""
+    try:
+        _probe(torch.zeros(2, 4, device=device))
+    except Exception as error:  # of a compiler that runs outside, anything
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line[:200]}"
+    return ""
+
+
+@lazily_compiled
+def _probe(x: Tensor) -> Tensor:
+    return x.sum(-1).exp()

@@ -1,0 +1,141 @@
+"""Compiled norms, rotations and SwiGLU beside the plain ones, on CPU by inductor's C++."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from isp.comm import Channel
+from isp.layers import compiled
+from isp.layers.norm import RMSNorm
+from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.swiglu import silu_and_multiply
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 16, 50)
+HEADS, SIZE = 4, 16
+
+
+def _norm(dtype: torch.dtype, *, compiled: bool) -> RMSNorm:
+    layout = ParameterLayout(global_shape=(HEADS * SIZE,), reduce_over=Axis.DATA)
+    norm = RMSNorm(layout, eps=1e-5, device=CPU, dtype=dtype, compiled=compiled)
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    return norm
+
+
+def _draw(length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, length, *shape, generator=generator).to(dtype).requires_grad_()
+
+    return draw
+
+
+Outcome = tuple[list[Tensor], list[Tensor]]
+"""Results with their gradients, and what was kept between them."""
+
+
+def _run(layer: str, length: int, dtype: torch.dtype, *, compiled: bool) -> Outcome:
+    draw, norm = _draw(length, dtype), _norm(dtype, compiled=compiled)
+    inputs: list[Tensor]
+    match layer:
+        case "norm":
+            inputs = [draw(HEADS * SIZE)]
+            compute: Callable[..., Tensor | tuple[Tensor, ...]] = norm
+        case "norm of sum":
+            inputs, compute = [draw(HEADS * SIZE), draw(HEADS * SIZE)], norm.of_sum
+        case "rotation":  # of a part of a fused tensor, as a model has it
+            angles = RotaryEmbedding(SIZE)(torch.arange(2 * length).view(2, length), dtype=dtype)
+            inputs = [draw(3 * HEADS, SIZE)]
+            turn = partial(apply_rotary, compiled=compiled)
+            compute = lambda x: turn(x[:, :, :HEADS], *angles)  # noqa: E731
+        case _:
+            inputs = [draw(2 * SIZE)]
+            compute = partial(silu_and_multiply, compiled=compiled)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = compute(*inputs)
+    outs = out if isinstance(out, tuple) else (out,)
+    douts = [(i + 1) * y.detach().roll(1) for i, y in enumerate(outs)]
+    leaves = [*inputs, *([norm.weight] if layer.startswith("norm") else [])]
+    return [*outs, *torch.autograd.grad(outs, leaves, douts)], kept
+
+
+def _check(layer: str, length: int, dtype: torch.dtype) -> None:
+    (found, kept), (wanted, _) = (
+        _run(layer, length, dtype, compiled=compiled) for compiled in (True, False)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype == dtype
+        # one rounding, where the plain ones have up to four, of 2^-9 each in bfloat16
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
+        a, b = a.detach().double(), b.detach().double()
+        assert float((a - b).norm() / b.norm()) < tolerance
+    rows = [x.numel() for x in kept if x.shape[:2] == (2, length)]
+    row, width = 2 * length, HEADS * SIZE
+    one = {"rotation": [row * SIZE // 2] * 2, "swiglu": [row * 2 * SIZE]}
+    assert rows == one.get(layer, [row * width, row])
+
+
+LAYERS = ("norm", "norm of sum", "rotation", "swiglu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
+    """Catches another formula, a gradient of the wrong input, and more that is kept."""
+    with torch.compiler.set_stance("force_eager"):
+        _check(layer, LENGTHS[-1], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [("norm of sum", torch.bfloat16), ("rotation", torch.float32), ("swiglu", torch.bfloat16)],
+)
+def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
+    """Catches a kernel that computes something else, and one that is compiled for each length."""
+    graphs = []
+    for length in LENGTHS:
+        _check(layer, length, dtype)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs == graphs[:1] * len(graphs)
+
+
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a run that dies of what only makes it faster, and one that never learns of it."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("no C++ compiler\nits output")
+
+    monkeypatch.setattr(compiled, "_probe", fail)
+    fault = compiled._fault_on.__wrapped__(CPU)
+    assert fault == "RuntimeError: no C++ compiler"
+    monkeypatch.setattr(compiled, "_fault_on", lambda device: fault)
+    with pytest.raises(ValueError, match=r"model.compile=true: .*no C\+\+ compiler\).*=false$"):
+        compiled.compiles(True, CPU, Channel.solo())
+    with caplog.at_level(logging.WARNING):
+        assert not compiled.compiles("auto", torch.device("cuda"), Channel.solo())
+    (record,) = caplog.records
+    assert "RuntimeError: no C++ compiler): install triton" in record.message
+
+
+def test_where_it_is_compiled() -> None:
+    """Catches kernels compiled where nobody asked for them, or for tensors without memory."""
+    with torch.compiler.set_stance("force_eager"):
+        assert compiled.compiles(True, CPU, Channel.solo())
+    for when, device in (("auto", "cpu"), (False, "cuda"), (True, "meta"), ("auto", "meta")):
+        assert not compiled.compiles(when, torch.device(device), Channel.solo())
