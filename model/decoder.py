@@ -456,6 +456,8 @@ def build_stages(
             device=layers.device,
             dtype=layers.dtype,
             head_dim=config.head_size,
+            group=config.num_heads // config.kv_heads,
+            everyone=layers.everyone,
         )
     core = layers.attention(attention)
     spans = stage_spans(config, num_stages)

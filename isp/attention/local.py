@@ -1,11 +1,19 @@
-"""Attention on one device: the interface, and the choice of what computes it."""
+"""Attention on one device: the interface, and the choice of what computes it.
+
+[Note: Choice] AUTO on CUDA, in 16 bit: each backend goes forward and backward once, on a few packed
+tokens; those that can are timed, and the fastest is taken on all ranks, by the times of the slowest
+rank. Two that are close to each other would change places from one start to the next, so then the
+one that comes first in `_fastest_first` is taken; with deterministic algorithms, the first that can
+is, as nothing else may decide what a run computes.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +22,8 @@ from isp.attention.cpu import CpuAttention
 from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
+from isp.comm import Channel
+from isp.comm.cargo import Cargo
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
@@ -37,28 +47,31 @@ class LocalAttention(Protocol):
 
 
 _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
-    AttentionBackend.CUDNN: partial(SdpaAttention, CUDNN_ALONE),
+    AttentionBackend.CUDNN: partial(SdpaAttention, in_order=True),
     AttentionBackend.VARLEN: VarlenAttention,
     AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
     AttentionBackend.FLASH3: partial(FlashAttention, "flash_attn_interface"),
     AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
 }
 
+_CLOSE = 1.05
+"""Times this far apart count as equal."""
 
-def _choose_backend(
-    device: torch.device, dtype: torch.dtype, *, fault_of: Callable[[AttentionBackend], str]
-) -> tuple[AttentionBackend, dict[AttentionBackend, str]]:
-    """The backend AUTO stands for on this device, and the faults of those that would be faster.
+_TIMED_TOKENS = 8192
+_TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
+"""Of the first time; each further one has others, as packed rows have: cuDNN plans each anew."""
+_TIMED_HEADS = 8
+"""Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
 
-    `fault_of` says what is wrong with a backend here; empty: nothing.
-    """
-    faults: dict[AttentionBackend, str] = {}
-    for backend in _fastest_first(device, dtype):
-        fault = fault_of(backend)
-        if not fault:
-            return backend, faults
-        faults[backend] = fault
-    return AttentionBackend.SDPA, faults
+
+class _Place(NamedTuple):
+    """What attention is to be computed of."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    """Query heads that share a KV head."""
 
 
 def make_local_attention(
@@ -67,64 +80,161 @@ def make_local_attention(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int = 64,
+    group: int = 1,
     scale: float | None = None,
+    everyone: Channel | None = None,
 ) -> LocalAttention:
     """Local attention by `backend`, with logits multiplied by `scale` (None: 1 / sqrt(d)).
 
-    Says which one it is, once, at level info, and why not a faster one. Raises ValueError if
-    `backend` is forced and cannot run here, with the way to get it.
+    `group` query heads share a KV head. Says which backend it is, once, at level info, and of AUTO
+    why, [Note: Choice]: the same for `everyone`, all ranks, who make it together; None: this
+    process is alone. Raises ValueError if `backend` is forced and cannot run here, with the way to
+    get it.
     """
     backend = AttentionBackend(backend)
-    backend.check_fits(device.type, str(dtype).removeprefix("torch."))
-    fault_of = partial(_fault_on, device=device, dtype=dtype, head_dim=head_dim)
+    backend.check_fits(
+        device.type,
+        str(dtype).removeprefix("torch."),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    place = _Place(device, dtype, head_dim, group)
     if backend is AttentionBackend.AUTO:
-        chosen, faults = _choose_backend(device, dtype, fault_of=fault_of)
-        passed_over = "".join(f"; not {other}: {fault}" for other, fault in faults.items())
-        logger.info("attention: %s (auto%s)", chosen, passed_over)
+        chosen = _choose_backend(place, everyone or Channel.solo())
         return _make(chosen, device, scale)
-    if backend is not AttentionBackend.SDPA and (fault := fault_of(backend)):
+    if backend is not AttentionBackend.SDPA and (fault := _fault_on(backend, place)):
         remedy = f"{backend.remedy}, or " if backend.remedy else ""
         raise ValueError(
             f"model.attention_backend={backend} does not run here ({fault}): {remedy}use"
             f" model.attention_backend=auto"
         )
     logger.info("attention: %s", backend)
+    _warn_of_flash2(backend, device)
     return _make(backend, device, scale)
 
 
-def _fault_on(
-    backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> str:
+def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
+    """The backend AUTO stands for, the same on all ranks."""
+    faults: dict[AttentionBackend, str] = {}
+    times = dict.fromkeys(AttentionBackend, math.inf)
+    candidates = _fastest_first(place.device, place.dtype)
+    for backend in candidates:
+        faults[backend] = _fault_on(backend, place)
+        if not faults[backend]:
+            times[backend] = _milliseconds(backend, place)
+    if not candidates:
+        logger.info("attention: %s (auto)", AttentionBackend.SDPA)
+        return AttentionBackend.SDPA
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    slowest = everyone.all_reduce(slowest, op="max", cargo=Cargo(tensor="attention")).wait()
+    times = dict(zip(times, slowest.tolist(), strict=True))
+    able = {backend: times[backend] for backend in candidates if times[backend] < math.inf}
+    chosen = _fastest(able)
+    missing = [
+        f"; not {backend}: {faults[backend] or 'it does not run on every rank'}"
+        for backend in candidates
+        if backend not in able
+    ]
+    logger.info(
+        "attention: %s (auto; milliseconds for %s packed tokens, forward and backward: %s%s)",
+        chosen,
+        f"{_TIMED_TOKENS:,}",
+        ", ".join(f"{backend} {time:.2f}" for backend, time in able.items()),
+        "".join(missing),
+    )
+    if able.keys().isdisjoint((AttentionBackend.FLASH3, AttentionBackend.FLASH4)):
+        _warn_of_flash2(chosen, place.device)
+    return chosen
+
+
+def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
+    """The backend to take of some with times in milliseconds, those expected to be fast first."""
+    if torch.are_deterministic_algorithms_enabled():
+        return next(iter(times), AttentionBackend.SDPA)
+    least = min(times.values(), default=math.inf)
+    close = (backend for backend, time in times.items() if time <= _CLOSE * least)
+    return next(close, AttentionBackend.SDPA)
+
+
+def _fault_on(backend: AttentionBackend, place: _Place) -> str:
     """The obstacle to `backend` training on packed documents; empty: none.
 
     Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
     built for this device, know other keywords, or have no backward.
     """
     try:
-        attend, mask = _make(backend, device, None), AttentionMask.of_documents([16, 32])
-        q, k, v = (
-            torch.zeros(1, 48, heads, head_dim, device=device, dtype=dtype, requires_grad=True)
-            for heads in (2, 1, 1)
-        )
-        with torch.enable_grad():
-            torch.autograd.grad(attend(q, k, v, mask=mask).sum(), (q, k, v))
+        if backend is AttentionBackend.CUDNN:  # without those that help it out
+            attend: LocalAttention = SdpaAttention(CUDNN_ALONE)
+        else:
+            attend = _make(backend, place.device, None)
+        _forward_and_backward(attend, _tensors(place, 48, 1), [16, 32])
     except Exception as error:  # a package that compiles as it runs may raise anything
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line[:200]}"
     return ""
 
 
+def _milliseconds(backend: AttentionBackend, place: _Place) -> float:
+    """Milliseconds of a forward and a backward on the device, the least of three."""
+    attend = _make(backend, place.device, None)
+    tensors, times = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group)), []
+    for repeat in range(4):  # the first one warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, second, *rest = _TIMED_DOCUMENTS
+        start.record(torch.cuda.current_stream(place.device))
+        _forward_and_backward(attend, tensors, [first + 8 * repeat, second - 8 * repeat, *rest])
+        end.record(torch.cuda.current_stream(place.device))
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return min(times[1:])
+
+
+def _tensors(place: _Place, tokens: int, kv_heads: int) -> list[Tensor]:
+    """q, k and v of one row."""
+    return [
+        torch.zeros(
+            (1, tokens, heads, place.head_dim),
+            device=place.device,
+            dtype=place.dtype,
+            requires_grad=True,
+        )
+        for heads in (place.group * kv_heads, kv_heads, kv_heads)
+    ]
+
+
+def _forward_and_backward(attend: LocalAttention, qkv: list[Tensor], lengths: list[int]) -> None:
+    with torch.enable_grad():
+        out = attend(*qkv, mask=AttentionMask.of_documents(lengths))
+        torch.autograd.grad(out, qkv, torch.zeros_like(out))
+
+
 def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
-    """Backends that may be faster than SDPA on such a device."""
+    """Backends that may be the fastest on such a device, in the order that is expected of them.
+
+    cuDNN is among the kernels of SDPA, which has others for what it cannot do.
+    """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return []
     major, _ = torch.cuda.get_device_capability(device)
-    wanted = [AttentionBackend.FLASH2, AttentionBackend.VARLEN]
+    wanted = [AttentionBackend.FLASH2, AttentionBackend.VARLEN, AttentionBackend.SDPA]
     if major == 9:
         wanted = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *wanted]
     if major >= 10:
         wanted = [AttentionBackend.FLASH4, *wanted]
     return wanted
+
+
+def _warn_of_flash2(backend: AttentionBackend, device: torch.device) -> None:
+    """Say what FlashAttention-2 loses on Hopper."""
+    if backend not in (AttentionBackend.FLASH2, AttentionBackend.VARLEN):
+        return
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        newer = AttentionBackend.FLASH4, AttentionBackend.FLASH3
+        logger.warning(
+            "attention: %s is FlashAttention-2, of which others measured about 310 TFLOP/s on a"
+            " Hopper device, and 560 of FlashAttention-3: %s",
+            backend,
+            ", or ".join(f"for {other} {other.remedy}" for other in newer),
+        )
 
 
 def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:

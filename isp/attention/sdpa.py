@@ -20,25 +20,36 @@ __all__ = ["CUDNN_ALONE", "SdpaAttention"]
 
 CUDNN_ALONE = (SDPBackend.CUDNN_ATTENTION,)
 _FUSED = (
-    SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 )
 """All but the kernel that forms S x S scores."""
 
 
 class SdpaAttention:
-    """Local attention by torch's fused kernels, exact for packed documents and windows."""
+    """Local attention by torch's fused kernels, exact for packed documents and windows.
+
+    By the first of `kernels` that can, `in_order` or else in torch's own order for the device.
+    cuDNN's cannot attend to a single key, and in some versions not in bands of a window or with
+    fewer queries than keys, as context ranks have; where torch is told to be deterministic it
+    cannot at all. The others are deterministic then.
+    """
 
     def __init__(
-        self, kernels: Sequence[SDPBackend] = _FUSED, *, scale: float | None = None
+        self,
+        kernels: Sequence[SDPBackend] = _FUSED,
+        *,
+        in_order: bool = False,
+        scale: float | None = None,
     ) -> None:
         self._kernels = list(kernels)
+        self._in_order = in_order
         self.scale = scale
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        with sdpa_kernel(self._kernels):
+        with sdpa_kernel(self._kernels, set_priority=self._in_order):
             if mask.cu_seqlens is None and mask.window is None and q.shape[1] == k.shape[1]:
                 return self._attend(q, k, v, TRIANGLE if mask.causal else EVERYTHING)
             lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])

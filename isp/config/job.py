@@ -85,7 +85,10 @@ class JobConfig:
     def __post_init__(self) -> None:
         self._check_model()
         self.parallel.pipeline.check_micro_batches(self.data.micro_num)
-        self.model.attention_backend.check_fits(self.training.device, self.training.dtype)
+        training = self.training
+        self.model.attention_backend.check_fits(
+            training.device, training.dtype, deterministic=training.deterministic
+        )
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
             raise ValueError(
                 f"validation.freq={self.validation.freq} needs held-out text: give"

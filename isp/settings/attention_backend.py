@@ -11,11 +11,12 @@ class AttentionBackend(StrEnum):
     """The backend that computes attention."""
 
     AUTO = "auto"
-    """The fastest that is there."""
+    """The fastest that is there: timed at the start on CUDA; with deterministic kernels, the first
+    of an order for the device."""
     SDPA = "sdpa"
     """torch's scaled dot product attention, document by document; the one that runs on CPU."""
     CUDNN = "cudnn"
-    """The same with cuDNN's kernel."""
+    """The same with cuDNN's kernel, and another's where it has none."""
     VARLEN = "varlen"
     """torch.nn.attention.varlen."""
     FLASH2 = "flash2"
@@ -35,14 +36,19 @@ class AttentionBackend(StrEnum):
         """The way to get its package; empty: torch has it."""
         return _PACKAGES.get(self, (None, ""))[1]
 
-    def check_fits(self, device: str, dtype: str) -> None:
-        """Raise ValueError if it cannot compute in `dtype` on a `device` of this type."""
+    def check_fits(self, device: str, dtype: str, *, deterministic: bool) -> None:
+        """Raise ValueError if it cannot compute in `dtype` on a `device` of this type, or so."""
         anywhere = self in (AttentionBackend.AUTO, AttentionBackend.SDPA)
         if not anywhere and (device == "cpu" or dtype not in ("bfloat16", "float16")):
             raise ValueError(
                 f"model.attention_backend={self} needs bfloat16 or float16 on a CUDA device, not"
                 f" {dtype} on {device}: use model.attention_backend=sdpa or auto, or another"
                 f" training.dtype or training.device"
+            )
+        if self is AttentionBackend.CUDNN and deterministic:
+            raise ValueError(
+                "model.attention_backend=cudnn is not deterministic, so torch refuses it with"
+                " training.deterministic=true: use model.attention_backend=auto"
             )
 
 

@@ -63,7 +63,7 @@ class TracedChunk:
         trace: ModelTrace,
         host: Host,
         layers: LayerFactory,
-        local_attention: Callable[[float | None, float | None, bool, int], LocalAttention],
+        local_attention: Callable[[float | None, float | None, bool, int, int], LocalAttention],
         recomputed: tuple[bool, ...],
         *,
         offload: bool = False,
@@ -342,7 +342,7 @@ class TracedChunk:
         passage = self._under_way("attention")
         passage.arrive(Kind.ATTENTION, passage.name)
         self._points[passage.name](q)
-        key = scale, softcap, sinks is not None, q.shape[-1]
+        key = scale, softcap, sinks is not None, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
             self._cores[key] = self._layers.attention(self._local_attention(*key))
         return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)

@@ -214,7 +214,9 @@ class TracedModel:
             model = copy.deepcopy(self._shape)
         recomputed = recomputed_blocks(len(self.trace.blocks), self.checkpoint)
 
-        def local(scale: float | None, softcap: float | None, sinks: bool, size: int) -> Any:
+        def local(
+            scale: float | None, softcap: float | None, sinks: bool, size: int, group: int
+        ) -> Any:
             if attention is not None:
                 return attention
             if sinks or softcap is not None:
@@ -224,7 +226,9 @@ class TracedModel:
                 device=layers.device,
                 dtype=layers.dtype,
                 head_dim=size,
+                group=group,
                 scale=scale,
+                everyone=layers.everyone,
             )
 
         plan = self._tensor_plan if layers.splits_features else None

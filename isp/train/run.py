@@ -115,7 +115,9 @@ def check_devices(config: JobConfig, ranks: int) -> None:
     if config.parallel.weight.nccl_ub:
         check_registers("parallel.weight.nccl_ub", "cpu" if on_cpu else "cuda")
     if on_cpu:
-        config.model.attention_backend.check_fits("cpu", config.training.dtype)
+        config.model.attention_backend.check_fits(
+            "cpu", config.training.dtype, deterministic=config.training.deterministic
+        )
     elif ranks > (count := torch.cuda.device_count()):
         raise ValueError(
             f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"

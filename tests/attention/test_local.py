@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isp.attention import AttentionMask, CpuAttention, make_local_attention
+from isp.attention import AttentionMask, CpuAttention, local, make_local_attention
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.flash import FlashAttention, VarlenAttention
-from isp.attention.local import _KINDS, LocalAttention, _choose_backend, _fault_on
+from isp.attention.local import _KINDS, LocalAttention, _choose_backend, _fault_on, _Place
 from isp.attention.sdpa import SdpaAttention
+from isp.comm import Channel, Pending
 from isp.settings.attention_backend import AttentionBackend
 from tests.attention.reference import attend, make_mask, random_inputs, with_gradients
 
@@ -296,7 +297,7 @@ def test_a_backend_is_tried_out(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(_KINDS, AttentionBackend.FLASH4, partial(FlashAttention, "isp_test_flash"))
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
-    found = _fault_on(AttentionBackend.FLASH4, device=CPU, dtype=torch.float32, head_dim=8)
+    found = _fault_on(AttentionBackend.FLASH4, _Place(CPU, torch.float32, 8, 2))
     assert found.startswith(fault) if fault else found == ""
 
 
@@ -314,7 +315,7 @@ def test_deterministic_algorithms_reach_the_packages(
     plain = FlashAttention("isp_test_flash")(q, k, v, mask=make_mask([4, 5]))
     torch.use_deterministic_algorithms(True)
     try:
-        fault = _fault_on(AttentionBackend.FLASH2, device=CPU, dtype=torch.float32, head_dim=8)
+        fault = _fault_on(AttentionBackend.FLASH2, _Place(CPU, torch.float32, 8, 2))
         assert ("unexpected keyword argument 'deterministic'" in fault) is not bool(keywords)
         if keywords:
             assert torch.equal(
@@ -351,28 +352,106 @@ def test_packages_are_told_the_keys_of_each_document(
     assert _error(varlen, inputs, dout, mask) < TOLERANCE
 
 
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the milliseconds of each backend that runs on a device of some capability."""
+
+    def set_trials(capability: tuple[int, int], **times: float) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        fault_of = lambda backend, _: "" if backend in times else "missing"  # noqa: E731
+        monkeypatch.setattr(local, "_fault_on", fault_of)
+        monkeypatch.setattr(local, "_milliseconds", lambda backend, _: times[backend])
+
+    return set_trials
+
+
+HOPPER = _Place(torch.device("cuda"), torch.bfloat16, 64, 4)
+
+
 @pytest.mark.parametrize(
-    ("capability", "there", "expected"),
+    ("capability", "times", "expected", "fixed"),
     [
-        ((8, 0), {"flash2", "flash3", "varlen"}, "flash2"),
-        ((9, 0), {"flash2", "flash3", "flash4", "varlen"}, "flash3"),
-        ((9, 0), {"flash2", "varlen"}, "flash2"),
-        ((10, 0), {"flash2", "flash3", "flash4", "varlen"}, "flash4"),
-        ((10, 0), {"varlen"}, "varlen"),
-        ((9, 0), set(), "sdpa"),
+        ((9, 0), {"flash2": 3.0, "flash3": 1.0, "flash4": 2.0, "sdpa": 2.0}, "flash3", "flash3"),
+        ((9, 0), {"flash2": 3.0, "flash3": 3.0, "flash4": 2.0, "sdpa": 4.0}, "flash4", "flash3"),
+        ((9, 0), {"flash2": 3.0, "varlen": 3.0, "sdpa": 2.0}, "sdpa", "flash2"),
+        ((9, 0), {"flash2": 2.04, "varlen": 2.0, "sdpa": 2.0}, "flash2", "flash2"),
+        ((10, 0), {"flash3": 1.0, "flash4": 2.0, "sdpa": 3.0}, "flash4", "flash4"),
+        ((8, 0), {"flash3": 1.0, "varlen": 2.0, "sdpa": 3.0}, "varlen", "varlen"),
+        ((9, 0), {}, "sdpa", "sdpa"),
     ],
 )
 def test_automatic_choice(
-    capability: tuple[int, int], there: set[str], expected: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    times: dict[str, float],
+    expected: str,
+    fixed: str,
+    trials: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches a kernel chosen for the wrong generation of devices."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    device = torch.device("cuda")
-    fault_of = lambda backend: "" if backend.value in there else "missing"  # noqa: E731
-    chosen, faults = _choose_backend(device, torch.bfloat16, fault_of=fault_of)
-    assert chosen == expected
-    assert faults.keys().isdisjoint(there)
-    assert _choose_backend(device, torch.float32, fault_of=fault_of) == ("sdpa", {})
+    """Catches the first that runs taken for the fastest, noise that decides between equals, and a
+    run with deterministic kernels in which a clock decides what computes."""
+    trials(capability, **times)
+    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+        assert _choose_backend(HOPPER, Channel.solo()) == expected
+    said = caplog.records[0].message
+    assert said.startswith(f"attention: {expected} (auto; milliseconds for 8,192 packed tokens")
+    assert ("not flash2: missing" in said) is ("flash2" not in times)
+    assert all(f"{b} {times[b]:.2f}" in said for b in times.keys() - {"flash3"})
+    assert _choose_backend(HOPPER._replace(dtype=torch.float32), Channel.solo()) == "sdpa"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _choose_backend(HOPPER, Channel.solo()) == fixed
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Slower(Channel):
+    """All ranks, of which another finds flash3 missing and flash4 slow."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def all_reduce(self, x: Tensor, **options: Any) -> Pending:
+        assert options["op"] == "max"
+        other = {AttentionBackend.FLASH3: torch.inf, AttentionBackend.FLASH4: 9.0}
+        there = [other.get(backend, 0.0) for backend in AttentionBackend]
+        return Pending.ready(x.maximum(torch.tensor(there, dtype=x.dtype)))
+
+
+def test_the_slowest_rank_decides(
+    trials: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches ranks that choose each for itself."""
+    trials((9, 0), flash3=1.0, flash4=2.0, varlen=3.0, sdpa=4.0)
+    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+        assert _choose_backend(HOPPER, _Slower()) == "varlen"
+    assert "flash4 9.00, varlen 3.00" in caplog.text
+    assert "not flash3: it does not run on every rank" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "times", "warned"),
+    [
+        ((9, 0), {"flash2": 1.0}, True),
+        ((9, 0), {"varlen": 1.0, "sdpa": 2.0}, True),
+        ((9, 0), {"flash2": 2.0, "sdpa": 1.0}, False),
+        ((9, 0), {"flash2": 1.0, "flash3": 2.0}, False),
+        ((8, 0), {"flash2": 1.0}, False),
+    ],
+)
+def test_what_flash2_loses_on_hopper_is_said(
+    capability: tuple[int, int],
+    times: dict[str, float],
+    warned: bool,
+    trials: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches a run at half the speed of its device that never learns of it."""
+    trials(capability, **times)
+    _choose_backend(HOPPER, Channel.solo())
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == warned
+    assert all("pip install flash-attn-4" in message for message in warnings)
 
 
 def _varlen_2_11(
@@ -450,8 +529,6 @@ def test_gpu_backends(
         attention = make_local_attention(backend, device=device, dtype=torch.bfloat16)
     except ValueError as error:
         pytest.skip(str(error))
-    if backend is AttentionBackend.CUDNN and (window is not None or keys is not None):
-        pytest.skip("torch gives cuDNN no mask with fewer queries than keys")
     inputs, dout = random_inputs(1, 1024, *heads, 64, keys=keys and sum(keys))
     mask = make_mask(documents, causal, window)
     if documents is not None:
@@ -463,3 +540,15 @@ def test_gpu_backends(
     for a, b in zip(result, expected, strict=True):
         # bfloat16 keeps 8 bits; inputs, weights and outputs are each rounded once
         assert float((a.double().cpu() - b).norm() / b.norm()) < 0.02
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_choice() -> None:
+    """Catches a backend that is timed on nothing, or by a clock that the device does not see."""
+    place = _Place(torch.device("cuda"), torch.bfloat16, 128, 4)
+    there = [b for b in local._fastest_first(*place[:2]) if not _fault_on(b, place)]
+    times = {backend: local._milliseconds(backend, place) for backend in there}
+    assert all(0.01 < time < 1000 for time in times.values())
+    assert AttentionBackend.SDPA in times
+    assert _choose_backend(place, Channel.solo()) in times

@@ -345,6 +345,13 @@ def test_an_attention_that_cannot_run_is_refused(write, backend, dtype, device, 
     assert words in faults_of(write(MINIMAL), *overrides)
 
 
+def test_cudnn_is_refused_where_kernels_must_be_deterministic(write):
+    """Catches a kernel that torch would refuse on every rank."""
+    overrides = ["--model.attention_backend=cudnn", "--training.deterministic=true"]
+    overrides += ["--training.dtype=bfloat16", "--training.device=cuda"]
+    assert "cudnn is not deterministic" in faults_of(write(MINIMAL), *overrides)
+
+
 @pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("off", False), ("on", True)])
 def test_compile_takes_the_words_of_yaml(write, word, value):
     """Catches a switch whose plain words are refused."""
