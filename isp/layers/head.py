@@ -20,7 +20,7 @@ from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Wanted, wanted
 from isp.layers.loss import losses_and_gradient
-from isp.layers.parts import wide_product
+from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
@@ -69,6 +69,7 @@ class _ChunkedLoss(torch.autograd.Function):
         targets = [target.flatten(1) for target in by_ranks.chunk(count, dim=2)]  # [B, p S'/c]
         dx = torch.empty_like(x) if need_x else None
         dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
+        dw_dtype = communicator.gradient_dtype(x.dtype)
         loss, dw, db = torch.zeros((), dtype=torch.float64, device=x.device), None, None
         with communicator.visit(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target, dx_part in zip(
@@ -83,7 +84,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     cargo = Cargo(Purpose.INPUT_GRADIENT, head.name, "dx")
                     arriving = moves.dx(dy @ full.weight.to(dy.dtype), cargo=cargo)
                 if need_w:
-                    dw = _add_product(dw, dy.flatten(0, 1), own_x.flatten(0, 1), count)
+                    wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dw_dtype
+                    flat_dy, flat_x = dy.flatten(0, 1), own_x.flatten(0, 1).to(dy.dtype)
+                    dw = weight_gradient(flat_dy, flat_x, dtype=wide, into=dw, add=True)
                 if need_b:
                     wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dy.dtype
                     summed = dy.flatten(0, 1).sum(0, dtype=wide)
@@ -91,7 +94,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 del dy
                 if dx_part is not None and arriving is not None:
                     dx_part.copy_(arriving.wait())
-        dw, db = (None if d is None else d.to(x.dtype) for d in (dw, db))
+        dw = None if dw is None else dw.to(dw_dtype)
+        db = None if db is None else db.to(x.dtype)
         ctx.save_for_backward(dx, dw, db, expected)
         return loss
 
@@ -130,17 +134,6 @@ def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[T
         before = arriving
     assert before is not None
     yield before.wait()
-
-
-def _add_product(total: Tensor | None, dy: Tensor, x: Tensor, count: int) -> Tensor:
-    """The sum of `count` products dy^T x, of which `total` are there, [Note: Sum of products]."""
-    x = x.to(dy.dtype)  # another under autocast
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    if total is None:
-        return dy.T @ x if count == 1 else wide_product(dy.T, x).to(wide)
-    if dy.dtype == wide:
-        return torch.addmm(total, dy.T, x, out=total)
-    return total.add_(wide_product(dy.T, x))
 
 
 def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:

@@ -17,12 +17,12 @@ Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,11 @@ from torch.autograd.function import once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import MasterStream, ParallelModule
+from isp.layers.weight_gradients import gradient_of
 from isp.parallel import Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
-from isp.weights.declare import WeightHolder
+from isp.weights.declare import DeclaredBlock, WeightHolder
 from isp.weights.wp import WPCommunicator
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Role",
     "Wanted",
     "WeightGradientRoute",
+    "linears_of",
     "moves_for",
     "multiply",
     "wanted",
@@ -143,6 +145,7 @@ class WeightGradientRoute(Protocol):
         """
 
 
+@runtime_checkable
 class LinearLayer(WeightHolder, Protocol):
     """A layer that multiplies by its weight: a `ParallelLinear`, or one of somebody else's."""
 
@@ -151,6 +154,13 @@ class LinearLayer(WeightHolder, Protocol):
     weight_gradients: WeightGradientRoute | None
     transposed: bool
     """Whether the weight is [I, O]."""
+
+
+def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
+    """The linears that the blocks of `chunks` declare; one that is visited twice, twice."""
+    for visit in (visit for blocks in chunks for block in blocks for visit in block.visits):
+        if isinstance(visit.layer, LinearLayer):
+            yield visit.layer
 
 
 class _Linear(torch.autograd.Function):
@@ -210,7 +220,7 @@ class _Linear(torch.autograd.Function):
                     route, parameter = layer.weight_gradients, ctx.parameter
                     left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
                     if route is None or parameter is None or want_w is not Wanted.FLOW:
-                        dw = left.T @ right
+                        dw = gradient_of(layer, left, right)
                     else:
                         dw = route(layer, parameter, left, right)
                     if dw is not None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from isp.layers.linear import ParallelLinear, Wanted
+from isp.layers.weight_gradients import weight_gradient
 
-__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept", "wide_product"]
+__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
 
 
 class _Keep(torch.autograd.Function):
@@ -86,26 +87,16 @@ class SummedProduct(SummedGradient):
         """Add dy^T x: dy [.., O], x [.., I]."""
         if not self.want:
             return
-        left, right = dy.flatten(0, -2).T, x.flatten(0, -2).to(dy.dtype)
-        if self._total is not None and self._total.dtype == dy.dtype:
-            self._total.addmm_(left, right)
+        left, right = dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype)
+        if self._total is None:
+            self._total, self._dtype = weight_gradient(left, right, dtype=_wide(dy)), dy.dtype
         else:
-            self.add(wide_product(left, right))
-            self._dtype = dy.dtype
+            weight_gradient(left, right, into=self._total, add=True)
 
     def deliver(self) -> Tensor | None:
         """The gradient of the shard for autograd, or None if the communicator brings it."""
+        self._dtype = self._layer.communicator.gradient_dtype(self._dtype)
         return deliver(self._layer, self.take(), self.want)
-
-
-def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left right; on CUDA in float32 at least, as a part of a sum that is rounded once.
-
-    Elsewhere a product of narrow factors is rounded before it is added.
-    """
-    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
 
 
 def deliver(

@@ -1,4 +1,4 @@
-"""Routes of a linear's weight gradient: into its main gradient, or later.
+"""The weight gradient of a linear, and its routes: into its main gradient, or later.
 
 N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
 """
@@ -7,15 +7,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from isp.layers.linear import LinearLayer
 from isp.weights.transfers import GradientSink
 
-__all__ = ["DeferredWeightGradients", "IntoMainGradients"]
+if TYPE_CHECKING:
+    from isp.layers.linear import LinearLayer
+
+__all__ = ["DeferredWeightGradients", "IntoMainGradients", "gradient_of", "weight_gradient"]
+
+
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    into: Tensor | None = None,
+    add: bool = False,
+) -> Tensor:
+    """dW = dy^T x in `dtype`, None: that of the factors; or in the place of `into`, or added to it.
+
+    Where `into` has the dtype of the factors, and on CUDA where it is float32, that is one kernel
+    and takes no memory, [Note: Wide products].
+
+    [Note: Wide products] Of narrow factors CUDA gives the float32 sums as they are (torch 2.10 or
+    newer, to add to them); elsewhere there is no such kernel, and a product is rounded to the dtype
+    of its factors before it is widened. Tensors on meta stand for CUDA's.
+    """
+    left = dy.T
+    found = dy.dtype if dtype is None else dtype
+    wide = into.dtype if into is not None else found
+    if wide != dy.dtype and not (dy.device.type in ("cuda", "meta") and wide is torch.float32):
+        product = left @ x
+        if into is None:
+            return product.to(wide)
+        return into.add_(product) if add else into.copy_(product)
+    if into is None:
+        return left @ x if wide == dy.dtype else torch.mm(left, x, out_dtype=wide)
+    if wide == dy.dtype:
+        return torch.addmm(into, left, x, beta=int(add), out=into)
+    if add:
+        return torch.addmm(into, left, x, out_dtype=wide, out=into)
+    return torch.mm(left, x, out_dtype=wide, out=into)
+
+
+def gradient_of(layer: LinearLayer, dy: Tensor, x: Tensor) -> Tensor:
+    """The whole weight gradient of a layer, in the dtype in which it travels."""
+    return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(dy.dtype))
 
 
 class ProductSink(GradientSink, Protocol):
@@ -38,7 +79,7 @@ class IntoMainGradients:
         self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if layer.communicator.gathers_weights:
-            return dy.T @ x
+            return gradient_of(layer, dy, x)
         self._gradients.promise(weight)
         self._gradients.add_product(weight, dy, x)
         return None
@@ -53,7 +94,7 @@ class DeferredWeightGradients:
     they travel.
     """
 
-    def __init__(self, sink: GradientSink, *, limit: int | None = None) -> None:
+    def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
         self._sink = sink
@@ -67,7 +108,7 @@ class DeferredWeightGradients:
         self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
-            return dy.T @ x
+            return gradient_of(layer, dy, x)
         self._sink.promise(weight)
         self._waiting.append((layer, weight, dy, x))
         return None
@@ -90,8 +131,8 @@ class DeferredWeightGradients:
 
     @torch.no_grad()
     def _compute(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
-        grad = layer.communicator.grad_hook(dy.T @ x, module=layer)
-        if grad is None:  # on its way, and promised anew by the communicator
-            self._sink.withdraw(weight)
-        else:
-            self._sink.add(weight, grad)
+        if not layer.communicator.gathers_weights:
+            self._sink.add_product(weight, dy, x)
+            return
+        layer.communicator.grad_hook(gradient_of(layer, dy, x), module=layer)
+        self._sink.withdraw(weight)  # on its way, and promised anew by the communicator

@@ -14,6 +14,7 @@ from isp.comm import Channel, Mesh
 from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
+from isp.layers.linear import LinearLayer, linears_of
 from isp.layers.module import NamedParameter
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk, LanguageModel
@@ -53,6 +54,11 @@ class BuiltModel:
     def trained(self) -> tuple[NamedParameter, ...]:
         """Those that are not frozen."""
         return tuple(item for item in self.parameters if item.parameter.requires_grad)
+
+    @property
+    def linears(self) -> tuple[LinearLayer, ...]:
+        """The linears of the chunks, in forward order."""
+        return tuple(linears_of(chunk.weight_blocks() for chunk in self.chunks))
 
     @property
     def shared(self) -> tuple[nn.Parameter, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
+from isp.layers.weight_gradients import weight_gradient
 from isp.parallel import Axis
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketManager", "Channels", "MainGradients", "master_dtype"]
@@ -271,15 +272,10 @@ class MainGradients:
     def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         """Add the weight gradient dy^T x, as `add` does: dy [N, O], x [N, I].
 
-        Where the factors have the main gradient's dtype it is multiplied straight into it.
+        It is multiplied straight into the main gradient where `weight_gradient` can.
         """
         view, fresh = self._open(parameter)
-        if dy.dtype == view.dtype:
-            view.addmm_(dy.T, x, beta=0 if fresh else 1)
-        elif fresh:
-            view.copy_(dy.T @ x)
-        else:
-            view.add_(dy.T @ x)
+        weight_gradient(dy, x, into=view, add=not fresh)
         self.withdraw(parameter)
 
     def withdraw(self, parameter: nn.Parameter) -> None:

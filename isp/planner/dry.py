@@ -7,14 +7,14 @@ float32 at least. What CUDA keeps has not been counted on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -23,8 +23,11 @@ from isp.attention import AttentionMask
 from isp.comm.cargo import Trip
 from isp.comm.host import TO_HOST, HostChannel
 from isp.layers.factory import LayerFactory
+from isp.layers.linear import LinearLayer
 from isp.layers.norm import RMSNorm
 from isp.layers.tiled_mlp import TiledMLP
+from isp.layers.weight_gradients import weight_gradient
+from isp.optim.main_grads import master_dtype
 from isp.parallel.phase import Phase
 from isp.planner.tape import Attend, Gradient, Product, Reach, Read, TapeRecorder, pairs_seen
 from isp.weights.declare import WeightHolder
@@ -36,6 +39,7 @@ __all__ = [
     "DryAttention",
     "DryHost",
     "DryLayers",
+    "DryProducts",
     "DryWeights",
     "Products",
 ]
@@ -46,9 +50,10 @@ META = torch.device("meta")
 class DryWeights(WPCommunicator):
     """Notes who reads weights and has gradients; weights are whole where they are gathered."""
 
-    def __init__(self, recorder: TapeRecorder, *, gathers: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, *, gathers: bool, wide_gradients: bool) -> None:
         self.gathers_weights = gathers
         self._recorder = recorder
+        self._wide_gradients = wide_gradients
 
     @property
     def communication_mode(self) -> str:
@@ -62,6 +67,9 @@ class DryWeights(WPCommunicator):
         finally:
             self._recorder.phase = before
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return master_dtype(dtype) if self._wide_gradients else dtype
+
     def visit(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
@@ -73,6 +81,32 @@ class DryWeights(WPCommunicator):
         self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
+
+
+class DryProducts:
+    """The route into main gradients: notes that a weight gradient is there.
+
+    On CPU a product of narrow factors takes memory of its own, [Note: Wide products].
+    """
+
+    def __init__(
+        self, recorder: TapeRecorder, parameters: Iterable[nn.Parameter], *, on_cpu: bool
+    ) -> None:
+        self._recorder = recorder
+        self._main = {
+            parameter: torch.empty_like(parameter, dtype=master_dtype(parameter.dtype))
+            for parameter in parameters
+            if not on_cpu or master_dtype(parameter.dtype) == parameter.dtype
+        }
+
+    @property
+    def main_gradients(self) -> Iterable[Tensor]:
+        """Where products end."""
+        return self._main.values()
+
+    def __call__(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        weight_gradient(dy, x, into=self._main.get(weight), add=True)
+        self._recorder.note(Gradient(self._recorder.visit_of(layer), is_bias=False))
 
 
 class _Visit:
@@ -258,6 +292,7 @@ class Products(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:
-            self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+            factors = [x for x in args if not isinstance(x, torch.dtype)]  # torch's count of addmm
+            self._recorder.note(Product(count(*factors, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

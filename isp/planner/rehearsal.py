@@ -27,12 +27,22 @@ from isp.comm import Channel
 from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
+from isp.layers.linear import linears_of
 from isp.layers.sequence import SequenceRanks
 from isp.parallel import Axis, ContextExchange, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
-from isp.planner.dry import META, CudaLayers, DryAttention, DryHost, DryLayers, DryWeights, Products
+from isp.planner.dry import (
+    META,
+    CudaLayers,
+    DryAttention,
+    DryHost,
+    DryLayers,
+    DryProducts,
+    DryWeights,
+    Products,
+)
 from isp.planner.made import Made
 from isp.planner.tape import (
     Loss,
@@ -104,6 +114,9 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
         ),
         place.tensor,
         case.gathers_weights,
+        case.gathers_weights
+        and parallel.weight.reduce_dtype == "float32"
+        and not case.sums_locally,
         parallel.weight.vocab_parallel_loss,
         parallel.sequence_2D.exchange,
         case.documents if topology.context > 1 else 1,
@@ -136,6 +149,8 @@ class _RankPart(NamedTuple):
     """Of the ranks of a sequence alone."""
     place: int
     gathers_weights: bool
+    wide_gradients: bool
+    """Whether weight gradients travel in float32 at least."""
     vocab_parallel_loss: bool
     exchange: ContextExchange
     documents: int
@@ -171,7 +186,9 @@ def _rehearsed(
         mode=mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
-        communicator=DryWeights(recorder, gathers=part.gathers_weights),
+        communicator=DryWeights(
+            recorder, gathers=part.gathers_weights, wide_gradients=part.wide_gradients
+        ),
         host=HostMemory(META, key="model.checkpoint_offload", channel=DryHost(recorder)),
         device=META,
         dtype=getattr(torch, dtype),
@@ -190,7 +207,12 @@ def _rehearsed(
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
     parameters = list(whole.shards())
-    recorder.know((*(item.parameter for item in parameters), ids))
+    weights = [item.parameter for item in parameters]
+    products = DryProducts(recorder, weights, on_cpu=on_cpu)
+    if not part.gathers_weights:
+        for linear in linears_of([blocks]):
+            linear.weight_gradients = products
+    recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
         with saved_tensors_hooks(recorder.keep, lambda x: x):
             output = whole(ids, ids, _ends_of(tokens, part.documents))

@@ -12,10 +12,10 @@ from isp.comm import Channel, Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.layers.linear import ParallelLinear
+from isp.layers.linear import WeightGradientRoute
 from isp.layers.loss import IGNORED
 from isp.layers.sequence import SequenceRanks
-from isp.layers.weight_gradients import DeferredWeightGradients
+from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
 from isp.models.protocol import LanguageModel
@@ -107,11 +107,11 @@ class TrainStep:
         self._deferred: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
+        route: WeightGradientRoute = IntoMainGradients(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
-            self._deferred = DeferredWeightGradients(gradients)
-            for part in self._parts():
-                for linear in (m for m in part.modules() if isinstance(m, ParallelLinear)):
-                    linear.weight_gradients = self._deferred
+            route = self._deferred = DeferredWeightGradients(gradients)
+        for linear in built.linears:
+            linear.weight_gradients = route
         self.communicator = communicator = built.communicator
         self.hook = SchedulerHook(mesh.log)
         if communicator is not None:

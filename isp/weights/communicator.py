@@ -57,7 +57,7 @@ class ISPCommModelConfig:
     reduce_dtype: torch.dtype | None = torch.float32
     """Gradients are summed and delivered in it if it is wider than their own; None: in theirs."""
     max_reduce_bytes: int = 1 << 28
-    """Full gradients kept at most while their sums are under way, in bytes."""
+    """Full gradients kept at most while their sums are under way, in bytes as they travel."""
 
     @classmethod
     def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
@@ -311,6 +311,9 @@ class ISPCommunicator(WPCommunicator):
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> _Visit:
         return _Visit(self, module, phase, bias is not None)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._reducer.travels_in(dtype)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False

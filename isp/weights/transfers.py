@@ -203,7 +203,7 @@ class _Sum(NamedTuple):
     pending: Pending
     leases: list[Lease]
     num_bytes: int
-    """Of the full gradient, which is kept until the transfer is over."""
+    """Of the full gradient as it travels, which is kept until the transfer is over."""
 
     def shard(self) -> Tensor:
         """The shard, without padding; waits for it."""
@@ -248,10 +248,11 @@ class GradientReducer:
         if self.channel.size == 1:
             self.sink.add(parameter, grad)
             return
-        while self._in_flight and self.bytes_in_flight + grad.nbytes > self.max_bytes_in_flight:
+        num_bytes = self._num_bytes(grad)
+        while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
             self._deliver_oldest()
         self._in_flight.append((parameter, self._send(grad, layout, cargo)))
-        self.bytes_in_flight += grad.nbytes
+        self.bytes_in_flight += num_bytes
 
     def reduce(self, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
@@ -262,16 +263,19 @@ class GradientReducer:
         sent.release()
         return shard
 
+    def travels_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a gradient of `dtype` travels: that of the sum where others add up."""
+        return dtype if self.channel.sums_locally else self._summed_in(dtype)
+
     def finish(self) -> None:
         """Wait for all that is in flight and deliver it."""
         while self._in_flight:
             self._deliver_oldest()
 
     def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
-        dtype = grad.dtype if self.dtype is None else torch.promote_types(grad.dtype, self.dtype)
         shape = piece_shape(layout)
         pieces = pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
-        leases = [self.pool.lease(shape, dtype, grad.device)]
+        leases = [self.pool.lease(shape, self._summed_in(grad.dtype), grad.device)]
         received = None
         if self.channel.sums_locally:
             leases.append(self.pool.lease(tuple(pieces.shape), pieces.dtype, pieces.device))
@@ -279,7 +283,13 @@ class GradientReducer:
         pending = self.channel.reduce_scatter_into(
             leases[0].tensor, pieces, received=received, cargo=cargo
         )
-        return _Sum(layout, pending, leases, grad.nbytes)
+        return _Sum(layout, pending, leases, self._num_bytes(grad))
+
+    def _num_bytes(self, grad: Tensor) -> int:
+        return grad.numel() * self.travels_in(grad.dtype).itemsize
+
+    def _summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.dtype is None else torch.promote_types(dtype, self.dtype)
 
     def _deliver_oldest(self) -> None:
         parameter, arriving = self._in_flight.popleft()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
@@ -68,6 +69,10 @@ class WPCommunicator(ABC):
     def recomputing(self) -> AbstractContextManager[None]:
         """Forward passes in this context compute again what a backward is about to need."""
         return nullcontext()
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype for a product of factors of `dtype` that is given to `grad_hook`."""
+        return dtype
 
     @abstractmethod
     def visit(
@@ -144,6 +149,9 @@ class _Delegating(WPCommunicator):
 
     def recomputing(self) -> AbstractContextManager[None]:
         return self.communicator.recomputing()
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.communicator.gradient_dtype(dtype)
 
     def visit(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
