@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending, streams
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
-from isp.optim.main_grads import DEFAULT_BUCKET_BYTES
 from isp.parallel.layout import Interval
 
-__all__ = ["Publisher", "owned_rows"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Publisher", "owned_rows"]
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
@@ -35,21 +36,30 @@ class _Slot(NamedTuple):
     start: int
     width: int
 
-    def pack(self, sent: Tensor, rank: int) -> None:
-        """Copy the elements of `rank` into its bucket [L]; what pads the slot is never read."""
+    def packing(self, sent: Tensor, rank: int) -> Iterator[_Copy]:
+        """The elements of `rank` into its bucket [L]; what pads the slot is never read."""
         own = self.flat[rank * self.width : (rank + 1) * self.width]  # fewer at the end
-        sent[self.start : self.start + own.numel()].copy_(own)
+        yield sent[self.start : self.start + own.numel()], own
 
-    def unpack(self, gathered: Tensor) -> None:
-        """Take the elements of all ranks from gathered [p, L]."""
+    def unpacking(self, gathered: Tensor) -> Iterator[_Copy]:
+        """The elements of all ranks out of gathered [p, L]."""
         if not self.width:
             return
         part = gathered[:, self.start : self.start + self.width]  # [p, width]
         num_full, rest = divmod(self.flat.numel(), self.width)
         whole = self.flat[: num_full * self.width]
-        whole.view(num_full, self.width).copy_(part[:num_full])
+        yield whole.view(num_full, self.width), part[:num_full]
         if rest:
-            self.flat[num_full * self.width :].copy_(part[num_full, :rest])
+            yield self.flat[num_full * self.width :], part[num_full, :rest]
+
+
+_Copy = tuple[Tensor, Tensor]
+"""Where to, and what."""
+
+
+def _copy(copies: Iterable[_Copy]) -> None:
+    if pairs := list(copies):
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 @dataclass(eq=False)
@@ -68,8 +78,7 @@ class _WeightBucket:
 
     def launch(self, channel: Channel) -> Pending:
         sent = self.slots[0].flat.new_empty(self.length)  # [L]
-        for slot in self.slots:
-            slot.pack(sent, channel.rank)
+        _copy(copy for slot in self.slots for copy in slot.packing(sent, channel.rank))
         gathered = sent.new_empty(channel.size, self.length)  # [p, L]
         self.pending = channel.all_gather_into(gathered, sent, cargo=self.cargo).then(self._unpack)
         return self.pending
@@ -83,8 +92,7 @@ class _WeightBucket:
             self.arrived.wait()
 
     def _unpack(self, gathered: Tensor) -> Tensor:
-        for slot in self.slots:
-            slot.unpack(gathered)
+        _copy(copy for slot in self.slots for copy in slot.unpacking(gathered))
         return gathered
 
 

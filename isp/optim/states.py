@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import host_memory, streams
-from isp.optim.main_grads import master_dtype
+from isp.optim.buckets import master_dtype
 from isp.optim.update_rules import GroupValues, Rows, UpdateRule
 
 __all__ = ["MASTER", "STREAM_BYTES", "Resting", "StateMemory", "StateStream", "kept"]
@@ -296,9 +296,7 @@ def _work(
     moments = {name: found for name, found in wide.items() if name != MASTER}
     update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
     for name, found in states.items():
-        for x, done in zip(found, wide[name], strict=True):
-            if done is not x:
-                x.copy_(done)
+        if found[0].dtype != dtype:
+            torch._foreach_copy_(found, wide[name])
     if masters is not weights:
-        for weight, master in zip(weights, masters, strict=True):
-            weight.copy_(master)
+        torch._foreach_copy_(weights, masters)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from isp.comm import Pending
 from isp.comm.cargo import Cargo
 from isp.layers.module import NamedParameter
+from isp.optim.buckets import Channels
 from isp.optim.grad_scaler import GradScaler
-from isp.optim.main_grads import DEFAULT_BUCKET_BYTES, Channels, MainGradients
-from isp.optim.rows import Publisher, owned_rows
+from isp.optim.main_grads import MainGradients
+from isp.optim.rows import DEFAULT_BUCKET_BYTES, Publisher, owned_rows
 from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept
 from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
 from isp.parallel import Axis
@@ -79,7 +80,8 @@ class Zero1Optimizer:
     Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
     `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
 
-    Collectives, in this order on all ranks: the norm over MODEL, the rows over ZERO1.
+    Collectives, in this order on all ranks: the norm over MODEL, or WORLD where gradients are
+    scattered, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1.
     """
 
@@ -134,7 +136,9 @@ class Zero1Optimizer:
                 owned[item.name],
                 _resting(
                     item.parameter.detach()[slice(*owned[item.name])],
-                    gradients.grad(item.parameter)[slice(*owned[item.name])],
+                    gradients.summed(item.parameter)
+                    if gradients.scatters
+                    else gradients.grad(item.parameter)[slice(*owned[item.name])],
                     kinds[item.parameter.dtype],
                     memory,
                 ),
@@ -184,23 +188,29 @@ class Zero1Optimizer:
     def grad_norm(self) -> float:
         """The global norm of the reduced gradients, unscaled; synchronises with the device.
 
-        The same number in every layout. The ranks of a MODEL group (pipeline x weight) hold the
-        model once, except for what is replicated: a parameter that every rank of a weight group
-        holds is counted by the group's first rank, and one that two pipeline stages hold (tied
-        weights) on the one that does not have it among `counted_elsewhere`. Squares are added in
-        float64, so the order of the additions does not show.
+        The same number in every layout. The ranks of a MODEL group (pipeline x weight), or of the
+        WORLD where each has the gradients of its rows alone, hold the model once, except for what
+        is replicated: a parameter that every rank of a weight group holds is counted by the group's
+        first rank, and one that two pipeline stages hold (tied weights) on the one that does not
+        have it among `counted_elsewhere`. Squares are added in float64, so the order of the
+        additions does not show.
         """
-        first, counted_elsewhere = self._channels[Axis.WEIGHT].rank == 0, self._counted_elsewhere
-        norms = [
-            torch.linalg.vector_norm(self._gradients.grad(parameter), dtype=torch.float64)
-            for name, parameter, layout in self._gradients.parameters
-            if (layout.sharded or first) and name not in counted_elsewhere and parameter.numel()
+        gradients, first = self._gradients, self._channels[Axis.WEIGHT].rank == 0
+        counted = [
+            gradients.summed(parameter)
+            for name, parameter, layout in gradients.parameters
+            if (layout.sharded or first) and name not in self._counted_elsewhere
         ]
-        device = self._gradients.parameters[0].parameter.device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        squares = torch.stack(norms).square().sum() if norms else zero
-        summed = self._channels[Axis.MODEL].all_reduce_(squares, cargo=Cargo(tensor="grad norm"))
-        norm = summed.wait().sqrt().item()
+        counted = [gradient for gradient in counted if gradient.numel()]
+        squares = torch.zeros(
+            (), dtype=torch.float64, device=gradients.parameters[0].parameter.device
+        )
+        if counted:
+            # On CUDA without a wide copy of a gradient, which `vector_norm` would make.
+            norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
+            squares = torch.stack(norms).square().sum()
+        channel = self._channels[gradients.spread_over]
+        norm = channel.all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait().sqrt().item()
         return norm / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()
@@ -285,8 +295,7 @@ class Zero1Optimizer:
             factor *= min(1.0, self._max_norm / (norm + 1e-6))
         if factor == 1:
             return
-        for shard in self._shards:
-            shard.resting.grad.mul_(factor)
+        torch._foreach_mul_([shard.resting.grad for shard in self._shards], factor)
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:

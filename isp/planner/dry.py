@@ -27,7 +27,7 @@ from isp.layers.linear import LinearLayer
 from isp.layers.norm import RMSNorm
 from isp.layers.tiled_mlp import TiledMLP
 from isp.layers.weight_gradients import weight_gradient
-from isp.optim.main_grads import master_dtype
+from isp.optim.buckets import master_dtype
 from isp.parallel.phase import Phase
 from isp.planner.tape import Attend, Gradient, Product, Reach, Read, TapeRecorder, pairs_seen
 from isp.weights.declare import WeightHolder

@@ -26,6 +26,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from isp.layers.module import NamedParameter
 from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows
 from isp.parallel import ParallelConfig
@@ -82,12 +83,13 @@ def states(case: Case, place: Coordinates) -> Memory:
     """Weights, gradients and optimizer of a rank."""
     parameters, parts = local_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in parameters)
+    padded = sum(_padded(case, p) for p in parameters)
     owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
     kept, on_host = owned * (master_bytes + case.state_bytes), case.optimizer.offload_states
     return Memory(
         weights=numbers * case.item_bytes,
-        gradients=numbers * case.wide_bytes,
+        gradients=padded * case.wide_bytes,
         optimizer=0 if on_host else kept,
         host=kept if on_host else 0,
     )
@@ -104,6 +106,18 @@ def moments(case: Case, rank: int) -> list[Memory]:
     flights, reduce_pool = _reductions(case, place)
     fixed = replace(states(case, place), pool=_gather_pool(case, place) + reduce_pool)
     return list(_moments(case, place, fixed, flights))
+
+
+def _padded(case: Case, item: NamedParameter) -> int:
+    """Numbers of a main gradient, with what fills its last rows up to equal parts."""
+    rows, *rest = item.layout.local_shape
+    parts = case.topology.zero1 if _is_scattered(case, item) else 1
+    return -(-rows // parts) * parts * prod(rest)
+
+
+def _is_scattered(case: Case, item: NamedParameter) -> bool:
+    """Whether each rank of the zero1 group has the sums of its own rows alone."""
+    return case.topology.zero1 > 1 and case.size(item.layout.reduce_over) == case.topology.zero1
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
@@ -128,6 +142,10 @@ def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -
             attention=older.attention,
         )
         yield from _backward(case, place, base, own, flights)
+    if case.on_cpu:
+        items = (p for p in local_parameters(case, place) if _is_scattered(case, p))
+        received = sum(_padded(case, p) for p in items) * case.wide_bytes
+        yield replace(fixed, work=received, moment="the sums over replicas")
     yield replace(fixed, work=_update(case, place), moment="the update")
 
 
@@ -340,12 +358,16 @@ def _reductions(case: Case, place: Coordinates) -> tuple[_Flights, int]:
     """The gradients on their way, and bytes of the buffers they are reduced into, which stay."""
     found: dict[str, _InFlight] = {}
     pool_bytes = 0
-    if case.gathers_weights:
+    receives = case.on_cpu and case.topology.zero1 > 1
+    if case.gathers_weights or receives:
         blocks = _blocks(case, place)[::-1]
         tapes = tapes_of(case, place, blocks)
         order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
-        alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
-        alike = replace(alike, topology=replace(alike.topology, zero1=1))
+        alike = replace(case, micro_num=1)
+        if case.gathers_weights:
+            alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
+        if not receives:
+            alike = replace(alike, topology=replace(alike.topology, zero1=1))
         found, pool_bytes = _reduced(alike, place._replace(tensor=0, zero1=0), order)
     return defaultdict(lambda: _InFlight(0, 0), found), pool_bytes
 
@@ -354,16 +376,30 @@ def _reductions(case: Case, place: Coordinates) -> tuple[_Flights, int]:
 def _reduced(
     case: Case, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[dict[str, _InFlight], int]:
-    """The bytes `GradientReducer` keeps in the last backward pass, and its pool then."""
+    """The bytes that sums of gradients take in the last backward pass, and their pool then.
+
+    `GradientReducer` keeps what it sends, and `MainGradients` what they receive to add up.
+    """
     rank, found = DryRank(case, place, Heard()), {}
-    for _ in range(case.micro_num):
+    uses = Counter(name for _, names in order for name in names)
+
+    def in_flight() -> int:
+        return rank.reducer.bytes_in_flight + rank.gradients.received_bytes
+
+    for number in range(case.micro_num):
+        last = number == case.micro_num - 1
+        if last:
+            rank.expect_last(uses)
         for block, names in order:
-            before = rank.reducer.bytes_in_flight
+            before = in_flight()
             for name in names:
-                rank.reduce(name)
-                if not case.parallel.weight.overlap:
-                    rank.reducer.finish()
-            found[block] = _InFlight(before, rank.reducer.bytes_in_flight)
+                if case.gathers_weights:
+                    rank.reduce(name)
+                    if not case.parallel.weight.overlap:
+                        rank.reducer.finish()
+                if last:
+                    rank.passed(name)
+            found[block] = _InFlight(before, in_flight())
     return found, rank.pool.reserved_bytes
 
 

@@ -6,7 +6,8 @@ Those who move are the runtime's own: `gather`, `GradientReducer`, `MainGradient
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,7 +73,7 @@ class DryRank:
     @cached_property
     def gradients(self) -> MainGradients:
         """The main gradients, which no autograd fills."""
-        gradients = MainGradients(self.items, self)
+        gradients = MainGradients(self.items, self, rows_of=self[Axis.ZERO1])
         gradients.close()
         return gradients
 
@@ -103,6 +104,22 @@ class DryRank:
         self.reducer.sink.promise(parameter)
         self.reducer.launch(parameter, full, layout, cargo=Cargo(Purpose.WEIGHT_GRADIENT, name))
 
+    def expect_last(self, uses: Mapping[str, int]) -> None:
+        """Buckets may travel once the gradient of each parameter has come as often as it is used.
+
+        What is not of `uses`, which autograd brings, is taken to be there at once.
+        """
+        self._uses = Counter(uses)
+        self.gradients.expect_last()
+        for name in self.parameters.keys() - uses.keys():
+            self.gradients.collect(self.parameters[name])
+
+    def passed(self, name: str) -> None:
+        """A gradient of parameter `name` has come, in the last backward pass."""
+        self._uses[name] -= 1
+        if self._uses[name] <= 0:
+            self.gradients.collect(self.parameters[name])
+
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
         layer = _Layer(name, {"weight": self.layouts[name]}, self.parameters[name])
@@ -122,7 +139,7 @@ class DryRank:
 
     def add_tied(self, name: str) -> None:
         """Sum the gradient of a table that two stages have."""
-        gradient = self.gradients.grad(self.parameters[name])
+        gradient = self.gradients.summed(self.parameters[name])
         self[Axis.EMBEDDING].all_reduce_(gradient, cargo=Cargo(Purpose.REPLICA_GRADIENT, name))
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
@@ -131,5 +148,5 @@ class DryRank:
             self.case.size(axis),
             self._index.get(axis, 0),
             self._listener,
-            sum_locally=self.case.sums_locally,
+            sum_locally=self.case.sums_locally if axis is Axis.WEIGHT else self.case.on_cpu,
         )

@@ -119,7 +119,7 @@ class Walk:
         visits = [visit for chunk in self.chunks for block in chunk for visit in block.visits]
         names = [name for visit in visits for name in (visit.weight, visit.bias)]
         self._uses = Counter(name for name in names if name is not None)
-        """The number of a parameter's gradients still to come in the last backward passes."""
+        """The number of a parameter's gradients in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
         """Walk through a step."""
@@ -166,7 +166,7 @@ class Walk:
                 self.clock.wait(self._published.get(visit.weight))
         elif self._last and not self._travels:
             self._travels = True
-            self._expect_last()
+            self.dry.expect_last(self._uses)
         if not forward:
             self._bring_back(span)
         events: Iterable[Event] = tapes.forward if forward else tapes.backward
@@ -275,9 +275,7 @@ class Walk:
             if not self.overlap:
                 self.dry.reducer.finish()
         if self._last:
-            self._uses[name] -= 1
-            if self._uses[name] <= 0:
-                self.dry.gradients.collect(self.dry.parameters[name])
+            self.dry.passed(name)
 
     # -- ends of a step ----------------------------------------------------------------------
 
@@ -290,16 +288,9 @@ class Walk:
             weights = [visit.weight for visit in block.visits if visit.weight is not None]
             self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
 
-    def _expect_last(self) -> None:
-        """Buckets may travel from here on; what autograd brings is taken to be there at once."""
-        gradients = self.dry.gradients
-        gradients.expect_last()
-        for name in self.dry.parameters.keys() - self._uses.keys():
-            gradients.collect(self.dry.parameters[name])
-
     def _end(self) -> None:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self.clock.compute(self.costs.update)
-        for axis in (Axis.DATA, Axis.MODEL, Axis.STAGE, Axis.PIPELINE):
+        for axis in (Axis.DATA, self.dry.gradients.spread_over, Axis.STAGE, Axis.PIPELINE):
             self.dry.all_reduce_number(axis)

@@ -251,7 +251,7 @@ class Check:
         with torch.no_grad():
             for name, parameter, cut in built.parameters:
                 parameter.copy_(cut.shard(reference.start[name]))
-        gradients = MainGradients(built.trained, mesh)
+        gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
         optimizer = _WatchedOptimizer(gradients, mesh, self.optimizer, max_norm=self.max_norm)
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
         work, outputs, watched = step.start(batches), Outputs(), modules_of(built.chunks)
@@ -293,7 +293,7 @@ class _WatchedOptimizer(Zero1Optimizer):
 
     def step(self, lr: float, *, wait: bool = True) -> StepResult:
         items = self._gradients.parameters
-        self.reduced = {i.name: self._gradients.grad(i.parameter).clone() for i in items}
+        self.reduced = {i.name: self._gradients.whole(i.parameter).clone() for i in items}
         return super().step(lr, wait=wait)
 
 

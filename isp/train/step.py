@@ -65,7 +65,7 @@ def make_train_step(
         device=device,
         dtype=getattr(torch, config.training.dtype),
     )
-    gradients = MainGradients(built.trained, mesh)
+    gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
         gradients,
         mesh,
@@ -245,7 +245,7 @@ class TrainStep:
     def _add_tied(self) -> None:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
         if self._tied is not None:
-            gradient = self.gradients.grad(self._tied.parameter)
+            gradient = self.gradients.summed(self._tied.parameter)
             cargo = Cargo(Purpose.REPLICA_GRADIENT, self._tied.name)
             self.mesh[Axis.EMBEDDING].all_reduce_(gradient, cargo=cargo).wait()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +217,40 @@ def test_ranks_agree_on_sums_and_order(bucket_bytes: int, launches: list[str]):
     for i, item in enumerate(make((3, 2), (5,), (2, 2), (3,))):
         ranks = 1 if i == 1 else 3  # rank 0 once, rank 1 twice
         assert overlapped[0][0][i] == (8 * ranks * item.parameter).tolist()
+
+
+def _scattered(rank: int, bucket_bytes: int) -> tuple[list[Any], list[list[int]], list[tuple]]:
+    """Sums gathered, shapes of this rank's rows, and what travels in each of two alike steps."""
+    log = CommLog()
+    ranks = Channel(torch.distributed.group.WORLD, log=log)
+    items = make((3, 2), (5,), (1, 2), (4, 2))
+    gradients = MainGradients(items, {Axis.DATA: ranks}, bucket_bytes=bucket_bytes, rows_of=ranks)
+    for _ in range(2):
+        log.collect()
+        gradients.zero()
+        gradients.expect_last()
+        torch.stack(
+            [(n.parameter * n.parameter).sum() * (rank + 1) for n in items]
+        ).sum().backward()
+        gradients.reduce()
+        moved = [(t.kind, t.sent_bytes) for t in log.take()]
+    own = [list(gradients.summed(n.parameter).shape) for n in items]
+    return [gradients.whole(n.parameter).tolist() for n in items], own, moved
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "elements"), [(0, [4, 2, 3, 4]), (10**6, [13]), (100, [9, 4])]
+)
+def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, elements: list[int]):
+    """Catches rows of another rank or parameter, padding taken for a sum, and sums that all get.
+
+    Of 3, 5, 1 and 4 rows the first of two ranks has 2, 3, 1 and 2.
+    """
+    rows = [[[2, 2], [3], [1, 2], [2, 2]], [[1, 2], [2], [0, 2], [2, 2]]]
+    for rank, (sums, own, moved) in enumerate(run_ranks(2, _scattered, bucket_bytes)):
+        assert sums == [(6 * n.parameter).tolist() for n in make((3, 2), (5,), (1, 2), (4, 2))]
+        assert own == rows[rank]
+        assert moved == [("reduce_scatter", 8 * n) for n in elements]
 
 
 def _launches_seen_in_backward(rank: int) -> list[int]:

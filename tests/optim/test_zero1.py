@@ -60,7 +60,7 @@ def _train(
     mesh = Mesh(ranks, rank)
     here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, torch.float64) for spec in here]
-    gradients = MainGradients(items, mesh, bucket_bytes=64)
+    gradients = MainGradients(items, mesh, bucket_bytes=64, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=max_norm, bucket_bytes=64)
     results = []
     for step in range(STEPS):
@@ -225,7 +225,7 @@ def _skip(rank: int, bad: float) -> tuple[list[StepResult], bool, int, int]:
     """A good step, one with `bad` in a gradient of rank 1 alone, and a good one."""
     mesh = Mesh(topology(4, weight=2), rank)
     items = [place(spec, mesh, torch.float64) for spec in SPECS]
-    gradients = MainGradients(items, mesh)
+    gradients = MainGradients(items, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(gradients, mesh, CONFIG, max_norm=1.0)
     results, unchanged = [], True
     for step in range(3):
@@ -295,7 +295,7 @@ def _resume(rank: int, ranks: Topology) -> tuple[bool, bool]:
         items = [place(spec, mesh, torch.bfloat16) for spec in SPECS]
         for _, parameter, _ in items:
             torch.nn.init.constant_(parameter, seed)
-        gradients = MainGradients(items, mesh)
+        gradients = MainGradients(items, mesh, rows_of=mesh[Axis.ZERO1])
         return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG)
 
     def train(items: list, gradients: MainGradients, optimizer: Zero1Optimizer) -> None:

@@ -160,7 +160,7 @@ def _torch(dtype: str) -> torch.dtype:
 def _tensors_of(run: Run) -> list[torch.Tensor]:
     shards = run.optimizer.state_dict()["parameters"].values()
     states = [tensor for shard in shards for tensor in shard["tensors"].values()]
-    grads = [run.step.gradients.grad(item.parameter) for item in run.parameters]
+    grads = [run.step.gradients.summed(item.parameter) for item in run.parameters]
     return [*(item.parameter for item in run.parameters), *grads, *states]
 
 

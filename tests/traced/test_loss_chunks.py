@@ -52,7 +52,7 @@ def _trained(rank: int, names: list[str], rows: Rows, sizes: dict[str, int]) -> 
         run.train_step.finish(run._pending[1], 0.0)  # type: ignore[index]
         gradients = run.train_step.gradients
         grads = {
-            i.name: (gradients.grad(i.parameter).numpy().copy(), i.layout)
+            i.name: (gradients.whole(i.parameter).numpy().copy(), i.layout)
             for i in run.train_step.built.trained
         }
         head = run.train_step.chunks[0].trace.head  # type: ignore[attr-defined]

@@ -220,7 +220,7 @@ def make_run(
     for item in built.parameters:
         item.parameter.requires_grad_(not any(word in item.name for word in frozen))
     parameters = list(built.trained)
-    gradients = MainGradients(parameters, mesh)
+    gradients = MainGradients(parameters, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
         gradients,
         mesh,

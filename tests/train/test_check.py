@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isp.cli import main
-from isp.optim.main_grads import BucketManager
+from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
 from isp.traced import passage

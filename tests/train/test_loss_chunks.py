@@ -55,7 +55,7 @@ def _found(rank: int, cases: list[tuple[Layout, Task]]) -> list[Found]:
     for layout, task in cases:
         run = make_run(meshes.of(layout), layout, task)
         numbers = run.numbers(range(2))
-        gradients = {i.name: run.step.gradients.grad(i.parameter) for i in run.parameters}
+        gradients = {i.name: run.step.gradients.whole(i.parameter) for i in run.parameters}
         shards = {name: gradient.numpy().copy() for name, gradient in gradients.items()}
         evaluated = run.step.evaluate([[task.batch(3, rank)] * layout.micro])
         found.append((numbers, shards, evaluated))

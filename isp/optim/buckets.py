@@ -1,0 +1,235 @@
+"""`BucketManager`: main gradients side by side, in pieces that are summed over the replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from isp.comm import Channel, Pending
+from isp.comm.cargo import Cargo, Purpose
+from isp.layers.module import NamedParameter
+from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows
+from isp.parallel import Axis
+
+__all__ = ["BucketManager", "Channels", "master_dtype"]
+
+
+class Channels(Protocol):
+    """Lookup of a channel for every axis asked for: a `Mesh`, or a dict."""
+
+    def __getitem__(self, axis: Axis, /) -> Channel: ...
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of main gradients and master weights of a parameter: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(eq=False)
+class _GradientBucket:
+    """Gradients that travel together: parameters one behind the other, each in p equal parts.
+
+    p is the number of ranks that have the sums of some rows each, and 1 where all have all.
+
+    [Note: Packed in place] A reduce-scatter gives a rank one piece, which has to hold its part of
+    every parameter. A bucket of several is brought into that order in its own memory before it
+    travels: one copy out and one back, of a bucket at a time; a large weight is a bucket of its own
+    and is sent as it lies. The sum of a rank's piece takes the place of the piece.
+    """
+
+    flat: Tensor
+    channel: Channel
+    cargo: Cargo
+    widths: dict[nn.Parameter, int]
+    """Elements of a part of each parameter, in order."""
+    parts: int
+    awaited: set[nn.Parameter] = field(init=False)
+    pending: Pending | None = field(default=None, init=False)
+    """The reduction, from its launch until the next `reset`."""
+
+    def __post_init__(self) -> None:
+        self.awaited = set(self.widths)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of all parts of each parameter, with their padding."""
+        return [self.parts * width for width in self.widths.values()]
+
+    def launch(self, index: int) -> None:
+        """Set the sum on its way, of part `index` where it is cut."""
+        if self.parts == 1:
+            self.pending = self.channel.all_reduce_(self.flat, cargo=self.cargo)
+            return
+        pieces = self.flat.view(self.parts, -1)  # [p, L]
+        if len(self.widths) > 1:
+            members = [x.view(self.parts, -1) for x in self.flat.split(self.sizes)]
+            pieces.copy_(torch.cat(members, dim=1))
+        self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, cargo=self.cargo)
+
+
+class BucketManager:
+    """Main gradients as views into flat buckets, which are summed over the replicas.
+
+    A bucket holds parameters that are reduced over the same axis, about `bucket_bytes` of them, in
+    reverse order of declaration: the order in which a backward pass produces their gradients. It
+    may travel once all of them are `mark_ready`, and the rest goes in `finish`.
+
+    With `rows_of`, a channel, each of its ranks needs the sums of its `owned_rows` alone. Buckets
+    that are reduced over these very ranks are reduce-scattered then, which moves half the bytes.
+
+    [Note: Some of the replicas] Where `rows_of` are not all the ranks that are summed over, all get
+    all sums. A reduce-scatter among some and an all-reduce across them would move less, too, but
+    costs a communicator more, and a second trip for every bucket.
+
+    [Note: Launch order] Buckets are launched strictly in their order, whatever order they become
+    ready in: the ranks' readiness may differ (a parameter that one of them did not use), and
+    collectives that meet in different orders deadlock or add up different things.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[NamedParameter],
+        channels: Channels,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        rows_of: Channel | None = None,
+    ) -> None:
+        if bucket_bytes < 0:
+            raise ValueError(
+                f"bucket_bytes={bucket_bytes} must be at least 0 (0: one parameter a bucket)"
+            )
+        self._buckets: list[_GradientBucket] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._parts: dict[nn.Parameter, Tensor] = {}
+        """Sums of this rank's part of each, with its padding, [w]."""
+        self._bucket_of: dict[nn.Parameter, _GradientBucket] = {}
+        self._launched = 0
+        self._rows_of = rows_of or Channel.solo()
+        for members in _grouped(list(parameters), bucket_bytes):
+            self._open(members, channels)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.flat.nbytes for bucket in self._buckets)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the other ranks' parts that are on their way, where they are added up here."""
+        return sum(
+            bucket.flat.nbytes
+            for bucket in self._buckets
+            if bucket.pending is not None and bucket.parts > 1 and bucket.channel.sums_locally
+        )
+
+    @property
+    def scatters(self) -> bool:
+        """Whether ranks have the sums of their own rows alone."""
+        return any(bucket.parts > 1 for bucket in self._buckets)
+
+    def view(self, parameter: nn.Parameter) -> Tensor:
+        """The place of the gradient of `parameter` in its bucket, of the parameter's shape."""
+        return self._views[parameter]
+
+    def rows(self, parameter: nn.Parameter) -> Tensor:
+        """The sums of the rows that this rank owns, once they are there: [n, ..]."""
+        start, stop = owned_rows(parameter.shape[0], self._rows_of.size, self._rows_of.rank)
+        if self._bucket_of[parameter].parts == 1:
+            return self._views[parameter][start:stop]
+        own = (stop - start, *parameter.shape[1:])
+        return self._parts[parameter][: math.prod(own)].view(own)
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """All sums, those of other ranks' rows from them: a collective."""
+        bucket = self._bucket_of[parameter]
+        if bucket.parts == 1:
+            return self._views[parameter]
+        gathered = bucket.channel.all_gather(self._parts[parameter], cargo=bucket.cargo).wait()
+        return gathered[: parameter.numel()].view(parameter.shape)
+
+    def is_ready(self, parameter: nn.Parameter) -> bool:
+        """Whether `mark_ready` has been called: the gradient may be travelling, hands off."""
+        return parameter not in self._bucket_of[parameter].awaited
+
+    def mark_ready(self, parameter: nn.Parameter) -> None:
+        """The gradient is final; launches every bucket whose turn it is [Note: Launch order]."""
+        self._bucket_of[parameter].awaited.discard(parameter)
+        while self._launched < len(self) and not self._buckets[self._launched].awaited:
+            self._launch_next()
+
+    def finish(self) -> None:
+        """Launch what has not been launched, ready or not, and wait until all sums are there."""
+        while self._launched < len(self):
+            self._buckets[self._launched].awaited.clear()
+            self._launch_next()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the reductions in flight."""
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+
+    def reset(self) -> None:
+        """Await every gradient anew; the values stay."""
+        self.wait()
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.pending = None
+            bucket.awaited = set(bucket.widths)
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        bucket.launch(self._rows_of.rank)
+
+    def _open(self, members: list[NamedParameter], channels: Channels) -> None:
+        first = members[0]
+        channel = channels[first.layout.reduce_over]
+        parts = channel.size if channel.size == self._rows_of.size else 1
+        widths = {p: math.ceil(p.shape[0] / parts) * math.prod(p.shape[1:]) for _, p, _ in members}
+        bucket = _GradientBucket(
+            flat=torch.zeros(
+                parts * sum(widths.values()),
+                dtype=master_dtype(first.parameter.dtype),
+                device=first.parameter.device,
+            ),
+            channel=channel,
+            cargo=Cargo(
+                Purpose.REPLICA_GRADIENT, tensor=f"gradients {first.name} .. {members[-1].name}"
+            ),
+            widths=widths,
+            parts=parts,
+        )
+        piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
+        places = bucket.flat.split(bucket.sizes), piece.split(list(widths.values()))
+        for parameter, place, part in zip(widths, *places, strict=True):
+            self._views[parameter] = place[: parameter.numel()].view(parameter.shape)
+            self._parts[parameter] = part
+            self._bucket_of[parameter] = bucket
+        self._buckets.append(bucket)
+
+
+def _grouped(parameters: list[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+    """Members of each bucket; buckets in the order in which their last gradients come."""
+    open_buckets: dict[tuple[Axis, torch.dtype, torch.device], list[NamedParameter]] = {}
+    num_bytes: dict[tuple[Axis, torch.dtype, torch.device], int] = {}
+    closed: list[list[NamedParameter]] = []
+    for item in reversed(parameters):
+        dtype = master_dtype(item.parameter.dtype)
+        key = (item.layout.reduce_over, dtype, item.parameter.device)
+        open_buckets.setdefault(key, []).append(item)
+        num_bytes[key] = num_bytes.get(key, 0) + item.parameter.numel() * dtype.itemsize
+        if num_bytes[key] >= bucket_bytes:
+            closed.append(open_buckets.pop(key))
+            del num_bytes[key]
+    place = {item.parameter: i for i, item in enumerate(reversed(parameters))}
+    rest = sorted(open_buckets.values(), key=lambda members: place[members[-1].parameter])
+    return closed + rest
