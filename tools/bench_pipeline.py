@@ -83,7 +83,7 @@ class Contestant:
                 for layer in block.modules():
                     if isinstance(layer, ParallelLinear):
                         layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
-        gradients = MainGradients(built.parameters, self.mesh)
+        gradients = MainGradients(built.parameters, self.mesh, rows_of=self.mesh[Axis.ZERO1])
         optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig())
         self.step = TrainStep(built, gradients, optimizer, self.mesh, micro_num=micro)
         positions = torch.arange(TOKENS)[None]
