@@ -42,6 +42,7 @@ from isp.layers.linear import ParallelLinear, Wanted, wanted
 from isp.layers.norm import RMSNorm
 from isp.layers.parts import SummedGradient, deliver, keep, kept
 from isp.layers.rotary import apply_rotary
+from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.head_groups import HeadGroup, HeadGroups
 from isp.parallel.phase import Phase
 
@@ -336,8 +337,9 @@ class _Backward(_Steps):
         super().__init__(call, n, up, bias)
         self.dy, self.down = dy, down
         _, _, want_column, want_row, *optional = wants
-        self.d_column = dy.new_empty(up.shape) if want_column else None
-        self.d_row = dy.new_empty(down.shape) if want_row else None
+        wide = self.layer.column.communicator.gradient_dtype(dy.dtype)
+        self.d_column = dy.new_empty(up.shape, dtype=wide) if want_column else None
+        self.d_row = dy.new_empty(down.shape, dtype=wide) if want_row else None
         self.d_bias = None if bias is None or not optional[-1] else dy.new_empty(bias.shape)
         norms = [norm for norm in (self.layer.q_norm, self.layer.k_norm) if norm is not None]
         self.d_norms = [SummedGradient(want) for want in optional[: len(norms)]]
@@ -389,7 +391,7 @@ class _Backward(_Steps):
         (heads,) = found.heads()
         if self.d_row is not None:
             part = layer.columns(self.d_row, group)
-            part.copy_(_product(self.dy, heads.flatten(2)).view(part.shape))
+            part.copy_(_product(self.dy, heads.flatten(2), part.dtype).view(part.shape))
         q_norms, k_norms = self._norms()
         self._through(group, "q", layer.rows_of_q, found.dq(), q_norms)
         if found.dkv is not None:
@@ -421,7 +423,7 @@ class _Backward(_Steps):
             total.add(part)
         if self.d_column is not None:
             part = rows(self.d_column, group)
-            part.copy_(_product(d_fused, self.n).view(part.shape))
+            part.copy_(_product(d_fused, self.n, part.dtype).view(part.shape))
         if self.d_bias is not None:
             part = rows(self.d_bias, group)
             part.copy_(d_fused.flatten(0, -2).sum(0).view(part.shape))
@@ -439,6 +441,6 @@ def _leaves(arrive: Arrival) -> tuple[Tensor, ...]:
     return tuple(x.detach().requires_grad_() for x in arrive())
 
 
-def _product(dy: Tensor, x: Tensor) -> Tensor:
+def _product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dy^T x: dy [B, S, O], x [B, S, I] -> [O, I]."""
-    return dy.flatten(0, 1).T @ x.flatten(0, 1)
+    return weight_gradient(dy.flatten(0, 1), x.flatten(0, 1), dtype=dtype)
