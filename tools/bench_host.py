@@ -1,0 +1,290 @@
+"""Host time a layer: ours in every mode beside the same decoder in plain torch.
+
+    python tools/bench_host.py --rounds 30
+
+Tensors are so small that what is measured is Python and the dispatch of torch's ops. Two ranks
+share weights or sequence, of which this process is one; their wire is torch's fake process group,
+which is there at once, behind the path that NCCL takes. Processor time of the main thread, of a
+long model less a short one, by the layers between them; forward and backward are those of the
+trainer's step, the latter up to the last delivered gradient. Models take turns, medians are shown.
+
+Beside the times stand counts of the same layers: collectives, torch ops, calls of Python functions
+and of C functions, and blocks of Python's memory that are alive between forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_world1 import Plain, PlainBlock
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from isp.attention import AttentionMask
+from isp.comm import Mesh, streams
+from isp.data.batch import MicroBatch
+from isp.models.build import build_model
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.parallel import Axis, Mode
+from isp.parallel.config import ParallelConfig, TensorConfig, WeightConfig
+from isp.parallel.topology import Topology
+from isp.settings import OptimizerConfig
+from isp.train.step import TrainStep
+from model.config import ModelConfig
+
+TOKENS = 16
+PLAIN, RECOMPUTED = "plain torch", ", recomputed"
+SHORT, LONG = 2, 10
+"""Layers of the two models, whose difference is shown."""
+CONFIG = ModelConfig(
+    vocab_size=32,
+    hidden_size=32,
+    num_layers=SHORT,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=64,
+)
+
+
+class Pass(NamedTuple):
+    """A step in two halves: forward gives a loss, backward what its gradients need."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], None]
+    before: Callable[[], None]
+    """What a step has to do beside these."""
+    collectives: Callable[[], int] = lambda: 0
+    """Those launched so far."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    parallel: ParallelConfig | None = None
+    """None: plain torch."""
+    recompute: bool = False
+    metered: bool = False
+    """Whether the log keeps what is launched, as for the lines that the trainer writes."""
+
+    def build(self, layers: int) -> Pass:
+        config = replace(CONFIG, num_layers=layers, checkpoint=float(self.recompute))
+        return _plain(config) if self.parallel is None else _ours(config, self)
+
+
+def rows() -> list[Row]:
+    """Plain torch first; all with and without recompute."""
+    plain = [Row(PLAIN)]
+    isp = {f"isp, tensor {t}, weight 2": _parallel(Mode.ISP, t, 2) for t in (1, 2)}
+    others = {f"{mode}, tensor 2": _parallel(mode, 2, 1) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)}
+    ours = [Row(name, parallel) for name, parallel in {**isp, **others}.items()]
+    metered = [replace(ours[1], name=f"{ours[1].name}, metered", metered=True)]
+    every = [*plain, *ours, *metered]
+    return every + [replace(r, name=r.name + RECOMPUTED, recompute=True) for r in every[:-1]]
+
+
+def _parallel(mode: Mode, tensor: int, weight: int) -> ParallelConfig:
+    return ParallelConfig(
+        tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
+    )
+
+
+class _Recomputed(PlainBlock):
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(super().forward, *args, use_reentrant=False)
+
+
+def _plain(config: ModelConfig) -> Pass:
+    model = Plain(config)
+    if config.checkpoint:
+        model.layers = nn.ModuleList(_Recomputed(config) for _ in range(config.num_layers))
+    batch = _batch()
+
+    def forward() -> Tensor:
+        logits = model(batch.tokens, batch.positions)
+        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+
+    return Pass(forward, Tensor.backward, model.zero_grad)
+
+
+def _ours(config: ModelConfig, row: Row) -> Pass:
+    assert row.parallel is not None
+    mesh = Mesh(Topology.create(2, row.parallel), 0)
+    device = torch.device("cpu")
+    built = build_model(config, row.parallel, mesh, seed=0, device=device, dtype=torch.float32)
+    gradients = MainGradients(built.trained, mesh)
+    optimizer = Zero1Optimizer(gradients, mesh, OptimizerConfig())
+    step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
+    batches = [_batch()]
+    work = step.start(batches)
+
+    def before() -> None:
+        nonlocal work
+        if row.metered:
+            mesh.log.collect()
+        work = step.start(batches)
+
+    def backward(loss: Tensor) -> None:
+        step.backward(loss, last=True)
+        step.hook.after_step()
+
+    def collectives() -> int:
+        return sum(sum(channel.progress().values()) for channel in mesh.opened)
+
+    return Pass(lambda: step.forward(work, 0), backward, before, collectives)
+
+
+def _batch() -> MicroBatch:
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    return MicroBatch(tokens, tokens, tokens, None)
+
+
+class _Attention:
+    """One call, as in plain torch: that on CPU gives the host more work than one on a GPU."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2)
+
+
+@contextmanager
+def as_on_device() -> Iterator[None]:
+    """One of two ranks without the other, on the path of NCCL."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with (
+        mock.patch.object(streams, "serve", return_value=True),
+        mock.patch.object(Mesh, "_open_host", lambda mesh: mesh[Axis.WORLD]),
+        mock.patch("model.decoder.make_local_attention", return_value=_Attention()),
+    ):
+        yield
+    dist.destroy_process_group()
+
+
+# -- counts and times ------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Of one step, in seconds of the main thread's processor time."""
+
+    forward: float
+    backward: float
+
+
+def timed(step: Pass) -> Times:
+    """The times of a step."""
+    step.before()
+    begin = time.thread_time()
+    loss = step.forward()
+    middle = time.thread_time()
+    step.backward(loss)
+    return Times(middle - begin, time.thread_time() - middle)
+
+
+class Counts(NamedTuple):
+    """Of one step, forward and backward."""
+
+    collectives: int
+    ops: int
+    """Of torch, as the dispatcher counts them."""
+    python_calls: int
+    c_calls: int
+    alive: int
+    """Blocks of Python's memory that forward has left for backward."""
+
+    def less(self, other: Counts) -> Counts:
+        """What this has beyond another."""
+        return Counts(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+class _Ops(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(step: Pass) -> Counts:
+    """The counts of a step: the same each time, but for the first."""
+    step.before()
+    step.backward(step.forward())
+    step.before()
+    gc.collect()
+    blocks = sys.getallocatedblocks()
+    loss = step.forward()
+    alive = sys.getallocatedblocks() - blocks
+    step.backward(loss)
+    step.before()
+    before = step.collectives()
+    with _Ops() as ops:
+        step.backward(step.forward())
+    collectives = step.collectives() - before
+    step.before()
+    events: dict[str, int] = dict.fromkeys(("call", "c_call"), 0)
+
+    def note(_: Any, event: str, __: Any) -> None:
+        if event in events:
+            events[event] += 1
+
+    sys.setprofile(note)
+    try:
+        step.backward(step.forward())
+    finally:
+        sys.setprofile(None)
+    return Counts(collectives, ops.count, events["call"], events["c_call"], alive)
+
+
+def measure(rounds: int) -> None:
+    """Print the table."""
+    between = LONG - SHORT
+    models = {row.name: (row.build(SHORT), row.build(LONG)) for row in rows()}
+    print("| | forward | backward | beyond plain | collectives | ops | calls | C calls | alive |")
+    print("|---|" + "---:|" * 8)
+    counts = {name: counted(long).less(counted(short)) for name, (short, long) in models.items()}
+    gc.collect()
+    gc.freeze()
+    taken: dict[str, list[Times]] = {name: [] for name in models}
+    for index in range(rounds):
+        names = list(models)
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            short, long = (timed(step) for step in models[name])
+            taken[name].append(
+                Times(*((b - a) / between for a, b in zip(short, long, strict=True)))
+            )
+    for row in rows():
+        each = taken[row.name]
+        forward, backward = (1e3 * statistics.median(column) for column in zip(*each, strict=True))
+        plain = taken[PLAIN + RECOMPUTED if row.recompute else PLAIN]
+        beyond = 1e3 * statistics.median(sum(a) - sum(b) for a, b in zip(each, plain, strict=True))
+        numbers = [f"{count / between:.0f}" for count in counts[row.name]]
+        cells = [row.name, f"{forward:.2f}", f"{backward:.2f}", f"{beyond:.2f}", *numbers]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with as_on_device():
+        measure(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
