@@ -387,11 +387,15 @@ class ISPCommunicator(WPCommunicator):
 
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
+        ready = None
         with self._latch:
             for kind, name, bias in acts:
                 state, layer, block = self._homes[name]
                 if kind is ActKind.GATHER and name not in state.gathered:
-                    state.gathered[name] = self._gather(layer, block, bias is not None)
+                    if block is not ready:
+                        self._make_ready(block)
+                        ready = block
+                    state.gathered[name] = self._gather(layer, bias is not None)
                 elif kind is ActKind.FREE and name in state.gathered:
                     state.gathered.pop(name).let_go()
 
@@ -400,7 +404,7 @@ class ISPCommunicator(WPCommunicator):
         name = self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             streams.follow(self._stream)
-            return self._gather(layer, None, with_bias)
+            return self._gather(layer, with_bias)
         state, _, block = self._homes[name]
         found = state.gathered.get(name)
         if found is not None and found.stale:
@@ -410,7 +414,8 @@ class ISPCommunicator(WPCommunicator):
             return found.hold()
         streams.follow(self._stream)  # what has written the weight is queued before the reader
         stays = planned and found is None
-        own = self._gather(layer, block, with_bias or (stays and self._reads_bias(layer, name)))
+        self._make_ready(block)
+        own = self._gather(layer, with_bias or (stays and self._reads_bias(layer, name)))
         if stays:
             state.gathered[name] = own.hold()
         return own
@@ -420,11 +425,11 @@ class ISPCommunicator(WPCommunicator):
         assert self._cursor is not None
         return layer.bias is not None and self._cursor.goes_forward(id(layer), name)
 
-    def _gather(
-        self, layer: WeightHolder, block: nn.Module | None, with_bias: bool
-    ) -> GatheredLayer:
-        if block is not None:
-            with streams.on(self._stream):
-                for fn in self._prerequisites:
-                    fn(block)
+    def _make_ready(self, block: nn.Module) -> None:
+        """Wait for what has to come before a gather of weights of `block`."""
+        with streams.on(self._stream):
+            for fn in self._prerequisites:
+                fn(block)
+
+    def _gather(self, layer: WeightHolder, with_bias: bool) -> GatheredLayer:
         return gather(layer, self._channel, self.pool, with_bias=with_bias, stream=self._stream)
