@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,7 +62,18 @@ class ParameterLayout:
             begin += size
         return tuple(intervals)
 
-    @property
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
+        length = math.ceil(self.global_shape[self.dim] / self.parts)
+        return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
+
+    @cached_property
+    def travels_as_it_lies(self) -> bool:
+        """Whether the pieces are the shards, and lie one behind the other in the whole."""
+        return self.dim == 0 and self.global_shape[0] % self.parts == 0
+
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
         length = sum(stop - start for start, stop in self.intervals())

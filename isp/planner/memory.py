@@ -39,7 +39,6 @@ from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Chunks
-from isp.weights.transfers import piece_shape
 
 __all__ = ["Memory", "memory", "moments", "states"]
 
@@ -426,7 +425,7 @@ def _gather_pool(case: Case, place: Coordinates) -> int:
     a_name = {kind: name for name, kind in kinds}
     pieces = {kind: layouts[a_name[kind]] for kind in reserved}
     return case.item_bytes * sum(
-        reserved[kind] * prod(piece_shape(layout)) * layout.parts for kind, layout in pieces.items()
+        reserved[kind] * prod(layout.piece_shape) * layout.parts for kind, layout in pieces.items()
     )
 
 

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,13 +34,11 @@ __all__ = [
     "MemoryPool",
     "ParameterGradients",
     "gather",
-    "piece_shape",
 ]
 
 # -- weights ---------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
 class GatheredLayer:
     """The full weight of a layer, and its bias where one is read; there until all let go of it.
 
@@ -49,14 +48,14 @@ class GatheredLayer:
     nobody sees: that is for `begin` and `drain`.
     """
 
-    _shards: list[nn.Parameter]
-    _full: list[Pending] = field(default_factory=list)
-    _leases: list[Lease] = field(default_factory=list)
-    _versions: list[int] = field(init=False)
-    _holders: int = 1
+    __slots__ = ("_full", "_holders", "_leases", "_shards", "_versions")
 
-    def __post_init__(self) -> None:
-        self._versions = _versions(self._shards)
+    def __init__(self, shards: list[nn.Parameter]) -> None:
+        self._shards = shards
+        self._versions = _versions(shards)
+        self._full: list[Pending] = []
+        self._leases: list[Lease] = []
+        self._holders = 1
 
     @property
     def stale(self) -> bool:
@@ -104,12 +103,12 @@ def gather(
     Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
     no copy. Elsewhere see [Note: Pieces].
     """
-    shards = {"weight": layer.weight}
+    shards = [layer.weight]
     if with_bias:
         assert layer.bias is not None
-        shards["bias"] = layer.bias
-    gathered = GatheredLayer(list(shards.values()))
-    for local, shard in shards.items():
+        shards.append(layer.bias)
+    gathered = GatheredLayer(shards)
+    for local, shard in zip(("weight", "bias"), shards, strict=False):
         if channel.size == 1:
             gathered._full.append(Pending.ready(shard.detach()))
             continue
@@ -126,18 +125,23 @@ def _gather_shard(
     shard: Tensor, layer: WeightHolder, local: str, channel: Channel, pool: MemoryPool
 ) -> tuple[Pending, Lease]:
     layout = layer.layouts[local]
-    rows, *rest = piece_shape(layout)
+    rows, *rest = layout.piece_shape
     lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
-    piece = pad_rows(shard.movedim(layout.dim, 0), rows)
     cargo = Cargo(Purpose.WEIGHT, layer.name, local)
+    if layout.travels_as_it_lies:
+        return channel.all_gather_into(lease.tensor, shard.contiguous(), cargo=cargo), lease
+    piece = pad_rows(shard.movedim(layout.dim, 0), rows)
     pending = channel.all_gather_into(lease.tensor, piece, cargo=cargo)
     length = layout.global_shape[layout.dim]
     return pending.then(lambda full: full[:length].movedim(0, layout.dim)), lease
 
 
+_version = attrgetter("_version")
+
+
 def _versions(shards: list[nn.Parameter]) -> list[int]:
     """Numbers of which one changes with each visible write [Note: Versions]."""
-    return [*(shard._version for shard in shards), *_optimizer_steps()]
+    return [*map(_version, shards), *_optimizer_steps()]
 
 
 @cache
@@ -154,13 +158,6 @@ def _optimizer_steps() -> list[int]:
 
     register_optimizer_step_post_hook(stepped)
     return steps
-
-
-def piece_shape(layout: ParameterLayout) -> tuple[int, ...]:
-    """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
-    length = math.ceil(layout.global_shape[layout.dim] / layout.parts)
-    rest = layout.global_shape[: layout.dim] + layout.global_shape[layout.dim + 1 :]
-    return (length, *rest)
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -207,9 +204,10 @@ class _Sum(NamedTuple):
 
     def shard(self) -> Tensor:
         """The shard, without padding; waits for it."""
-        layout = self.layout
-        piece = self.pending.wait().movedim(0, layout.dim)
-        return piece.narrow(layout.dim, 0, layout.local_shape[layout.dim])
+        layout, piece = self.layout, self.pending.wait()
+        if layout.travels_as_it_lies:
+            return piece
+        return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
 
     def release(self) -> None:
         """Give the buffers back, that of the shard too."""
@@ -273,8 +271,11 @@ class GradientReducer:
             self._deliver_oldest()
 
     def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
-        shape = piece_shape(layout)
-        pieces = pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
+        shape = layout.piece_shape
+        if layout.travels_as_it_lies:
+            pieces = grad.contiguous()
+        else:
+            pieces = pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
         leases = [self.pool.lease(shape, self._summed_in(grad.dtype), grad.device)]
         received = None
         if self.channel.sums_locally:
@@ -360,23 +361,25 @@ class MemoryPool:
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
         """A buffer of this shape, its contents undefined."""
-        waiting = self._free[dtype, device, math.prod(shape)]
-        if waiting:
+        key = dtype, device, math.prod(shape)
+        if waiting := self._free[key]:
             buffer, last_use = waiting.pop()
+            if buffer.shape != shape:
+                buffer = buffer.view(shape)
             if last_use is not None:
                 last_use.wait()
             self.reuses += 1
         else:
             with torch.inference_mode(False):  # such a tensor could not be written in training
                 if self.allocate is not None:
-                    buffer = self.allocate(math.prod(shape), dtype)
+                    buffer = self.allocate(math.prod(shape), dtype).view(shape)
                 else:
-                    buffer = torch.empty(math.prod(shape), dtype=dtype, device=device)
+                    buffer = torch.empty(shape, dtype=dtype, device=device)
             self.reserved_bytes += buffer.nbytes
             self.allocations += 1
         self.leased_bytes += buffer.nbytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
-        return Lease(buffer.view(shape), self)
+        return Lease(buffer, self)
 
     def reset_lazy_pools(self) -> None:
         """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
@@ -394,5 +397,5 @@ class MemoryPool:
             self.reserved_bytes -= tensor.nbytes
             streams.in_use(tensor)
             return
-        key = (tensor.dtype, tensor.device, tensor.numel())
-        self._free[key].append((tensor.view(-1), streams.mark(tensor.device)))
+        key = tensor.dtype, tensor.device, tensor.numel()
+        self._free[key].append((tensor, streams.mark(tensor.device)))
