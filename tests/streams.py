@@ -219,8 +219,9 @@ class Device(TorchDispatchMode):
             self.timed.append(event)
         return event
 
-    def _in_use(self, tensor: Tensor) -> None:
-        self._of(tensor).users.add(self.current)
+    def _in_use(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._of(tensor).users.add(self.current)
 
     # -- what torch does ---------------------------------------------------------------------
 

@@ -125,14 +125,15 @@ class Channel:
     # -- collectives into given buffers ------------------------------------------------------
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
-        """Write the ranks' x [n, ..], joined in rank order, into `out` of p times its elements."""
+        """Write the ranks' x [n, ..], joined in rank order, into `out` [p n, ..] or [p, n, ..]."""
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
+        joined = out if out.dim() == x.dim() else out.flatten(0, 1)
         return self._launch(
             "all_gather",
             cargo,
             x.nbytes * (self.size - 1),
-            lambda: _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True),
+            lambda: _all_gather(joined, x, group=self.group, async_op=True),
             out,
             keep=(x, out),
         )
@@ -140,7 +141,7 @@ class Channel:
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
     ) -> Pending:
-        """Write the sum of the ranks' x [p, *out.shape], this rank's slice of it, into `out`.
+        """Write this rank's slice of the sum of x [p n, ..] or [p, n, ..] into `out` [n, ..].
 
         `out` may have a wider dtype than x, and then sums in it. Sums on gloo as the note
         [Reduce-scatter by all-to-all] says; `received`, like x, is a buffer for that, which is in
@@ -158,12 +159,12 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
-        wide = x if x.dtype == out.dtype else x.to(out.dtype)
+        wide = (x if x.dim() == out.dim() else x.flatten(0, 1)).to(out.dtype)
         return self._launch(
             "reduce_scatter",
             cargo,
             wide.nbytes // self.size * (self.size - 1),
-            lambda: _reduce_scatter(out.view(-1), wide.view(-1), group=self.group, async_op=True),
+            lambda: _reduce_scatter(out, wide, group=self.group, async_op=True),
             out,
             keep=(wide, out),
         )
@@ -282,7 +283,11 @@ class Channel:
         pair: tuple[int, ...] = (),
     ) -> Pending:
         """`out` on its way; `keep` is all that travels, and `pair` as in `_launched`."""
-        wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
+        self._launched[pair] += 1
+        if self._on_streams and not self.log.listens:
+            wait: Callable[[], object] = _ours(start()).wait
+        else:
+            wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
 
         def arrive() -> Tensor:
             wait()
@@ -294,7 +299,6 @@ class Channel:
         self, trip: Trip, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
     ) -> Callable[[], object]:
         """Start a transfer; what is returned waits for it, and the log has its times."""
-        self._launched[pair] += 1
         transfer = self.log.start(*trip)
         if not self._on_streams:
             arrival = 0.0 if self.link is None else self.link.book(trip.sent_bytes)

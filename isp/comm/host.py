@@ -75,8 +75,7 @@ class HostChannel(Channel):
             streams.follow(self._stream)
             with streams.on(self._stream):
                 out.copy_(x, non_blocking=True)
-                for tensor in (out, x):
-                    streams.in_use(tensor)
+                streams.in_use(out, x)
                 return _Copy(streams.mark(self._device))
 
         return self._launch(kind, cargo, x.nbytes, start, out, keep=())

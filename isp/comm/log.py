@@ -193,6 +193,11 @@ class CommLog:
     _collects: bool = False
     _timed: list[_Timed] = field(default_factory=list)
 
+    @property
+    def listens(self) -> bool:
+        """Whether somebody wants to know of transfers."""
+        return self._collects or self.observer is not None
+
     def collect(self, device: torch.device | None = None) -> None:
         """Keep what is launched from here on, until `take` hands it out.
 

@@ -56,9 +56,9 @@ class Pending:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
-            for tensor in self._keep:
-                streams.in_use(tensor)
-            self._keep = ()
+            if self._keep:
+                streams.in_use(*self._keep)
+                self._keep = ()
         if self._result is None:
             raise RuntimeError("this transfer failed when it was first waited for")
         return self._result

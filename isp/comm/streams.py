@@ -39,6 +39,8 @@ __all__ = [
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
+_HERE = nullcontext()
+
 
 def new(device: torch.device) -> Stream | None:
     """Another stream, ahead of compute [Note: Priorities]."""
@@ -52,7 +54,7 @@ def current(device: torch.device) -> Stream | None:
 
 def on(stream: Stream | None) -> AbstractContextManager[None]:
     """Within it things are queued on `stream`."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    return _HERE if stream is None else torch.cuda.stream(stream)
 
 
 def follow(stream: Stream | None) -> None:
@@ -70,14 +72,15 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
     return event
 
 
-def in_use(tensor: Tensor) -> None:
-    """Tell the allocator that the current stream uses `tensor`.
+def in_use(*tensors: Tensor) -> None:
+    """Tell the allocator that the current stream uses `tensors`.
 
     Memory that is freed is lent again to the stream it was made on, without a wait for any other.
     Told of another one, the allocator waits for what is queued there when the memory is freed.
     """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def serve(group: dist.ProcessGroup) -> bool:
