@@ -56,7 +56,7 @@ Collective = Callable[..., Pending]
 """Called with a tensor and its `cargo`."""
 
 
-def _identity(x: Tensor, *, cargo: Cargo) -> Pending:
+def _stay(x: Tensor, *, cargo: Cargo) -> Pending:
     return Pending.ready(x)
 
 
@@ -71,13 +71,13 @@ class Role(Enum):
 class Moves:
     """The collectives of the four activations of a linear."""
 
-    x: Collective = _identity
+    x: Collective = _stay
     """The input, before it is multiplied."""
-    y: Collective = _identity
+    y: Collective = _stay
     """The output."""
-    dy: Collective = _identity
+    dy: Collective = _stay
     """The gradient of the output; the dual of `y`."""
-    dx: Collective = _identity
+    dx: Collective = _stay
     """The gradient of the input; the dual of `x`."""
     regather_x: bool = False
     """Save x as it came, and move it again in backward."""
@@ -122,9 +122,8 @@ def wanted(ctx: Any, index: int) -> Wanted:
     """
     if not ctx.needs_input_grad[index]:
         return Wanted.NOTHING
-    target, _ = ctx.next_functions[index]
     try:
-        runs = torch._C._will_engine_execute_node(target)
+        runs = torch._C._will_engine_execute_node(ctx.next_functions[index][0])
     except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
         return Wanted.VALUE
     return Wanted.FLOW if runs else Wanted.NOTHING
@@ -181,7 +180,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
-        full_x = moves.x(x, cargo=Cargo(Purpose.ACTIVATION, layer.name, "x")).wait()
+        full_x = _moved(moves.x, x, Purpose.ACTIVATION, layer, "x")
         with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
             y = F.linear(full_x, _matrix(full.weight, layer), full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
@@ -189,56 +188,65 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, _, _ = ctx.needs_input_grad
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
-        return moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
+        return _moved(moves.y, y, Purpose.ACTIVATION, layer, "y")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
-        want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
+        want_x, want_w, want_b = wanted(ctx, 0), wanted(ctx, 1), wanted(ctx, 2)
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
-        visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else nullcontext()
+        visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else _NO_VISIT
+        dx = dw = db = None
         with visit as full:
-            dy = moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
-            x_arriving = Pending.ready(x)
+            dy = _moved(moves.dy, dy, Purpose.OUTPUT_GRADIENT, layer, "dy")
+            x_arriving = None
             if moves.regather_x and want_w:
                 again = Cargo(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
                 x_arriving = moves.x(x, cargo=again)
-
-            def input_gradient() -> Pending | None:
-                if full is None:
-                    return None
-                dx = dy @ _matrix(full.weight, layer).to(dy.dtype)  # [Note: Autocast]
-                return moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
-
-            def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-                dw = db = None
-                if want_w:
-                    flat_dy = dy.flatten(0, -2)
-                    flat_x = x_arriving.wait().flatten(0, -2).to(dy.dtype)  # [Note: Autocast]
-                    route, parameter = layer.weight_gradients, ctx.parameter
-                    left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
-                    if route is None or parameter is None or want_w is not Wanted.FLOW:
-                        dw = gradient_of(layer, left, right)
-                    else:
-                        dw = route(layer, parameter, left, right)
-                    if dw is not None:
-                        returned = want_w is Wanted.VALUE
-                        dw = communicator.grad_hook(dw, module=layer, returned=returned)
-                if want_b:
-                    db = dy.flatten(0, -2).sum(0)
-                    returned = want_b is Wanted.VALUE
-                    db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
-                return dw, db
-
-            if communicator.gathers_weights:
-                dw, db = weight_gradients()
-                dx = input_gradient()
-            else:
-                dx = input_gradient()
-                dw, db = weight_gradients()
+            if full is not None and not communicator.gathers_weights:
+                dx = _input_gradient(dy, full.weight, layer)
+            if want_w:
+                full_x = x if x_arriving is None else x_arriving.wait()
+                dw = _weight_gradient(dy, full_x, layer, ctx.parameter, want_w)
+            if want_b:
+                db = dy.flatten(0, -2).sum(0)
+                returned = want_b is Wanted.VALUE
+                db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
+            if full is not None and communicator.gathers_weights:
+                dx = _input_gradient(dy, full.weight, layer)
         return None if dx is None else dx.wait(), dw, db, None
+
+
+_NO_VISIT = nullcontext()
+
+
+def _moved(move: Collective, x: Tensor, purpose: Purpose, layer: LinearLayer, name: str) -> Tensor:
+    """x, where it is multiplied or goes on; waits for it."""
+    return x if move is _stay else move(x, cargo=Cargo(purpose, layer.name, name)).wait()
+
+
+def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Pending:
+    """dy W [Note: Autocast], on its way."""
+    dx = dy @ _matrix(weight, layer).to(dy.dtype)
+    return layer.moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
+
+
+def _weight_gradient(
+    dy: Tensor, x: Tensor, layer: LinearLayer, parameter: nn.Parameter | None, want: Wanted
+) -> Tensor | None:
+    """dy^T x of all tokens [Note: Autocast], or None if it is taken care of."""
+    flat_dy, flat_x = dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype)
+    left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
+    route = layer.weight_gradients
+    if route is None or parameter is None or want is not Wanted.FLOW:
+        dw: Tensor | None = gradient_of(layer, left, right)
+    else:
+        dw = route(layer, parameter, left, right)
+    if dw is None:
+        return None
+    return layer.communicator.grad_hook(dw, module=layer, returned=want is Wanted.VALUE)
 
 
 def _matrix(weight: Tensor, layer: LinearLayer) -> Tensor:
@@ -306,30 +314,30 @@ class ParallelLinear(ParallelModule):
         if it is not of the shape of the layer's shard.
         """
         y = self.multiply(x, weight)
-        if self.bias_after_move and self.bias is not None and not self.skip_bias_add:
+        if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
             y = y + self.bias.to(y.dtype)  # [Note: Autocast]
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """`forward` without a bias that is added after the move of y."""
-        weight = self._checked_weight(weight)
+        own = self.weight
+        if weight is None and own is None:
+            raise ValueError(f"{self._title} has no weight of its own: call it with one")
+        if weight is not None and weight is not own:
+            self._check(weight)
         inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
-        return multiply(x, weight, inner_bias, self)
+        return multiply(x, own if weight is None else weight, inner_bias, self)
 
-    def _checked_weight(self, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            if self.weight is None:
-                raise ValueError(f"{self._title} has no weight of its own: call it with one")
-            return self.weight
+    def _check(self, weight: Tensor) -> None:
+        """Raise ValueError if this weight cannot take the place of the layer's own."""
         expected = self.layouts["weight"].local_shape
         if tuple(weight.shape) != expected:
             raise ValueError(
                 f"{self._title} was called with a weight of shape {tuple(weight.shape)}, its shard"
                 f" has shape {expected}"
             )
-        if self.communicator.gathers_weights and weight is not self.weight:
+        if self.communicator.gathers_weights:
             raise ValueError(f"{self._title}: in isp mode only a layer's own weight is gathered")
-        return weight
 
     @property
     def _title(self) -> str:

@@ -97,6 +97,17 @@ class _ErrorLatch:
 class _Visit:
     """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
 
+    __slots__ = (
+        "_ahead",
+        "_communicator",
+        "_cursor",
+        "_held",
+        "_layer",
+        "_phase",
+        "_step",
+        "_with_bias",
+    )
+
     def __init__(
         self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, with_bias: bool
     ) -> None:
@@ -130,7 +141,7 @@ class _Visit:
         if self._held is not None and latch.error is None:
             with latch:
                 self._held.let_go()
-        if (step := self._planned) is not None and error is None:
+        if error is None and (step := self._planned) is not None and step.after:
             self._communicator._execute(step.after)
 
     @property
@@ -139,9 +150,10 @@ class _Visit:
         return self._step if self._cursor is self._communicator._cursor else None
 
     def _launch_ahead(self) -> None:
-        acts, self._ahead = self._ahead, ()
-        if acts and self._planned is not None:
-            self._communicator._execute(acts)
+        if self._ahead:
+            acts, self._ahead = self._ahead, ()
+            if self._planned is not None:
+                self._communicator._execute(acts)
 
     def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
         communicator = self._communicator
@@ -206,6 +218,8 @@ class ISPCommunicator(WPCommunicator):
         self._names: dict[int, str] = {}
         self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
         """Store, layer and block of each weight; of its first visit, if there are several."""
+        self._keys: dict[tuple[int, int, int], Hashable] = {}
+        """How the visit at a chunk's block's place names itself."""
         self._forward: list[Hashable] = []
         """The keys of all visits, in forward order."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
@@ -235,7 +249,8 @@ class ISPCommunicator(WPCommunicator):
         self._states = [ISPOverlapState() for _ in self._declared]
         self._names = weight_names(self._declared)
         for site, block, visit in declared_visits(self._declared):
-            key = self._key_of(site)
+            key = site[1:] if visit.layer is None else id(visit.layer)
+            self._keys[site[1:]] = key
             self._forward.append(key)
             if visit.layer is not None:
                 name = self._names[id(visit.layer.weight)]
@@ -345,8 +360,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _key_of(self, site: Site) -> Hashable:
         """The key of a site: a layer, or a launch point."""
-        layer = self._declared[site.chunk][site.block].visits[site.visit].layer
-        return site[1:] if layer is None else id(layer)
+        return self._keys[site[1:]]
 
     def _pass_by(self, key: Hashable, *_: object) -> None:
         """A launch point without a weight, as a module's hook."""
@@ -390,13 +404,17 @@ class ISPCommunicator(WPCommunicator):
         ready = None
         with self._latch:
             for kind, name, bias in acts:
+                if kind is ActKind.WAIT:
+                    continue
                 state, layer, block = self._homes[name]
-                if kind is ActKind.GATHER and name not in state.gathered:
+                if kind is ActKind.GATHER:
+                    if name in state.gathered:
+                        continue
                     if block is not ready:
                         self._make_ready(block)
                         ready = block
                     state.gathered[name] = self._gather(layer, bias is not None)
-                elif kind is ActKind.FREE and name in state.gathered:
+                elif name in state.gathered:
                     state.gathered.pop(name).let_go()
 
     def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
