@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,6 +128,12 @@ class Publisher:
         bucket = self._bucket_of.get(parameter)  # none in a channel of one rank
         if bucket is not None:
             bucket.wait()
+
+    def waits_for(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
+        """As `wait_for`, once for each bucket that these are in."""
+        found = (self._bucket_of.get(parameter) for parameter in parameters)
+        buckets = {id(bucket): bucket for bucket in found if bucket is not None}
+        return [bucket.wait for bucket in buckets.values()]
 
     def wait(self) -> None:
         for bucket in self._buckets:

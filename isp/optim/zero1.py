@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -224,6 +224,10 @@ class Zero1Optimizer:
     def published(self, parameter: nn.Parameter) -> None:
         """Wait until the new value of `parameter` is there; free if it is."""
         self._publisher.wait_for(parameter)
+
+    def publications(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
+        """What waits until the new values of all these are there; each is free if they are."""
+        return self._publisher.waits_for(parameters)
 
     def state_dict(self) -> OptimizerState:
         """Master weights, states and step count of this rank's rows; see `OptimizerState`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,8 +106,8 @@ class TrainStep:
         self._stages = mesh[Axis.PIPELINE]
         self._deferred: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
-        self._trained: dict[nn.Module, list[nn.Parameter]] = {}
-        """The trained parameters of each part that was asked for: to walk a module takes long."""
+        self._publications: dict[nn.Module, list[Callable[[], None]]] = {}
+        """What waits for the weights of each part that was asked for: to find it takes long."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         route: WeightGradientRoute = IntoMainGradients(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
@@ -260,10 +260,11 @@ class TrainStep:
         self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
-        if part not in self._trained:
-            self._trained[part] = [p for p in part.parameters() if p.requires_grad]
-        for parameter in self._trained[part]:
-            self.optimizer.published(parameter)
+        if part not in self._publications:
+            trained = (p for p in part.parameters() if p.requires_grad)
+            self._publications[part] = self.optimizer.publications(trained)
+        for wait in self._publications[part]:
+            wait()
 
     def over_ranks(self, total: Tensor) -> Tensor:
         """The loss over all ranks, of which only the last stage has any; []."""
