@@ -140,7 +140,7 @@ OF_TWO = {
     "rows": Case(layout=ISP, packed=False),
     "window": Case(layout=replace(ISP, data=1), model=WINDOW),
     "recomputed": Case(layout=ISP, model=AGAIN),
-    "replicas": Case(layout=Layout(weight=2, data=2, zero1=2)),
+    "replicas": Case(layout=Layout(data=2, zero1=2)),
     "rungs": Case(layout=ISP, model=RUNGS, optimizer=replace(OPTIMIZER, offload_states=True)),
     "loss over ranks": Case(
         layout=replace(ISP, options=WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True))

@@ -21,6 +21,7 @@ from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal
 from tests.metrics.test_tensorboard import shown
 from tests.ranks import run_ranks
+from tests.streams import Device
 from tests.train.jobs import write_job
 from tests.train.runs import Layout, Meshes, Task, make_run
 
@@ -68,6 +69,20 @@ def test_a_step_is_measured_on_the_device() -> None:
     times = clock.take()
     assert times[Phase.FORWARD_BACKWARD] > 2 * launched
     assert times[Phase.OPTIMIZER] < times[Phase.FORWARD_BACKWARD]
+
+
+def test_a_phase_that_the_device_is_still_at_is_left() -> None:
+    """Catches a host that waits for the end of the update to know how long it took."""
+    with Device() as device:
+        clock = PhaseClock(CPU)
+        clock.enter(Phase.OPTIMIZER)
+        clock.enter(Phase.OTHER)
+        end = device.timed[-1]
+        end.over = False
+        assert clock.take()[Phase.OPTIMIZER] == 0
+        end.over = True
+        assert clock.take()[Phase.OPTIMIZER] > 0
+        assert clock.take()[Phase.OPTIMIZER] == 0
 
 
 def test_transfers_stay_until_they_are_waited_for() -> None:
