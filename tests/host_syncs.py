@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from isp.comm import host_memory
 
@@ -183,10 +182,9 @@ class HostSyncs(TorchDispatchMode):
         found = func(*args, **kwargs)
         if func.namespace != "aten":  # collectives bring along what they are of
             return found
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        theirs = [x for x in given if not self._is_host(x)]
-        if given and not theirs:
-            self.of_host(*(x for x in tree_leaves(found) if isinstance(x, Tensor)))
+        given = _tensors((*args, *kwargs.values()))
+        if given and all(map(self._is_host, given)):
+            self.of_host(*_tensors((found,)))
         elif given:
             self.followed += 1
             self._look_at(func.overloadpacket.__name__, args, kwargs, given)
@@ -222,6 +220,16 @@ def _by_mask(args: tuple[Any, ...]) -> bool:
     if len(args) > 2 and args[2].numel() == 1:
         return False  # is filled in by the mask
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _address(x: Tensor) -> int:
