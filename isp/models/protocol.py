@@ -31,8 +31,8 @@ class Chunk(Protocol):
         """Forward: x and positions [B, S'] -> [B, S', D], or what `loss` takes.
 
         x are the tokens; on a later stage, what the one before gave, [B, S', D]. cu_seqlens
-        [documents + 1], int32: where the documents of the *full* row of all ranks begin, B being 1;
-        None if rows are not packed.
+        [documents + 1], int32, in host memory: where the documents of the *full* row of all ranks
+        begin, B being 1; None if rows are not packed.
         """
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
