@@ -18,7 +18,7 @@ ONE = "--parallel.tensor.size 1 --parallel.weight.size 1 --data.micro_num 1 --da
 QWEN = f"configs/quickstart.yaml --model.preset qwen3-0.6b --training.dtype bfloat16 {ONE} 8192"
 SMALL = "configs/quickstart.yaml --model.num_layers 1 --data.seq_len 64"
 RANKS = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
-LLAMA = "--model.preset llama3.1-8b --model.num_layers 8 --training.dtype bfloat16"
+LLAMA = "--model.preset llama3.1-8b --training.dtype bfloat16 --optimizer.offload_states"
 
 
 class Step(NamedTuple):
@@ -94,9 +94,9 @@ STEPS = (
     ),
     Step(
         "memory",
-        "does each rung of the memory ladder take what isp plan says, to 131,072 tokens",
-        8,
-        f"{MEMORY} --device cuda --lengths 65536,131072 {LLAMA} --optimizer.offload_states",
+        "does a rung of the memory ladder take what isp plan says, of four layers of llama3.1-8b",
+        6,
+        f"{MEMORY} --device cuda --lengths 65536,131072 {LLAMA} --model.num_layers 4",
         f"{MEMORY} --lengths 64,128 --model.num_layers 2 --rungs 3",
     ),
     Step(
@@ -109,9 +109,9 @@ STEPS = (
     ),
     Step(
         "memory_300k",
-        "do 300,000 tokens of eight layers of llama3.1-8b fit as planned",
+        "do 300,000 tokens of eight of its layers fit as planned",
         10,
-        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --optimizer.offload_states"
+        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --model.num_layers 8"
         " --only 'inputs on the host'",
         f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'all blocks again'",
         default=False,
