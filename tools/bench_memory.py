@@ -2,7 +2,7 @@
 
     python tools/bench_memory.py                          # Llama-shaped, vocabulary 32,768, on CPU
     python tools/bench_memory.py --device cuda --lengths 65536,131072 --model.preset llama3-8b \\
-        --training.dtype bfloat16 --optimizer.offload_states
+        --optimizer.offload_states
 
 Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
 makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
@@ -33,18 +33,18 @@ from isp.planner.memory import memory
 from isp.train.step import TrainStep, make_train_step
 
 ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "one_gpu.yaml"
 LLAMA = (
+    "--model.preset=tiny",
     "--model.vocab_size=32768",
     "--model.hidden_size=256",
     "--model.num_layers=8",
     "--model.num_heads=4",
     "--model.num_kv_heads=4",
     "--model.intermediate_size=688",
-    "--parallel.tensor.size=1",
-    "--parallel.weight.size=1",
-    "--data.micro_num=1",
-    "--data.micro_bsz=1",
+    "--training.dtype=float32",
 )
+"""The model, unless a preset is named."""
 RUNGS = {
     "nothing": ("--model.loss_chunk_tokens=0",),
     "loss in chunks": ("--model.loss_chunk_tokens=1024",),
@@ -77,7 +77,9 @@ def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig
     """The configuration of the first `rungs` rungs for a row of `tokens`."""
     words = [word for rung in list(RUNGS)[:rungs] for word in RUNGS[rung]]
     device = f"--training.device={options.device}"
-    words = [*LLAMA, device, *words, f"--data.seq_len={tokens}", *options.overrides]
+    named = any(word.startswith("--model.preset") for word in options.overrides)
+    sizes = () if named else LLAMA
+    words = [*sizes, device, *words, f"--data.seq_len={tokens}", *options.overrides]
     return load_config(options.config, words)
 
 
@@ -159,7 +161,7 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.yaml"))
+    parser.add_argument("--config", default=str(CONFIG))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
     parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_memory import GIB, peak
+from bench_memory import CONFIG, GIB, peak
 from torch import Tensor
 
 from isp.attention import AttentionMask, make_local_attention
@@ -35,27 +35,21 @@ from isp.metrics import device_name, peak_tflops
 from isp.settings.attention_backend import AttentionBackend
 from isp.train.step import TrainStep, make_train_step
 
-QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-ONE_RANK = (
-    "--parallel.tensor.size=1",
-    "--parallel.weight.size=1",
-    "--data.micro_num=1",
-    "--data.micro_bsz=1",
-)
+TINY = ("--model.preset=tiny", "--training.dtype=float32")
 Numbers = list[dict[str, Any]]
 
 
 def job(device: torch.device, tokens: int, *keys: str) -> JobConfig:
     """A run of one rank on rows of so many tokens."""
-    words = (*ONE_RANK, f"--training.device={device.type}", f"--data.seq_len={tokens}", *keys)
-    return load_config(QUICKSTART, words)
+    words = (f"--training.device={device.type}", f"--data.seq_len={tokens}", *keys)
+    return load_config(CONFIG, words)
 
 
 def qwen(device: torch.device, tokens: int, *keys: str) -> JobConfig:
     """qwen3-0.6b in bfloat16; on CPU a small model in float32."""
     if device.type == "cpu":
-        return job(device, 64, "--model.num_layers=2", *keys)
-    return job(device, tokens, "--model.preset=qwen3-0.6b", "--training.dtype=bfloat16", *keys)
+        return job(device, 64, *TINY, "--model.num_layers=2", *keys)
+    return job(device, tokens, *keys)
 
 
 def rows(config: JobConfig, device: torch.device, number: int, documents: int = 4) -> MicroBatch:
@@ -183,7 +177,7 @@ def loss(device: torch.device) -> Numbers:
     dtype, width = ("bfloat16", 2) if device.type == "cuda" else ("float32", 4)
     model = (f"vocab_size={words}", f"hidden_size={size}", "num_layers=1", "intermediate_size=64")
     keys = [f"--model.{key}" for key in (*model, f"num_heads={size // 32}", "num_kv_heads=1")]
-    keys.append(f"--training.dtype={dtype}")
+    keys += ["--model.preset=tiny", f"--training.dtype={dtype}"]
     found: Numbers = []
     print(f"all logits once, in {dtype}: {tokens * words * width / GIB:.3f} GiB; a step's peak")
     for chunk in ("1024", "4096", "0"):
@@ -210,7 +204,7 @@ def losses(config: JobConfig, device: torch.device, steps: int) -> tuple[list[fl
 
 def parity(device: torch.device) -> Numbers:
     """The losses of 20 steps on the device and on CPU, in float32: the same to 1e-3."""
-    cpu, keys = torch.device("cpu"), ("--model.preset=tiny", "--model.checkpoint=0.5")
+    cpu, keys = torch.device("cpu"), (*TINY, "--model.checkpoint=0.5")
     steps, tokens = (20, 512) if device.type == "cuda" else (2, 64)
     here, _ = losses(job(device, tokens, *keys), device, steps)
     there, _ = losses(job(cpu, tokens, *keys), cpu, steps)
@@ -227,7 +221,10 @@ def parity(device: torch.device) -> Numbers:
 def deterministic(device: torch.device) -> Numbers:
     """Two runs with training.deterministic end with the same bits."""
     cuda.compute_deterministically()
-    config, steps = qwen(device, 2048), 10 if device.type == "cuda" else 2
+    config, steps = (
+        qwen(device, 2048, "--training.deterministic"),
+        10 if device.type == "cuda" else 2,
+    )
     (one, first), (two, second) = (losses(config, device, steps) for _ in range(2))
     assert one == two, f"the losses differ: {one} and {two}"
     assert all(map(torch.equal, first, second)), "the weights differ"

@@ -312,6 +312,7 @@ def test_an_unknown_preset_is_refused(write):
 CONFIGS = {
     "quickstart.yaml": 4,
     "quickstart_pipeline.yaml": 4,
+    "one_gpu.yaml": 1,
     "llama3.1-8b_128k.yaml": 8,
     "llama3.1-8b_128k_2d.yaml": 16,
     "internlm2-7b_256k.yaml": 64,
