@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from isp.comm import Mesh
+from isp.comm.cuda import expand_segments
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.planner.case import Case
@@ -174,6 +175,8 @@ def main() -> None:
     if unknown := [name for name in options.only.split(",") if name and name not in RUNGS]:
         parser.error(f"--only {','.join(unknown)} is no rung: use {', '.join(RUNGS)}")
     torch.set_num_threads(options.threads)
+    if options.device == "cuda":
+        expand_segments()
     lengths = sorted(int(n) for n in options.lengths.split(","))
     found: dict[str, list[Row]] = {}
     for rung, name in enumerate(list(RUNGS)[: options.rungs]):

@@ -31,6 +31,7 @@ import torch
 from bench_hf import Step, ours, plain
 
 from isp.comm import Mesh
+from isp.comm.cuda import expand_segments
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
@@ -59,7 +60,7 @@ def write_folder(folder: Path, preset: str, layers: int | None, device: torch.de
     return int(sizes["num_layers"])
 
 
-def job(folder: Path, tokens: int, device: torch.device, *, again: bool) -> JobConfig:
+def job(folder: Path, tokens: int, device: torch.device, again: bool, *keys: str) -> JobConfig:
     """A run of the weights in `folder` on rows of so many tokens."""
     path = folder / "job.json"
     path.write_text(
@@ -72,7 +73,7 @@ def job(folder: Path, tokens: int, device: torch.device, *, again: bool) -> JobC
             }
         )
     )
-    return load_config(path)
+    return load_config(path, [f"--{key}" for key in keys])
 
 
 def row(config: JobConfig, device: torch.device) -> MicroBatch:
@@ -104,12 +105,12 @@ class Bench:
     def _try(self, name: str, act: Callable[[], None]) -> None:
         try:
             act()
+            return
         except torch.OutOfMemoryError:
             self.steps.pop(name, None)
             self.seconds[name] = []
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def measure(self, rounds: int) -> None:
         """Time each so many times; their first losses have to agree."""
@@ -135,18 +136,18 @@ def measure(folder: Path, tokens: int, options: argparse.Namespace) -> list[dict
     """A row of the table for each, at one length."""
     device = torch.device(options.device)
     again = tokens >= options.recompute_from
-    config = job(folder, tokens, device, again=again)
-    batch, mesh = row(config, device), Mesh(config.topology(1), 0)
+    config = job(folder, tokens, device, again)
+    batch = row(config, device)
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
     kernel = "flash_attention_2" if flash else "sdpa"
-    theirs = f"{PLAIN}, {kernel}"
-    bench = Bench(
-        {
-            OURS: lambda: ours(config, batch, mesh),
-            theirs: lambda: plain(folder, config, batch, kernel),
-        },
-        device,
-    )
+
+    def of(*keys: str) -> Callable[[], Step]:
+        own = job(folder, tokens, device, again, *keys)
+        return lambda: ours(own, batch, Mesh(own.topology(1), 0))
+
+    makers = {OURS: of(), **{f"{OURS}, {key}": of(key) for key in options.also}}
+    makers[f"{PLAIN}, {kernel}"] = lambda: plain(folder, config, batch, kernel)
+    bench = Bench(makers, device)
     bench.measure(options.rounds)
     options.faults += bench.faults
     flops = config.language_model.flops([tokens])
@@ -179,6 +180,7 @@ def main() -> int:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, help="of the presets, in place of all")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="ours so, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recompute-from", type=int, default=65536, metavar="TOKENS")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -186,6 +188,8 @@ def main() -> int:
     options = parser.parse_args()
     options.faults = []
     device = torch.device(options.device)
+    if device.type == "cuda":
+        expand_segments()
     print(f"{device_name(device)}, torch {torch.__version__}, bfloat16, one row of one document\n")
     print("| model | tokens | recompute | who | ms a step | tokens/s | MFU |")
     print("|---|---:|---|---|---:|---:|---:|")
@@ -194,6 +198,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             layers = write_folder(Path(name), preset, options.layers, device)
             for tokens in options.lengths:
+                gc.collect()
                 for one in measure(Path(name), tokens, options):
                     model = f"{preset}, {layers} layers"
                     show(model, one)

@@ -352,6 +352,8 @@ def main() -> int:
     options = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        cuda.expand_segments()
     try:
         found = named[options.check](device)
     except AssertionError as error:

@@ -102,7 +102,8 @@ STEPS = (
         "profile",
         "what does isp profile say of one rank",
         2,
-        f"{{python}} -m isp profile {QWEN} --modes isp --steps 3 --job.dump_folder {{folder}}/profile",
+        f"{{python}} -m isp profile {QWEN} --modes isp --steps 3"
+        " --job.dump_folder {folder}/profile",
         f"{{python}} -m isp profile {SMALL} --steps 1 --job.dump_folder {{folder}}/profile"
         " --parallel.tensor.size 1 --parallel.weight.size 1 --modes isp --no-torch",
     ),
