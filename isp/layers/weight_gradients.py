@@ -49,7 +49,7 @@ def weight_gradient(
         return left @ x if wide == dy.dtype else torch.mm(left, x, out_dtype=wide)
     if wide == dy.dtype:
         return torch.addmm(into, left, x, beta=int(add), out=into)
-    if add:
+    if add and not dy.is_meta:  # torch 2.11 may not know the shape of this addmm
         return torch.addmm(into, left, x, out_dtype=wide, out=into)
     return torch.mm(left, x, out_dtype=wide, out=into)
 

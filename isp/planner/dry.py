@@ -292,7 +292,6 @@ class Products(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:
-            factors = [x for x in args if not isinstance(x, torch.dtype)]  # torch's count of addmm
-            self._recorder.note(Product(count(*factors, **kwargs, out_val=out)))
+            self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

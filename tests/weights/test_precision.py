@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh
+from isp.comm.cargo import UNNAMED
+from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, named_parameters
 from isp.models.build import build_model
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel.layout import ParameterLayout
+from isp.planner.rank import Heard
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.transfers import ParameterGradients
+from isp.weights.transfers import GradientReducer, MemoryPool, ParameterGradients
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 
@@ -202,3 +206,19 @@ def delivered_dtypes(rank: int, switch: str) -> set[torch.dtype]:
 def test_reduce_dtype_of_the_configuration(switch: str, dtype: torch.dtype) -> None:
     """Catches `parallel.weight.reduce_dtype` that does not reach the reductions."""
     assert run_ranks(2, delivered_dtypes, switch) == [{dtype}] * 2
+
+
+@pytest.mark.parametrize(("sum_locally", "item_bytes"), [(True, 2), (False, 4)])
+def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: int) -> None:
+    """Catches narrow gradients counted where float32 copies of them travel, and are kept."""
+    channel = DryChannel("weight", WORLD, 0, Heard(), sum_locally=sum_locally)
+    limit = 2 * O * I * item_bytes
+    reducer = GradientReducer(channel, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit)
+    layout = ParameterLayout(global_shape=(O, I), parts=WORLD, reduce_over=Axis.WEIGHT_DATA)
+    weight = nn.Parameter(torch.empty(layout.local_shape, dtype=torch.bfloat16, device="meta"))
+    for count in (1, 2, 2):
+        grad = torch.empty(O, I, dtype=torch.bfloat16, device="meta")
+        reducer.launch(weight, grad, layout, cargo=UNNAMED)
+        assert reducer.bytes_in_flight == count * O * I * item_bytes
+    reducer.finish()
+    assert reducer.bytes_in_flight == 0
