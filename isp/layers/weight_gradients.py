@@ -67,7 +67,7 @@ class ProductSink(GradientSink, Protocol):
 
 
 class IntoMainGradients:
-    """Multiplies straight into the main gradient: no dW is ever allocated.
+    """Multiplies straight into the main gradient: no dW is kept, and none made if it can be.
 
     For weights that stay on their rank; one whose gradient travels needs it in a buffer.
     """

@@ -276,7 +276,8 @@ class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
 
     size: Annotated[int, Field(ge=-1, le=2**20)] = -1
-    """Ranks in a zero1 group, a divisor of weight_data (isp) or data (others); 0 or -1: all."""
+    """Ranks in a zero1 group, a divisor of weight_data (isp) or data (others); 0 or -1: all, and
+    half as many bytes of gradients travel between replicas."""
 
 
 @section("parallel")
