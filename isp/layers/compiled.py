@@ -2,9 +2,9 @@
 
 [Note: Compiled] Forward and backward of an autograd function are compiled each by itself, so what
 is kept between them is what the function says, compiled or not. Sizes and strides are symbols:
-another length compiles nothing new, another dtype does, or a size that becomes 1. No choice is made
-by timing, so every rank, and every start, computes with the same kernels. They are not the bits of
-the plain ones: what those round to the dtype of the model in between stays in float32 here.
+another length compiles nothing new, another dtype does, or a size that becomes 1. No order of a
+sum is chosen by timing, so every rank, and every start, computes the same. It is not what the plain
+layers compute to the last bit: what they round to the model's dtype in between stays float32 here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def lazily_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @cache
     def kernel() -> Callable[..., R]:  # here: the compiler is imported by those who use it
-        return torch.compile(function, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
+        # Not `fullgraph`, which would end a run that has met too many kinds of tensors: what is
+        # not compiled for is then computed as it stands. That nothing else is not is tested.
+        return torch.compile(function, dynamic=True, options=dict(_OPTIONS))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -24,18 +24,20 @@ LENGTHS = (3, 16, 50)
 HEADS, SIZE = 4, 16
 
 
-def _norm(dtype: torch.dtype, *, compiled: bool) -> RMSNorm:
+def _norm(dtype: torch.dtype, device: torch.device, *, compiled: bool) -> RMSNorm:
     layout = ParameterLayout(global_shape=(HEADS * SIZE,), reduce_over=Axis.DATA)
-    norm = RMSNorm(layout, eps=1e-5, device=CPU, dtype=dtype, compiled=compiled)
-    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    norm = RMSNorm(layout, eps=1e-5, device=device, dtype=dtype, compiled=compiled)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, HEADS * SIZE))
     return norm
 
 
-def _draw(length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+def _draw(length: int, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(2, length, *shape, generator=generator).to(dtype).requires_grad_()
+        x = torch.randn(2, length, *shape, generator=generator)
+        return x.to(device, dtype).requires_grad_()
 
     return draw
 
@@ -44,8 +46,10 @@ Outcome = tuple[list[Tensor], list[Tensor]]
 """Results with their gradients, and what was kept between them."""
 
 
-def _run(layer: str, length: int, dtype: torch.dtype, *, compiled: bool) -> Outcome:
-    draw, norm = _draw(length, dtype), _norm(dtype, compiled=compiled)
+def _run(
+    layer: str, length: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
+) -> Outcome:
+    draw, norm = _draw(length, dtype, device), _norm(dtype, device, compiled=compiled)
     inputs: list[Tensor]
     match layer:
         case "norm":
@@ -54,7 +58,9 @@ def _run(layer: str, length: int, dtype: torch.dtype, *, compiled: bool) -> Outc
         case "norm of sum":
             inputs, compute = [draw(HEADS * SIZE), draw(HEADS * SIZE)], norm.of_sum
         case "rotation":  # of a part of a fused tensor, as a model has it
-            angles = RotaryEmbedding(SIZE)(torch.arange(2 * length).view(2, length), dtype=dtype)
+            angles = RotaryEmbedding(SIZE)(
+                torch.arange(2 * length, device=device).view(2, length), dtype=dtype
+            )
             inputs = [draw(3 * HEADS, SIZE)]
             turn = partial(apply_rotary, compiled=compiled)
             compute = lambda x: turn(x[:, :, :HEADS], *angles)  # noqa: E731
@@ -70,9 +76,9 @@ def _run(layer: str, length: int, dtype: torch.dtype, *, compiled: bool) -> Outc
     return [*outs, *torch.autograd.grad(outs, leaves, douts)], kept
 
 
-def _check(layer: str, length: int, dtype: torch.dtype) -> None:
+def _check(layer: str, length: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
     (found, kept), (wanted, _) = (
-        _run(layer, length, dtype, compiled=compiled) for compiled in (True, False)
+        _run(layer, length, dtype, device, compiled=compiled) for compiled in (True, False)
     )
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype == dtype
@@ -105,12 +111,24 @@ def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
 )
 def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
     """Catches a kernel that computes something else, and one that is compiled for each length."""
-    graphs = []
+    _check_lengths(layer, dtype, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gpu_kernels(layer: str) -> None:
+    """Catches the same of kernels by triton."""
+    _check_lengths(layer, torch.bfloat16, torch.device("cuda"))
+
+
+def _check_lengths(layer: str, dtype: torch.dtype, device: torch.device) -> None:
+    before, graphs = counters["stats"]["unique_graphs"], []
     for length in LENGTHS:
-        _check(layer, length, dtype)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0
-    assert graphs == graphs[:1] * len(graphs)
+        _check(layer, length, dtype, device)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [2] * len(graphs)  # one forward, one backward
+    assert not counters["graph_break"]
 
 
 def test_without_a_compiler(
