@@ -56,7 +56,7 @@ def _case(layout: Layout) -> Case:
 class _FakeMesh(Mesh):
     """Its host group is of the fake backend too, which needs no one else."""
 
-    def _open_host(self) -> Channel:
+    def open_host(self, axis: Axis, name: str) -> Channel:
         return self[Axis.WORLD]
 
 
