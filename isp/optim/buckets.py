@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
-from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows
+from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
 
 __all__ = ["BucketManager", "Channels", "master_dtype"]
@@ -79,8 +79,9 @@ class BucketManager:
     reverse order of declaration: the order in which a backward pass produces their gradients. It
     may travel once all of them are `mark_ready`, and the rest goes in `finish`.
 
-    With `rows_of`, a channel, each of its ranks needs the sums of its `owned_rows` alone. Buckets
-    that are reduced over these very ranks are reduce-scattered then, which moves half the bytes.
+    With `rows_of`, a channel, each of its ranks needs the sums of its `owned_rows` alone. What is
+    reduced over these very ranks is reduce-scattered then, which moves half the bytes; but for
+    parameters of so few rows that equal parts of them would take much more memory.
 
     [Note: Some of the replicas] Where `rows_of` are not all the ranks that are summed over, all get
     all sums. A reduce-scatter among some and an all-reduce across them would move less, too, but
@@ -109,9 +110,12 @@ class BucketManager:
         """Sums of this rank's part of each, with its padding, [w]."""
         self._bucket_of: dict[nn.Parameter, _GradientBucket] = {}
         self._launched = 0
-        self._rows_of = rows_of or Channel.solo()
-        for members in _grouped(list(parameters), bucket_bytes):
-            self._open(members, channels)
+        self._rows_of = Channel.solo()
+        if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
+            self._rows_of = rows_of  # [Note: Some of the replicas]
+        of_kinds = [(self._parts_of(item, channels), item) for item in parameters]
+        for parts, members in _grouped(of_kinds, bucket_bytes):
+            self._open(members, parts, channels)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -131,8 +135,8 @@ class BucketManager:
 
     @property
     def scatters(self) -> bool:
-        """Whether ranks have the sums of their own rows alone."""
-        return any(bucket.parts > 1 for bucket in self._buckets)
+        """Whether ranks may have the sums of their own rows alone; the same on all ranks."""
+        return self._rows_of.size > 1
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The place of the gradient of `parameter` in its bucket, of the parameter's shape."""
@@ -190,10 +194,15 @@ class BucketManager:
         self._launched += 1
         bucket.launch(self._rows_of.rank)
 
-    def _open(self, members: list[NamedParameter], channels: Channels) -> None:
+    def _parts_of(self, item: NamedParameter, channels: Channels) -> int:
+        """The ranks that have sums of some rows each, of all that are added up; 1: all have all."""
+        size = channels[item.layout.reduce_over].size
+        scattered = size == self._rows_of.size and pads_little(item.parameter.shape[0], size)
+        return size if scattered else 1
+
+    def _open(self, members: list[NamedParameter], parts: int, channels: Channels) -> None:
         first = members[0]
         channel = channels[first.layout.reduce_over]
-        parts = channel.size if channel.size == self._rows_of.size else 1
         widths = {p: math.ceil(p.shape[0] / parts) * math.prod(p.shape[1:]) for _, p, _ in members}
         bucket = _GradientBucket(
             flat=torch.zeros(
@@ -217,19 +226,24 @@ class BucketManager:
         self._buckets.append(bucket)
 
 
-def _grouped(parameters: list[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+_Bucket = tuple[int, list[NamedParameter]]
+"""Ranks that have sums of some rows each, and members."""
+
+
+def _grouped(parameters: list[tuple[int, NamedParameter]], bucket_bytes: int) -> list[_Bucket]:
     """Members of each bucket; buckets in the order in which their last gradients come."""
-    open_buckets: dict[tuple[Axis, torch.dtype, torch.device], list[NamedParameter]] = {}
-    num_bytes: dict[tuple[Axis, torch.dtype, torch.device], int] = {}
-    closed: list[list[NamedParameter]] = []
-    for item in reversed(parameters):
+    _Kind = tuple[int, Axis, torch.dtype, torch.device]
+    open_buckets: dict[_Kind, list[NamedParameter]] = {}
+    num_bytes: dict[_Kind, int] = {}
+    closed: list[_Bucket] = []
+    for parts, item in reversed(parameters):
         dtype = master_dtype(item.parameter.dtype)
-        key = (item.layout.reduce_over, dtype, item.parameter.device)
+        key = (parts, item.layout.reduce_over, dtype, item.parameter.device)
         open_buckets.setdefault(key, []).append(item)
         num_bytes[key] = num_bytes.get(key, 0) + item.parameter.numel() * dtype.itemsize
         if num_bytes[key] >= bucket_bytes:
-            closed.append(open_buckets.pop(key))
+            closed.append((parts, open_buckets.pop(key)))
             del num_bytes[key]
-    place = {item.parameter: i for i, item in enumerate(reversed(parameters))}
-    rest = sorted(open_buckets.values(), key=lambda members: place[members[-1].parameter])
-    return closed + rest
+    place = {item.parameter: i for i, (_, item) in enumerate(reversed(parameters))}
+    rest = [(key[0], members) for key, members in open_buckets.items()]
+    return closed + sorted(rest, key=lambda bucket: place[bucket[1][-1].parameter])

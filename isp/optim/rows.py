@@ -15,7 +15,7 @@ from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import Interval
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Publisher", "owned_rows"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Publisher", "owned_rows", "pads_little"]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -27,6 +27,11 @@ def owned_rows(num_rows: int, parts: int, index: int) -> Interval:
     """
     chunk = math.ceil(num_rows / parts)
     return min(num_rows, index * chunk), min(num_rows, (index + 1) * chunk)
+
+
+def pads_little(num_rows: int, parts: int) -> bool:
+    """Whether parts as long as the first of `owned_rows` have at most an eighth more rows."""
+    return 8 * parts * math.ceil(num_rows / parts) <= 9 * num_rows
 
 
 class _Slot(NamedTuple):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from isp.layers.module import NamedParameter
 from isp.optim import Zero1Optimizer
-from isp.optim.rows import owned_rows
+from isp.optim.rows import owned_rows, pads_little
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
 from isp.planner.case import Case, Coordinates
@@ -116,7 +116,9 @@ def _padded(case: Case, item: NamedParameter) -> int:
 
 def _is_scattered(case: Case, item: NamedParameter) -> bool:
     """Whether each rank of the zero1 group has the sums of its own rows alone."""
-    return case.topology.zero1 > 1 and case.size(item.layout.reduce_over) == case.topology.zero1
+    parts = case.topology.zero1
+    same = parts == case.topology.weight_data == case.size(item.layout.reduce_over)
+    return parts > 1 and same and pads_little(item.layout.local_shape[0], parts)
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:

@@ -223,8 +223,8 @@ def _scattered(rank: int, bucket_bytes: int) -> tuple[list[Any], list[list[int]]
     """Sums gathered, shapes of this rank's rows, and what travels in each of two alike steps."""
     log = CommLog()
     ranks = Channel(torch.distributed.group.WORLD, log=log)
-    items = make((3, 2), (5,), (1, 2), (4, 2))
-    gradients = MainGradients(items, {Axis.DATA: ranks}, bucket_bytes=bucket_bytes, rows_of=ranks)
+    items, channels = make(*ROWS), {Axis.DATA: ranks, Axis.WEIGHT_DATA: ranks}
+    gradients = MainGradients(items, channels, bucket_bytes=bucket_bytes, rows_of=ranks)
     for _ in range(2):
         log.collect()
         gradients.zero()
@@ -238,19 +238,30 @@ def _scattered(rank: int, bucket_bytes: int) -> tuple[list[Any], list[list[int]]
     return [gradients.whole(n.parameter).tolist() for n in items], own, moved
 
 
+ROWS = ((17, 2), (9,), (1, 2), (4, 2))
+"""Shapes, of which two ranks have 9 and 8, 5 and 4, 1 and 0, and 2 rows each."""
+
+
 @pytest.mark.parametrize(
-    ("bucket_bytes", "elements"), [(0, [4, 2, 3, 4]), (10**6, [13]), (100, [9, 4])]
+    ("bucket_bytes", "moved"),
+    [
+        (0, ["rows 4", "all 2", "rows 5", "rows 18"]),
+        (100, ["rows 9", "rows 18", "all 2"]),
+        (10**6, ["all 2", "rows 27"]),
+    ],
 )
-def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, elements: list[int]):
+def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, moved: list[str]):
     """Catches rows of another rank or parameter, padding taken for a sum, and sums that all get.
 
-    Of 3, 5, 1 and 4 rows the first of two ranks has 2, 3, 1 and 2.
+    One row cannot be cut in two: its sum all have.
     """
-    rows = [[[2, 2], [3], [1, 2], [2, 2]], [[1, 2], [2], [0, 2], [2, 2]]]
-    for rank, (sums, own, moved) in enumerate(run_ranks(2, _scattered, bucket_bytes)):
-        assert sums == [(6 * n.parameter).tolist() for n in make((3, 2), (5,), (1, 2), (4, 2))]
+    kinds = {"rows": "reduce_scatter", "all": "all_reduce"}
+    trips = [(kinds[kind], 8 * int(elements)) for kind, elements in map(str.split, moved)]
+    rows = [[[9, 2], [5], [1, 2], [2, 2]], [[8, 2], [4], [0, 2], [2, 2]]]
+    for rank, (sums, own, found) in enumerate(run_ranks(2, _scattered, bucket_bytes)):
+        assert sums == [(6 * n.parameter).tolist() for n in make(*ROWS)]
         assert own == rows[rank]
-        assert moved == [("reduce_scatter", 8 * n) for n in elements]
+        assert found == trips
 
 
 def _launches_seen_in_backward(rank: int) -> list[int]:
