@@ -22,7 +22,7 @@ from isp.attention.cpu import CpuAttention
 from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
-from isp.comm import Channel
+from isp.comm import Channel, streams
 from isp.comm.cargo import Cargo
 from isp.settings.attention_backend import AttentionBackend
 
@@ -178,11 +178,12 @@ def _milliseconds(backend: AttentionBackend, place: _Place) -> float:
     attend = _make(backend, place.device, None)
     tensors, times = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group)), []
     for repeat in range(4):  # the first one warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first, second, *rest = _TIMED_DOCUMENTS
-        start.record(torch.cuda.current_stream(place.device))
+        start = streams.mark(place.device, timed=True)
         _forward_and_backward(attend, tensors, [first + 8 * repeat, second - 8 * repeat, *rest])
-        end.record(torch.cuda.current_stream(place.device))
+        end = streams.mark(place.device, timed=True)
+        assert start is not None
+        assert end is not None
         end.synchronize()
         times.append(float(start.elapsed_time(end)))
     return min(times[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,3 +91,11 @@ def random_inputs(
     q, k, v = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
     dout = torch.randn(shapes[0], generator=generator, dtype=dtype)
     return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def largest_error(attention: Any, inputs: list[Tensor], dout: Tensor, mask: Any) -> float:
+    """Of the output and of every gradient, against attention written out in full."""
+    expected = with_gradients(attend(*inputs, mask), inputs, dout)
+    result = with_gradients(attention(*inputs, mask=mask), inputs, dout)
+    assert all(torch.isfinite(x).all() for x in result)
+    return max(float((a - b).abs().max()) for a, b in zip(result, expected, strict=True))
