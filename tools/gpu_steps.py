@@ -63,7 +63,8 @@ STEPS = (
         "mfu",
         "how fast is a step of qwen3-0.6b, beside transformers: the MFU",
         5,
-        f"{HF} --device cuda --presets qwen3-0.6b --lengths 2048 8192 32768",
+        f"{HF} --device cuda --presets qwen3-0.6b --lengths 2048 8192 32768"
+        " --also model.compile=false",
         f"{HF} --device cpu --presets tiny --lengths 64 --rounds 1",
     ),
     Step(
