@@ -13,6 +13,8 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trip
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +58,7 @@ class DistributedAttention:
         self.channel = channel
         self.together_below_bytes = together_below_bytes
         self._sent: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self.exchange = lru_cache(maxsize=64)(self._exchange)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -90,7 +93,7 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
         """The trip by which tensors spread their `heads` and join their tokens, S = `length`."""
         spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
         sequence = Cut.even(_SEQUENCE, length, self.channel.size)

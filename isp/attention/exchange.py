@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -41,7 +42,8 @@ Arrival = Callable[[], tuple[Tensor, ...]]
 """Gives the tensors of an exchange, when they are there."""
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """The split of one dim: rank i has `ranges[i]`; ranges that overlap replicate."""
 
     dim: int
@@ -58,7 +60,7 @@ class Cut(NamedTuple):
         size = length // num_ranks
         return cls(dim, tuple(range(i * size, (i + 1) * size) for i in range(num_ranks)))
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether the slices are equally long and lie one after another."""
         size = len(self.ranges[0])
@@ -66,15 +68,27 @@ class Cut(NamedTuple):
             r.start == i * size and r.stop == (i + 1) * size for i, r in enumerate(self.ranges)
         )
 
-    @property
+    @cached_property
     def is_partition(self) -> bool:
         """Whether the slices lie one after another, without overlap or gap."""
         return all(a.stop == b.start for a, b in zip(self.ranges, self.ranges[1:], strict=False))
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Length of the whole dim."""
         return max(r.stop for r in self.ranges)
+
+
+class _Messages(NamedTuple):
+    """The messages of one trip, by the rank that they go to or come from."""
+
+    sent: list[list[int]]
+    """Shapes."""
+    received: list[list[int]]
+    num_received: int
+    """Elements of all that is received."""
+    rows: tuple[list[int], list[int]] | None
+    """Elements of each, received and sent; None if all are alike."""
 
 
 @dataclass(frozen=True)
@@ -96,28 +110,43 @@ class Exchange:
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
         """Spread xs and join them along `join.dim`."""
-        dim, rank = self.spread[0].dim, self.channel.rank
-        shapes_in = [self._message_shape(xs[0], to, rank) for to in range(self.channel.size)]
-        shapes_out = [self._message_shape(xs[0], rank, of) for of in range(self.channel.size)]
-        send = _pack(xs, self.spread, dim, shapes_in)
+        dim, rank, messages = self.spread[0].dim, self.channel.rank, self._messages(xs[0], False)
+        send = _pack(xs, self.spread, dim, messages.sent)
         widths = [len(cut.ranges[rank]) for cut in self.spread]
 
         def unpack(received: Tensor) -> tuple[Tensor, ...]:
-            return tuple(_joined(received, self.join, shapes_out).split(widths, dim))
+            joined = _joined(received, self.join, messages.received)
+            return tuple(joined.split(widths, dim))
 
-        return self._launch(send, shapes_in, shapes_out, unpack)
+        return self._launch(send, messages, unpack)
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
         """Cut ys along `join.dim` and put them together along the spread dims."""
-        dim, rank = self.spread[0].dim, self.channel.rank
-        shapes_in = [self._message_shape(ys[0], rank, to) for to in range(self.channel.size)]
-        shapes_out = [self._message_shape(ys[0], of, rank) for of in range(self.channel.size)]
-        send = _pack(ys, [self.join] * len(ys), dim, shapes_in)
+        dim, messages = self.spread[0].dim, self._messages(ys[0], True)
+        send = _pack(ys, [self.join] * len(ys), dim, messages.sent)
 
         def unpack(received: Tensor) -> tuple[Tensor, ...]:
-            return _assembled(received, self.spread, shapes_out)
+            return _assembled(received, self.spread, messages.received)
 
-        return self._launch(send, shapes_in, shapes_out, unpack)
+        return self._launch(send, messages, unpack)
+
+    @cached_property
+    def _known(self) -> dict[tuple[torch.Size, bool], _Messages]:
+        return {}
+
+    def _messages(self, x: Tensor, back: bool) -> _Messages:
+        """The messages of tensors like x; found once, as layers are alike."""
+        key = x.shape, back
+        if key not in self._known:
+            rank, ranks = self.channel.rank, range(self.channel.size)
+            spread = [self._message_shape(x, other, rank) for other in ranks]
+            joined = [self._message_shape(x, rank, other) for other in ranks]
+            sent, received = (joined, spread) if back else (spread, joined)
+            rows = [prod(s) for s in received], [prod(s) for s in sent]
+            alike = len({*rows[0], *rows[1]}) == 1
+            found = _Messages(sent, received, sum(rows[0]), None if alike else rows)
+            self._known[key] = found
+        return self._known[key]
 
     def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
         """Shape of what passes between the rank with these heads and the rank with this slice."""
@@ -127,19 +156,14 @@ class Exchange:
         return shape
 
     def _launch(
-        self,
-        send: Tensor,
-        shapes_in: list[list[int]],
-        shapes_out: list[list[int]],
-        unpack: Callable[[Tensor], tuple[Tensor, ...]],
+        self, send: Tensor, messages: _Messages, unpack: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Arrival:
-        rows_in, rows_out = ([prod(s) for s in shapes] for shapes in (shapes_in, shapes_out))
-        even = len({*rows_in, *rows_out}) == 1
+        out_rows, in_rows = messages.rows or (None, None)
         pending = self.channel.all_to_all_into(
-            send.new_empty(sum(rows_out)),
+            send.new_empty(messages.num_received),
             send,
-            out_rows=None if even else rows_out,
-            in_rows=None if even else rows_in,
+            out_rows=out_rows,
+            in_rows=in_rows,
             cargo=self.cargo,
         )
         return lambda: unpack(pending.wait())
