@@ -4,12 +4,14 @@
 
 Tensors are so small that what is measured is Python and the dispatch of torch's ops. Two ranks
 share weights or sequence, of which this process is one; their wire is torch's fake process group,
-which is there at once, behind the path that NCCL takes. Processor time of the main thread, of a
-long model less a short one, by the layers between them; forward and backward are those of the
-trainer's step, the latter up to the last delivered gradient. Models take turns, medians are shown.
+which is there at once, behind the path that NCCL takes. Times are processor time of the main
+thread, of a long model less a short one, by the layers between them; forward and backward are those
+of the trainer's step, the latter up to the last delivered gradient. Models take turns. Of all
+rounds the least is shown, which other programs disturb least, and of what lies beyond plain torch
+the median, too.
 
-Beside the times stand counts of the same layers: collectives, torch ops, calls of Python functions
-and of C functions, and blocks of Python's memory that are alive between forward and backward.
+Beside the times stand counts of the same layers: collectives, torch ops, calls of Python functions,
+those of ours among them, and blocks of Python's memory that forward leaves for backward.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -50,6 +54,8 @@ TOKENS = 16
 PLAIN, RECOMPUTED = "plain torch", ", recomputed"
 SHORT, LONG = 2, 10
 """Layers of the two models, whose difference is shown."""
+OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("isp", "model"))
+"""Folders of this project's functions."""
 CONFIG = ModelConfig(
     vocab_size=32,
     hidden_size=32,
@@ -172,8 +178,10 @@ def as_on_device() -> Iterator[None]:
         mock.patch.object(Mesh, "_open_host", lambda mesh: mesh[Axis.WORLD]),
         mock.patch("model.decoder.make_local_attention", return_value=_Attention()),
     ):
-        yield
-    dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 # -- counts and times ------------------------------------------------------------------------
@@ -197,19 +205,17 @@ def timed(step: Pass) -> Times:
 
 
 class Counts(NamedTuple):
-    """Of one step, forward and backward."""
+    """Of one step, or of one layer of it."""
 
-    collectives: int
-    ops: int
+    collectives: float
+    ops: float
     """Of torch, as the dispatcher counts them."""
-    python_calls: int
-    c_calls: int
-    alive: int
+    calls: float
+    """Of Python functions."""
+    own_calls: float
+    """Those of this project."""
+    alive: float
     """Blocks of Python's memory that forward has left for backward."""
-
-    def less(self, other: Counts) -> Counts:
-        """What this has beyond another."""
-        return Counts(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class _Ops(TorchDispatchMode):
@@ -236,45 +242,58 @@ def counted(step: Pass) -> Counts:
         step.backward(step.forward())
     collectives = step.collectives() - before
     step.before()
-    events: dict[str, int] = dict.fromkeys(("call", "c_call"), 0)
+    calls = own_calls = 0
 
-    def note(_: Any, event: str, __: Any) -> None:
-        if event in events:
-            events[event] += 1
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls, own_calls
+        if event == "call":
+            calls += 1
+            own_calls += frame.f_code.co_filename.startswith(OWN)
 
     sys.setprofile(note)
     try:
         step.backward(step.forward())
     finally:
         sys.setprofile(None)
-    return Counts(collectives, ops.count, events["call"], events["c_call"], alive)
+    return Counts(collectives, ops.count, calls, own_calls, alive)
+
+
+def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT) -> Counts:
+    """The counts of a layer, of which `long` has so many more than `short`."""
+    return Counts(*((b - a) / between for a, b in zip(counted(short), counted(long), strict=True)))
 
 
 def measure(rounds: int) -> None:
     """Print the table."""
-    between = LONG - SHORT
     models = {row.name: (row.build(SHORT), row.build(LONG)) for row in rows()}
-    print("| | forward | backward | beyond plain | collectives | ops | calls | C calls | alive |")
-    print("|---|" + "---:|" * 8)
-    counts = {name: counted(long).less(counted(short)) for name, (short, long) in models.items()}
+    heads = ["forward", "backward", "beyond", "median", *Counts._fields]
+    print(f"| | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
+    counts = {name: of_a_layer(*steps) for name, steps in models.items()}
     gc.collect()
     gc.freeze()
-    taken: dict[str, list[Times]] = {name: [] for name in models}
+    taken: dict[str, list[tuple[Times, Times]]] = {name: [] for name in models}
     for index in range(rounds):
         names = list(models)
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            short, long = (timed(step) for step in models[name])
-            taken[name].append(
-                Times(*((b - a) / between for a, b in zip(short, long, strict=True)))
-            )
+            short, long = models[name]
+            taken[name].append((timed(short), timed(long)))
+    least = {name: _a_layer(each, min) for name, each in taken.items()}
+    median = {name: _a_layer(each, statistics.median) for name, each in taken.items()}
     for row in rows():
-        each = taken[row.name]
-        forward, backward = (1e3 * statistics.median(column) for column in zip(*each, strict=True))
-        plain = taken[PLAIN + RECOMPUTED if row.recompute else PLAIN]
-        beyond = 1e3 * statistics.median(sum(a) - sum(b) for a, b in zip(each, plain, strict=True))
-        numbers = [f"{count / between:.0f}" for count in counts[row.name]]
-        cells = [row.name, f"{forward:.2f}", f"{backward:.2f}", f"{beyond:.2f}", *numbers]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        plain = PLAIN + RECOMPUTED if row.recompute else PLAIN
+        beyond = (1e3 * (sum(found[row.name]) - sum(found[plain])) for found in (least, median))
+        times = [f"{number:.2f}" for number in (*(1e3 * t for t in least[row.name]), *beyond)]
+        numbers = [f"{number:.0f}" for number in counts[row.name]]
+        print(f"| {' | '.join([row.name, *times, *numbers])} |", flush=True)
+
+
+def _a_layer(taken: list[tuple[Times, Times]], choose: Callable[[Iterable[float]], float]) -> Times:
+    """Of the steps of a short and a long model the chosen times, by the layers between them."""
+    short, long = (
+        Times(choose(t.forward for t in of), choose(t.backward for t in of))
+        for of in zip(*taken, strict=True)
+    )
+    return Times(*((b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True)))
 
 
 def main() -> None:
@@ -282,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what nobody has sent is what memory held, and could be slow
     with as_on_device():
         measure(options.rounds)
 
