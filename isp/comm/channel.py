@@ -285,15 +285,10 @@ class Channel:
         """`out` on its way; `keep` is all that travels, and `pair` as in `_launched`."""
         self._launched[pair] += 1
         if self._on_streams and not self.log.listens:
-            wait: Callable[[], object] = _ours(start()).wait
+            wait: Callable[[], object] = _ours(start()).wait  # nobody wants to know of it
         else:
             wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
-
-        def arrive() -> Tensor:
-            wait()
-            return out
-
-        return Pending(arrive, keep=keep)
+        return Pending(wait, result=out, keep=keep)
 
     def _start(
         self, trip: Trip, start: Callable[[], dist.Work | None], pair: tuple[int, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,8 @@ class Pending:
     """A tensor on its way; `wait()` gives it.
 
     `wait` may be called again and gives the same tensor at no cost. Whoever holds the `Pending`
-    owns the transfer.
+    owns the transfer. The tensor is `result`, there when `finish` has returned, or, without it,
+    what that gives.
 
     [Note: Lifetime of what travels] Until the wait all that the transfer reads and writes is kept
     alive here. On CUDA the transfer may not be over then: the stream that waits is only told to.
@@ -29,7 +31,7 @@ class Pending:
 
     def __init__(
         self,
-        finish: Callable[[], Tensor] | None = None,
+        finish: Callable[[], Any] | None = None,
         *,
         result: Tensor | None = None,
         keep: tuple[Tensor, ...] = (),
@@ -55,7 +57,9 @@ class Pending:
         """
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            result, self._result = self._result, None
+            found = finish()
+            self._result = found if result is None else result
             if self._keep:
                 streams.in_use(*self._keep)
                 self._keep = ()

@@ -137,31 +137,34 @@ class _Visit:
         return self._wait(GatheredLayer.bias) if self._with_bias else None
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        latch = self._communicator._latch
-        if self._held is not None and latch.error is None:
-            with latch:
+        communicator = self._communicator
+        if self._held is not None and communicator._latch.error is None:
+            try:
                 self._held.let_go()
-        if error is None and (step := self._planned) is not None and step.after:
-            self._communicator._execute(step.after)
-
-    @property
-    def _planned(self) -> Step | None:
-        """Its step, as long as the plan is followed."""
-        return self._step if self._cursor is self._communicator._cursor else None
+            except Exception as failed:
+                communicator._latch.error = failed
+                raise
+        if error is None and self._step is not None and self._cursor is communicator._cursor:
+            communicator._execute(self._step.after)
 
     def _launch_ahead(self) -> None:
-        if self._ahead:
-            acts, self._ahead = self._ahead, ()
-            if self._planned is not None:
-                self._communicator._execute(acts)
+        acts, self._ahead = self._ahead, ()
+        # Waits come first, and are the layer's own.
+        if acts and acts[-1].kind is not ActKind.WAIT:
+            communicator = self._communicator
+            if self._cursor is communicator._cursor:  # the plan is still followed
+                communicator._execute(acts)
 
     def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
         communicator = self._communicator
-        with communicator._latch:
+        try:
             if self._held is None:
-                planned = self._planned is not None
+                planned = self._step is not None and self._cursor is communicator._cursor
                 self._held = communicator._hold(self._layer, planned, self._with_bias)
             return what(self._held)
+        except Exception as failed:
+            communicator._latch.error = failed
+            raise
 
 
 class ISPCommunicator(WPCommunicator):
@@ -197,6 +200,8 @@ class ISPCommunicator(WPCommunicator):
     ) -> None:
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
+        self.overlap = self.prefetch.overlap
+        """Whether weights are gathered ahead and gradients reduced behind."""
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
         """Buffers weights are gathered into: at most two units at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
@@ -218,8 +223,8 @@ class ISPCommunicator(WPCommunicator):
         self._names: dict[int, str] = {}
         self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
         """Store, layer and block of each weight; of its first visit, if there are several."""
-        self._keys: dict[tuple[int, int, int], Hashable] = {}
-        """How the visit at a chunk's block's place names itself."""
+        self._keys: dict[Site, Hashable] = {}
+        """The name that the visit at a site gives itself: of a layer, or a launch point."""
         self._forward: list[Hashable] = []
         """The keys of all visits, in forward order."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
@@ -233,11 +238,6 @@ class ISPCommunicator(WPCommunicator):
     def communication_mode(self) -> str:
         return "isp"
 
-    @property
-    def overlap(self) -> bool:
-        """Whether weights are gathered ahead and gradients reduced behind."""
-        return self.prefetch.overlap
-
     # -- before training ---------------------------------------------------------------------
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
@@ -250,7 +250,7 @@ class ISPCommunicator(WPCommunicator):
         self._names = weight_names(self._declared)
         for site, block, visit in declared_visits(self._declared):
             key = site[1:] if visit.layer is None else id(visit.layer)
-            self._keys[site[1:]] = key
+            self._keys.update((site._replace(phase=phase), key) for phase in Phase)
             self._forward.append(key)
             if visit.layer is not None:
                 name = self._names[id(visit.layer.weight)]
@@ -353,14 +353,10 @@ class ISPCommunicator(WPCommunicator):
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
         self.drain()
-        self._cursor = cursor = PlanCursor(self.plan(actions), self._key_of)
+        self._cursor = cursor = PlanCursor(self.plan(actions), self._keys.__getitem__)
         streams.follow(self._stream)  # what is queued now, such as an update of the weights
         self._execute(cursor.plan.start)
         return cursor
-
-    def _key_of(self, site: Site) -> Hashable:
-        """The key of a site: a layer, or a launch point."""
-        return self._keys[site[1:]]
 
     def _pass_by(self, key: Hashable, *_: object) -> None:
         """A launch point without a weight, as a module's hook."""
@@ -402,20 +398,22 @@ class ISPCommunicator(WPCommunicator):
     def _execute(self, acts: Iterable[Act]) -> None:
         """Do what the plan says; a wait is the layer's own, and what is done already is left."""
         ready = None
-        with self._latch:
+        try:
             for kind, name, bias in acts:
                 if kind is ActKind.WAIT:
                     continue
                 state, layer, block = self._homes[name]
-                if kind is ActKind.GATHER:
-                    if name in state.gathered:
-                        continue
+                if kind is ActKind.FREE:
+                    if (gathered := state.gathered.pop(name, None)) is not None:
+                        gathered.let_go()
+                elif name not in state.gathered:
                     if block is not ready:
                         self._make_ready(block)
                         ready = block
                     state.gathered[name] = self._gather(layer, bias is not None)
-                elif name in state.gathered:
-                    state.gathered.pop(name).let_go()
+        except Exception as failed:
+            self._latch.error = failed
+            raise
 
     def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
         """What a visit reads, there until it lets go: as planned, or gathered for it alone."""
@@ -428,7 +426,7 @@ class ISPCommunicator(WPCommunicator):
         if found is not None and found.stale:
             state.gathered.pop(name).let_go()
             found = None
-        if found is not None and (found.has_bias or not with_bias):
+        if found is not None and (not with_bias or found.has_bias):
             return found.hold()
         streams.follow(self._stream)  # what has written the weight is queued before the reader
         stays = planned and found is None

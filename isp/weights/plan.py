@@ -120,9 +120,11 @@ class PlanCursor:
         further away lies another visit of the same layer, which this one is not.
         """
         steps, start = self.plan.steps, self.position
-        if start < len(steps) and self._is_at(steps[start], key, phase):  # nothing was skipped
-            self.position = start + 1
-            return steps[start], ()
+        if start < len(steps):
+            step = steps[start]
+            if step.site.phase is phase and self._key_of(step.site) == key:  # nothing was skipped
+                self.position = start + 1
+                return step, ()
         current = _action(steps[start - 1]) if start else None
         action_ahead: tuple[int, int, bool] | None = None
         for index in range(start, len(steps)):
@@ -132,13 +134,10 @@ class PlanCursor:
                     action_ahead, first_block = _action(step), step.site.block
                 if _action(step) != action_ahead or step.site.block != first_block:
                     return None
-            if self._is_at(step, key, phase):
+            if step.site.phase is phase and self._key_of(step.site) == key:
                 self.position = index + 1
                 return step, steps[start:index]
         return None
-
-    def _is_at(self, step: Step, key: Hashable, phase: Phase) -> bool:
-        return step.site.phase is phase and self._key_of(step.site) == key
 
     def goes_forward(self, key: Hashable, weight: str) -> bool:
         """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
