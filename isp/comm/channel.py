@@ -284,8 +284,11 @@ class Channel:
     ) -> Pending:
         """`out` on its way; `keep` is all that travels, and `pair` as in `_launched`."""
         self._launched[pair] += 1
+        wait: Callable[[], object]
         if self._on_streams and not self.log.listens:
-            wait: Callable[[], object] = _ours(start()).wait  # nobody wants to know of it
+            work = start()
+            assert work is not None, "this rank is in its group"
+            wait = work.wait
         else:
             wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
         return Pending(wait, result=out, keep=keep)

@@ -190,31 +190,29 @@ class CommLog:
     observer: Observer | None = None
     clock: DeviceClock | None = None
     """Clock of transfers on streams; None: they are not timed."""
+    listens: bool = field(default=False, init=False)
+    """Whether somebody wants to know of transfers."""
     _collects: bool = False
     _timed: list[_Timed] = field(default_factory=list)
-
-    @property
-    def listens(self) -> bool:
-        """Whether somebody wants to know of transfers."""
-        return self._collects or self.observer is not None
 
     def collect(self, device: torch.device | None = None) -> None:
         """Keep what is launched from here on, until `take` hands it out.
 
         Times of transfers on streams are those of `device`; without one they are not known.
         """
-        self._collects, self.transfers = True, []
+        self._collects = self.listens = True
+        self.transfers = []
         self._start_clock(device)
 
     def watch(self, observer: Observer, device: torch.device) -> None:
         """Tell `observer` of everything from here on, timed on `device`."""
         assert self.observer is None, "this log is observed already"
-        self.observer = observer
+        self.observer, self.listens = observer, True
         self._start_clock(device)
 
     def unwatch(self) -> None:
         """The observer has seen enough."""
-        self.observer, self.block = None, ""
+        self.observer, self.block, self.listens = None, "", self._collects
         if not self._collects:
             self.clock, self._timed = None, []
 

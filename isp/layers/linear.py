@@ -182,7 +182,7 @@ class _Linear(torch.autograd.Function):
         moves, communicator = layer.moves, layer.communicator
         full_x = _moved(moves.x, x, Purpose.ACTIVATION, layer, "x")
         with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
-            y = F.linear(full_x, _matrix(full.weight, layer), full.bias)
+            y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
@@ -229,7 +229,7 @@ def _moved(move: Collective, x: Tensor, purpose: Purpose, layer: LinearLayer, na
 
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Pending:
     """dy W [Note: Autocast], on its way."""
-    dx = dy @ _matrix(weight, layer).to(dy.dtype)
+    dx = dy @ (weight.T if layer.transposed else weight).to(dy.dtype)
     return layer.moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
 
 
@@ -247,11 +247,6 @@ def _weight_gradient(
     if dw is None:
         return None
     return layer.communicator.grad_hook(dw, module=layer, returned=want is Wanted.VALUE)
-
-
-def _matrix(weight: Tensor, layer: LinearLayer) -> Tensor:
-    """The weight as [O, I]."""
-    return weight.T if layer.transposed else weight
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:

@@ -208,9 +208,9 @@ class ISPCommunicator(WPCommunicator):
         """Buffers gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
-        self._channel = channel
         self._stream = streams.new(config.device)
         """Of the gathers, so that these wait for what published a weight, and compute does not."""
+        self._gather = partial(gather, channel=channel, pool=self.pool, stream=self._stream)
         self._reducer = GradientReducer(
             reduce_channel or channel,
             self.reduce_pool,
@@ -410,7 +410,7 @@ class ISPCommunicator(WPCommunicator):
                     if block is not ready:
                         self._make_ready(block)
                         ready = block
-                    state.gathered[name] = self._gather(layer, bias is not None)
+                    state.gathered[name] = self._gather(layer, with_bias=bias is not None)
         except Exception as failed:
             self._latch.error = failed
             raise
@@ -420,7 +420,7 @@ class ISPCommunicator(WPCommunicator):
         name = self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             streams.follow(self._stream)
-            return self._gather(layer, with_bias)
+            return self._gather(layer, with_bias=with_bias)
         state, _, block = self._homes[name]
         found = state.gathered.get(name)
         if found is not None and found.stale:
@@ -431,7 +431,8 @@ class ISPCommunicator(WPCommunicator):
         streams.follow(self._stream)  # what has written the weight is queued before the reader
         stays = planned and found is None
         self._make_ready(block)
-        own = self._gather(layer, with_bias or (stays and self._reads_bias(layer, name)))
+        with_bias = with_bias or (stays and self._reads_bias(layer, name))
+        own = self._gather(layer, with_bias=with_bias)
         if stays:
             state.gathered[name] = own.hold()
         return own
@@ -446,6 +447,3 @@ class ISPCommunicator(WPCommunicator):
         with streams.on(self._stream):
             for fn in self._prerequisites:
                 fn(block)
-
-    def _gather(self, layer: WeightHolder, with_bias: bool) -> GatheredLayer:
-        return gather(layer, self._channel, self.pool, with_bias=with_bias, stream=self._stream)
