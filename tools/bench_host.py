@@ -43,7 +43,7 @@ from isp.comm import Mesh, streams
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Axis, Mode
+from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig, TensorConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.settings import OptimizerConfig
@@ -175,7 +175,7 @@ def as_on_device() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with (
         mock.patch.object(streams, "serve", return_value=True),
-        mock.patch.object(Mesh, "_open_host", lambda mesh: mesh[Axis.WORLD]),
+        mock.patch.object(Mesh, "open_host", lambda mesh, axis, name: mesh[axis]),
         mock.patch("model.decoder.make_local_attention", return_value=_Attention()),
     ):
         try:

@@ -1,0 +1,39 @@
+"""The host's work for a layer, in counts: it grows unseen, as no test on CPU waits for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from bench_host import as_on_device, of_a_layer, rows
+
+ROWS = {row.name: row for row in rows()}
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives", "ops", "own_calls"),
+    [
+        ("isp, tensor 1, weight 2", 12, 45, 600),
+        ("isp, tensor 2, weight 2", 16, 105, 730),
+        ("fsp, tensor 2", 10, 75, 300),
+        ("isp, tensor 2, weight 2, recomputed", 18, 135, 950),
+    ],
+)
+def test_a_layer_costs_the_host_no_more_than_this(
+    name: str, collectives: int, ops: int, own_calls: int
+) -> None:
+    """Catches a further transfer, torch ops beside those of plain torch, and calls that add up."""
+    row = ROWS[name]
+    with as_on_device():
+        found, plain = (
+            of_a_layer(of.build(2), of.build(4), between=2)
+            for of in (row, ROWS["plain torch, recomputed" if row.recompute else "plain torch"])
+        )
+    assert plain.collectives == plain.own_calls == 0
+    assert found.collectives == collectives
+    assert found.ops <= plain.ops + ops, found
+    assert found.own_calls <= own_calls, found
