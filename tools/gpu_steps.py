@@ -75,6 +75,13 @@ STEPS = (
         f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1",
     ),
     check("kernels", "which kernels is a step made of, and is the device ever idle", 2),
+    Step(
+        "host",
+        "what does the host of this machine need for a layer, beside plain torch",
+        2,
+        "{python} tools/bench_host.py --rounds 10",
+        "{python} tools/bench_host.py --rounds 1",
+    ),
     check("loss", "what memory does the loss take", 2),
     check("collective", "what does a channel add to a collective on the host", 1),
     check("efficiencies", "what shares of its peaks does the device reach, for isp plan", 2),
@@ -126,6 +133,17 @@ STEPS = (
         f"{{python}} -m isp profile {SMALL} --nproc 2 --parallel.weight.size 2 --steps 1"
         " --job.dump_folder {folder}/modes",
         gpus=2,
+    ),
+    Step(
+        "nccl_ub",
+        "what do buffers that are registered with NCCL win (needs NVLink SHARP)",
+        3,
+        f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
+        " --modes isp --parallel.weight.size {ranks} --parallel.weight.nccl_ub"
+        " --job.dump_folder {folder}/nccl_ub",
+        "",
+        gpus=2,
+        default=False,
     ),
     Step(
         "collective_2",
