@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
     ]
     assert main(["layouts", file, *words]) == 0
     said = capsys.readouterr().out
+    assert "NVLink 4 (efficiencies assumed, not measured)" in said
     assert "does not fit in 128.6 GiB, with all recomputed" in said
     assert "  mtp tensor 2" in said
     assert "all" in said.split("the first one")[0]
