@@ -20,6 +20,11 @@ from isp.comm.mappings import (
     split_tensor_into_1d_equal_chunks,
 )
 from isp.data.broadcast import broadcast_data
+from isp.layers.inference import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+    InferenceVocabParallelEmbedding,
+)
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.megatron import (
     ColumnParallelLinear,
@@ -27,6 +32,7 @@ from isp.layers.megatron import (
     VocabParallelEmbedding,
 )
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
+from isp.layers.workspace import InferenceWorkspace, Residual
 from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
 from isp.recompute import CheckpointWithoutOutput, checkpoint
 from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
@@ -36,7 +42,12 @@ __all__ = [
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "DeferredWeightGradients",
+    "InferenceLayerNormColumnParallelLinear",
+    "InferenceRowParallelLinear",
+    "InferenceVocabParallelEmbedding",
+    "InferenceWorkspace",
     "IntoMainGradients",
+    "Residual",
     "RngStatesTracker",
     "RngStream",
     "RowParallelLinear",

@@ -1,0 +1,214 @@
+"""The buffers of inference layers, and what lies between two of them in one call.
+
+S sequence, B batch, D model size, N tokens at once; p ranks, /p = split over them. A token is a
+row: [S, B, ..] stands for any number of dims before the last, the first of which is split.
+
+[Note: Tokens that are not split] Where S does not divide by p, as when few sequences are decoded,
+every rank has all of them: the sum over the ranks is all-reduced, and every rank adds and norms
+it all. That is the same number of bytes in one collective for two, and the norm of a few tokens
+costs nothing. A workspace that never splits is mtp, one that does is msp.
+
+[Note: Static buffers] All that the layers write lies in buffers that are made once, for
+`max_tokens`: no call allocates, nothing is read back by the host, and a CUDA graph finds the same
+addresses at every replay. So a result is good until the next call that writes there: what a row
+linear gives until the next row linear of the workspace, what a column linear gives until the next
+one of its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.comm.cargo import Cargo, Purpose
+from isp.comm.symmetric import SymmetricRows, why_no_symmetric_rows
+
+__all__ = ["InferenceWorkspace", "Norm", "Residual"]
+
+CPU = torch.device("cpu")
+
+
+class Norm(Protocol):
+    """An RMS norm over the model size: x / sqrt(mean(x^2) + eps) * weight."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """The sum that blocks add to: this rank's tokens [S/p, B, D] of S, or all of them."""
+
+    value: Tensor
+    tokens: tuple[int, ...]
+    """[S, B]."""
+
+
+class _Exchange(Protocol):
+    """The collectives of a workspace over its `rows` [N, D]; x and out are the first of them."""
+
+    rows: Tensor
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+        """Sum the ranks' x [n, D] and write this rank's part: out [n/p, D]."""
+
+    def all_gather(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+        """Join the ranks' x [n/p, D]: out [n, D]."""
+
+    def all_reduce(self, x: Tensor, cargo: Cargo) -> None:
+        """Replace x [n, D] by the sum over the ranks."""
+
+
+class _ByChannel:
+    """The collectives by the channel, with the bits of the training layers' (see `_Exchange`)."""
+
+    def __init__(self, channel: Channel, rows: Tensor) -> None:
+        self.channel, self.rows = channel, rows
+        self._received = torch.empty_like(rows) if channel.sums_locally else None
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+        received = None if self._received is None else self._received[: len(x)]
+        self.channel.reduce_scatter_into(out, x, received=received, cargo=cargo).wait()
+
+    def all_gather(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+        self.channel.all_gather_into(out, x, cargo=cargo).wait()
+
+    def all_reduce(self, x: Tensor, cargo: Cargo) -> None:
+        self.channel.all_reduce_(x, cargo=cargo).wait()
+
+
+class InferenceWorkspace:
+    """What the inference layers of a model share: its group, and buffers for `max_tokens` tokens.
+
+    Made by all ranks of the group together. `split_tokens` [Note: Tokens that are not split];
+    `symmetric_memory`: None where it serves, or whether it has to.
+    Raises ValueError if symmetric memory is wanted and cannot serve.
+    """
+
+    def __init__(
+        self,
+        group: Channel,
+        size: int,
+        *,
+        max_tokens: int,
+        split_tokens: bool = True,
+        symmetric_memory: bool | None = None,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.group, self.size, self.max_tokens = group, size, max_tokens
+        self.split_tokens, self.device, self.dtype = split_tokens, device, dtype
+        reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
+        if reason and symmetric_memory:
+            raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
+        self._exchange: _Exchange
+        if reason or symmetric_memory is False:
+            self._exchange = _ByChannel(group, self._rows(size))
+        else:
+            self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
+        self._residual, self._part = self._rows(size), self._rows(size)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._wide = None if wide == dtype else self._rows(size, wide)
+        self._scale = self._rows(1, wide)
+        self._outputs: dict[object, Tensor] = {}
+
+    def splits(self, tokens: Sequence[int]) -> bool:
+        """Whether each rank has a part of tokens [S, B] between the linears."""
+        return self.split_tokens and self.group.size > 1 and tokens[0] % self.group.size == 0
+
+    def residual(self, tokens: Sequence[int]) -> Residual:
+        """The sum of nothing yet, of tokens [S, B]; there is one at a time."""
+        own = list(tokens)
+        if self.splits(tokens):
+            own[0] //= self.group.size
+        value = self._residual[: self._count(own)].zero_().view(*own, self.size)
+        return Residual(value, tuple(tokens))
+
+    def begin(self, x: Tensor) -> Residual:
+        """The residual of x [S, B, D], which every rank has whole."""
+        residual = self.residual(x.shape[:-1])
+        if self.splits(residual.tokens):
+            x = x.chunk(self.group.size)[self.group.rank]
+        residual.value.copy_(x)
+        return residual
+
+    def partial(self, tokens: Sequence[int]) -> Tensor:
+        """Where a rank leaves its part of a sum over the ranks: [S B, D]."""
+        return self._exchange.rows[: self._count(tokens)]
+
+    def reduce(self, tokens: Sequence[int], layer: str) -> Tensor:
+        """The sum of the ranks' `partial`, of this rank's tokens [S/p B, D] or of all."""
+        partial, cargo = self.partial(tokens), Cargo(Purpose.ACTIVATION, layer, "y")
+        if not self.splits(tokens):
+            self._exchange.all_reduce(partial, cargo)
+            return partial
+        own = self._part[: len(partial) // self.group.size]
+        self._exchange.reduce_scatter(partial, own, cargo)
+        return own
+
+    def add_norm(
+        self, residual: Residual, norm: Norm, *, bias: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        """residual += sum of the ranks' `partial` + bias; the norm of it, of all tokens [S, B, D].
+
+        Where tokens are split: reduce-scatter, additions, RMS norm and all-gather.
+        """
+        own = self.reduce(residual.tokens, layer)
+        if bias is not None:
+            own.add_(bias)
+        residual.value.add_(own.view_as(residual.value))
+        return self.norm(residual, norm, layer=layer)
+
+    def norm(self, residual: Residual, norm: Norm, *, layer: str = "") -> Tensor:
+        """The norm of the residual, of all tokens: [S, B, D]."""
+        x = residual.value.view(-1, self.size)
+        joined = self.partial(residual.tokens)
+        if self.splits(residual.tokens):
+            own = self._part[: len(x)]
+            self._norm(x, norm, own)
+            self._exchange.all_gather(own, joined, Cargo(Purpose.ACTIVATION, layer, "normed y"))
+        else:
+            self._norm(x, norm, joined)
+        return joined.view(*residual.tokens, self.size)
+
+    def output(self, slot: object, tokens: Sequence[int], features: int, most: int) -> Tensor:
+        """Where the column linears of a slot write, [S B, O/p]; made for `most` tokens."""
+        count = self._count(tokens, most)
+        key = slot, features
+        if key not in self._outputs:
+            self._outputs[key] = self._rows(features, rows=most)
+        return self._outputs[key][:count]
+
+    def _norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
+        """`F.rms_norm` of x [N, D] into `out`, in float32 at least and with its roundings."""
+        wide = out if self._wide is None else self._wide[: len(x)]
+        scale = self._scale[: len(x)]
+        torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
+        torch.mean(wide, -1, keepdim=True, out=scale)
+        scale.add_(norm.eps).rsqrt_()
+        torch.mul(x, scale, out=wide).mul_(norm.weight)
+        if wide is not out:
+            out.copy_(wide)
+
+    def _count(self, tokens: Sequence[int], most: int | None = None) -> int:
+        count, most = prod(tokens), self.max_tokens if most is None else most
+        if count > most:
+            raise ValueError(
+                f"{count} tokens at once are more than max_tokens={most}, for which the buffers"
+                " were made: give a larger one, or fewer tokens at a time"
+            )
+        return count
+
+    def _rows(
+        self, columns: int, dtype: torch.dtype | None = None, rows: int | None = None
+    ) -> Tensor:
+        rows = self.max_tokens if rows is None else rows
+        return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
