@@ -1,0 +1,131 @@
+"""The decoder over the inference layers, in mtp and msp: norms, sums and collectives between them.
+
+T tokens, D hidden size, V vocabulary; H', F', V' the heads, inner features and logits of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from torch import Tensor
+
+from isp.attention import AttentionMask
+from isp.comm import Channel
+from isp.layers.inference import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+    InferenceVocabParallelEmbedding,
+)
+from isp.layers.norm import RMSNorm
+from isp.layers.workspace import InferenceWorkspace, Residual
+from model.decoder import Block, Decoder, Rotary
+
+__all__ = ["InferenceDecoder"]
+
+
+class InferenceDecoder:
+    """Reads tokens by the weights of a decoder, whole, whose features are split over `tensor`.
+
+    Buffers are made for the most tokens so far; a call with more makes all of them anew.
+    """
+
+    def __init__(self, decoder: Decoder, tensor: Channel, *, split_tokens: bool) -> None:
+        """`split_tokens`: whether a rank has its tokens alone between the linears, as in msp."""
+        assert decoder.span == (0, decoder.config.num_layers)
+        self.decoder, self.tensor, self.split_tokens = decoder, tensor, split_tokens
+        self.vocab_size = decoder.config.vocab_size
+        self._layers: _Layers | None = None
+
+    def logits_of(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        pick: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The logits [1, n, V'] of the tokens that `pick`, [1, T, D] -> [1, n, D], leaves.
+
+        x, positions [1, T], on every rank all of them; the logits are good until the next call.
+        """
+        (ids,), decoder = x, self.decoder
+        layers = self._made_for(len(ids))
+        residual = layers.embedding(ids)
+        mask = AttentionMask(
+            causal=True, window=decoder.config.sliding_window, cu_seqlens=cu_seqlens
+        )
+        rotary = decoder.rotary(positions, dtype=residual.value.dtype)
+        hidden: Residual | Tensor = residual
+        for block in layers.blocks:
+            hidden = block(hidden, residual, rotary, mask)
+        assert isinstance(hidden, Tensor)
+        (rows,) = pick(hidden.unsqueeze(0))
+        return layers.head(rows).unsqueeze(0)
+
+    def _made_for(self, tokens: int) -> _Layers:
+        made = self._layers
+        if made is None or made.max_tokens < tokens:
+            self._layers = None  # its buffers first
+            made = self._layers = _Layers(self, tokens)
+        return made
+
+
+class _Layers:
+    def __init__(self, model: InferenceDecoder, max_tokens: int) -> None:
+        decoder = model.decoder
+        assert decoder.embedding is not None
+        assert decoder.norm is not None
+        table = decoder.embedding.weight
+        self.max_tokens = max_tokens
+        self._decoder = decoder
+        self._head: InferenceLayerNormColumnParallelLinear | None = None
+        self._workspace = workspace = InferenceWorkspace(
+            model.tensor,
+            decoder.config.hidden_size,
+            max_tokens=max_tokens,
+            split_tokens=model.split_tokens,
+            device=table.device,
+            dtype=table.dtype,
+        )
+        self.embedding = InferenceVocabParallelEmbedding(decoder.embedding, workspace)
+        blocks = list(decoder.blocks())
+        norms = chain((block.attention_norm for block in blocks[1:]), (decoder.norm,))
+        self.blocks = [
+            _Block(block, norm, workspace) for block, norm in zip(blocks, norms, strict=True)
+        ]
+
+    def head(self, x: Tensor) -> Tensor:
+        """The logits of some tokens, [n, D] -> [n, V']; their buffer is for the most so far."""
+        if self._head is None or self._head.max_tokens < len(x):
+            assert self._decoder.head is not None
+            self._head = InferenceLayerNormColumnParallelLinear(
+                self._decoder.head, self._workspace, slot="head", max_tokens=len(x)
+            )
+        logits: Tensor = self._head(x)
+        return logits
+
+
+class _Block:
+    """A block whose last norm is that of what follows it."""
+
+    def __init__(self, block: Block, next_norm: RMSNorm, workspace: InferenceWorkspace) -> None:
+        self.attention, self.mlp = block.attention, block.feed_forward
+        self.ffn_norm, self.next_norm = block.ffn_norm, next_norm
+        self.wqkv = InferenceLayerNormColumnParallelLinear(
+            block.attention.wqkv, workspace, norm=block.attention_norm, slot="wqkv"
+        )
+        self.wo = InferenceRowParallelLinear(block.attention.wo, workspace)
+        self.w13 = InferenceLayerNormColumnParallelLinear(
+            block.feed_forward.w13, workspace, slot="w13"
+        )
+        self.w2 = InferenceRowParallelLinear(block.feed_forward.w2, workspace)
+
+    def __call__(
+        self, x: Residual | Tensor, residual: Residual, rotary: Rotary, mask: AttentionMask
+    ) -> Tensor:
+        """The residual or its norm [T, D], to be added to -> the next block's norm of it [T, D]."""
+        fused = self.wqkv(x).unsqueeze(0)  # [1, T, (H' + 2K') d]
+        heads = self.attention.core(*self.attention.to_heads(fused, rotary), mask)
+        normed = self.wo.add_norm(heads[0].flatten(1), residual, self.ffn_norm)  # [T, D]
+        inner = self.mlp.activation(self.w13(normed))  # [T, F']
+        return self.w2.add_norm(inner, residual, self.next_norm)
