@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from isp.attention import AttentionMask
@@ -46,7 +47,7 @@ class InferenceDecoder:
     ) -> Tensor:
         """The logits [1, n, V'] of the tokens that `pick`, [1, T, D] -> [1, n, D], leaves.
 
-        x, positions [1, T], on every rank all of them; the logits are good until the next call.
+        x, positions [1, T], on every rank all of them.
         """
         (ids,), decoder = x, self.decoder
         layers = self._made_for(len(ids))
@@ -60,7 +61,8 @@ class InferenceDecoder:
             hidden = block(hidden, residual, rotary, mask)
         assert isinstance(hidden, Tensor)
         (rows,) = pick(hidden.unsqueeze(0))
-        return layers.head(rows).unsqueeze(0)
+        assert decoder.head is not None
+        return F.linear(rows, decoder.head.weight).unsqueeze(0)
 
     def _made_for(self, tokens: int) -> _Layers:
         made = self._layers
@@ -77,9 +79,7 @@ class _Layers:
         assert decoder.norm is not None
         table = decoder.embedding.weight
         self.max_tokens = max_tokens
-        self._decoder = decoder
-        self._head: InferenceLayerNormColumnParallelLinear | None = None
-        self._workspace = workspace = InferenceWorkspace(
+        workspace = InferenceWorkspace(
             model.tensor,
             decoder.config.hidden_size,
             max_tokens=max_tokens,
@@ -93,16 +93,6 @@ class _Layers:
         self.blocks = [
             _Block(block, norm, workspace) for block, norm in zip(blocks, norms, strict=True)
         ]
-
-    def head(self, x: Tensor) -> Tensor:
-        """The logits of some tokens, [n, D] -> [n, V']; their buffer is for the most so far."""
-        if self._head is None or self._head.max_tokens < len(x):
-            assert self._decoder.head is not None
-            self._head = InferenceLayerNormColumnParallelLinear(
-                self._decoder.head, self._workspace, slot="head", max_tokens=len(x)
-            )
-        logits: Tensor = self._head(x)
-        return logits
 
 
 class _Block:

@@ -182,7 +182,7 @@ class InferenceWorkspace:
     def output(self, slot: object, tokens: Sequence[int], features: int, most: int) -> Tensor:
         """Where the column linears of a slot write, [S B, O/p]; made for `most` tokens."""
         count, key = self._count(tokens, most), (slot, features)
-        if key not in self._outputs or len(self._outputs[key]) < most:
+        if key not in self._outputs:
             self._outputs[key] = self._rows(features, rows=most)
         return self._outputs[key][:count]
 

@@ -221,6 +221,9 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
     column = InferenceLayerNormColumnParallelLinear(linear(), workspace)
     with pytest.raises(ValueError, match="17 tokens at once are more than max_tokens=16"):
         column(drawn(17, WIDTH))
+    few = InferenceLayerNormColumnParallelLinear(linear(), workspace, max_tokens=2)
+    with pytest.raises(ValueError, match="3 tokens at once are more than max_tokens=2"):
+        few(drawn(3, WIDTH))
     with pytest.raises(ValueError, match="without a norm"):
         column(workspace.begin(drawn(2, WIDTH)))
     with pytest.raises(ValueError, match="input_is_parallel=True"):
