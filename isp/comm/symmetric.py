@@ -84,7 +84,7 @@ class SymmetricRows:
         self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
 
     def all_gather(self, x: Tensor, out: Tensor, _: Cargo) -> None:
-        """Join the ranks' x [n/p, D] into the first of `rows`: out [n, D]."""
+        """Join the ranks' x [n/p, D], each its part already, in the first of `rows`: out [n, D]."""
         self._ops.multimem_all_gather_out(x, self._group_name, out)
 
     def all_reduce(self, x: Tensor, _: Cargo) -> None:

@@ -61,7 +61,7 @@ class _Exchange(Protocol):
         """Sum the ranks' x [n, D] and write this rank's part: out [n/p, D]."""
 
     def all_gather(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
-        """Join the ranks' x [n/p, D]: out [n, D]."""
+        """Join the ranks' x [n/p, D], each its part of out already: out [n, D]."""
 
     def all_reduce(self, x: Tensor, cargo: Cargo) -> None:
         """Replace x [n, D] by the sum over the ranks."""
@@ -170,14 +170,15 @@ class InferenceWorkspace:
     def norm(self, residual: Residual, norm: Norm, *, layer: str = "") -> Tensor:
         """The norm of the residual, of all tokens: [S, B, D]."""
         x = residual.value.view(-1, self.size)
-        joined = self.partial(residual.tokens)
         if self.splits(residual.tokens):
-            own = self._part[: len(x)]
+            out = self.partial(residual.tokens)
+            own = out.chunk(self.group.size)[self.group.rank]  # of which no rank reads any longer
             self._norm(x, norm, own)
-            self._exchange.all_gather(own, joined, Cargo(Purpose.ACTIVATION, layer, "normed y"))
+            self._exchange.all_gather(own, out, Cargo(Purpose.ACTIVATION, layer, "normed y"))
         else:
-            self._norm(x, norm, joined)
-        return joined.view(*residual.tokens, self.size)
+            out = self._part[: len(x)]
+            self._norm(x, norm, out)
+        return out.view(*residual.tokens, self.size)
 
     def output(self, slot: object, tokens: Sequence[int], features: int, most: int) -> Tensor:
         """Where the column linears of a slot write, [S B, O/p]; made for `most` tokens."""
