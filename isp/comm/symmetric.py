@@ -16,11 +16,12 @@ reads everything, in an order of its own.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from isp.comm.cargo import Cargo
 from isp.comm.channel import Channel
@@ -45,10 +46,6 @@ def why_no_symmetric_rows(
         return f"rows have to be multiples of {_ALIGNMENT} bytes, and {columns} x {dtype} is not"
     if not _on_one_machine(channel):
         return "the ranks are on several machines"
-    # Loaded here: it needs CUDA's part of torch.distributed.
-    from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _SymmetricMemory
-
     index = torch.cuda.current_device() if device.index is None else device.index
     if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
         return "the devices have no multicast (Hopper or newer, behind NVSwitch)"
@@ -58,7 +55,7 @@ def why_no_symmetric_rows(
 def _on_one_machine(channel: Channel) -> bool:
     assert channel.group is not None
     ranks = dist.get_process_group_ranks(channel.group)
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun says
     return len({rank // per_machine for rank in ranks}) == 1
 
 
@@ -71,11 +68,10 @@ class SymmetricRows:
     def __init__(
         self, channel: Channel, rows: int, columns: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         assert channel.group is not None
-        self.rows = symmetric_memory.empty(rows, columns, device=device, dtype=dtype)
-        self._handle: Any = symmetric_memory.rendezvous(self.rows, channel.group)
+        # By itself: `symmetric_memory.empty` takes it from a pool, which may be of other memory.
+        self.rows = _SymmetricMemory.empty_strided_p2p((rows, columns), (columns, 1), dtype, device)
+        self._handle = _SymmetricMemory.rendezvous(self.rows, channel.group.group_name)
         self._group_name = channel.group.group_name
         self._ops = torch.ops.symm_mem
 
