@@ -25,10 +25,15 @@ from model.decoder import Block, Decoder, Rotary
 __all__ = ["InferenceDecoder"]
 
 
+_SPARE = 8
+"""Buffers are at most for so many times the tokens of a call."""
+
+
 class InferenceDecoder:
     """Reads tokens by the weights of a decoder, whole, whose features are split over `tensor`.
 
-    Buffers are made for the most tokens so far; a call with more makes all of them anew.
+    Buffers are those of the call with most tokens. A call with more makes them anew, and so does
+    one with far fewer, as the first that decodes: what a prompt took is free then.
     """
 
     def __init__(self, decoder: Decoder, tensor: Channel, *, split_tokens: bool) -> None:
@@ -66,7 +71,7 @@ class InferenceDecoder:
 
     def _made_for(self, tokens: int) -> _Layers:
         made = self._layers
-        if made is None or made.max_tokens < tokens:
+        if made is None or not made.max_tokens <= _SPARE * tokens <= _SPARE * made.max_tokens:
             self._layers = None  # its buffers first
             made = self._layers = _Layers(self, tokens)
         return made

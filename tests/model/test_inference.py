@@ -85,6 +85,16 @@ def _as_trained(rank: int, case: tuple[str, Mode]) -> None:
                 assert torch.equal(logits, trained.logits(trained(ids, positions, ends)))
 
 
+def test_buffers_of_a_prompt_are_not_kept_while_decoding() -> None:
+    """Catches memory that only a prompt needs, and buffers that move from token to token."""
+    channel = Channel.solo()
+    fast = InferenceDecoder(decoder(PLAIN, Mode.MTP, channel), channel, split_tokens=False)
+    made = [fast._made_for(tokens) for tokens in (16, 10, 2, 1, 1, 2, 17)]
+    assert [layers.max_tokens for layers in made] == [16, 16, 16, 1, 1, 2, 17]
+    assert made[0] is made[2]
+    assert made[3] is made[4]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_logits_are_those_of_the_training_layers(world: int) -> None:
     """Catches a norm or residual of another block, tokens of another rank, a buffer too early."""
