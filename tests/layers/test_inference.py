@@ -164,6 +164,17 @@ def test_no_memory_is_made_and_none_is_read_back(world: int) -> None:
     run_ranks(world, _guarded)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
+    """Catches a norm computed in the dtype of the residual, or a weight that is rounded before."""
+    workspace = InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=MOST, dtype=dtype)
+    norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=dtype)
+    norm.weight.data.copy_(drawn(WIDTH, seed=2))
+    x = drawn(4, 3, WIDTH).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(workspace.norm(workspace.begin(x), norm), norm(x))
+
+
 class Gathering(LocalWeights):
     gathers_weights = True
 
