@@ -89,6 +89,7 @@ class _Layers:
             decoder.config.hidden_size,
             max_tokens=max_tokens,
             split_tokens=model.split_tokens,
+            compiled=decoder.norm.compiled,
             device=table.device,
             dtype=table.dtype,
         )

@@ -18,7 +18,7 @@ from isp.layers.compiled import lazily_compiled, widened
 from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
 
-__all__ = ["RMSNorm"]
+__all__ = ["RMSNorm", "norm_into"]
 
 
 class RMSNorm(ParallelModule):
@@ -132,3 +132,9 @@ def _norm_of_sum_gradients(
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = _gradients(dout, total, weight, inverse)
     return (widened(dtotal) + dx).to(total.dtype), dweight
+
+
+@lazily_compiled
+def norm_into(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write the norm of x [N, D] into `out` [N, D]."""
+    out.copy_(_normed(x, weight, eps)[0])

@@ -28,6 +28,7 @@ from torch import Tensor
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.symmetric import SymmetricRows, why_no_symmetric_rows
+from isp.layers.norm import norm_into
 
 __all__ = ["InferenceWorkspace", "Norm", "Residual"]
 
@@ -89,7 +90,8 @@ class InferenceWorkspace:
     """What the inference layers of a model share: its group, and buffers for `max_tokens` tokens.
 
     Made by all ranks of the group together. `split_tokens` [Note: Tokens that are not split];
-    `symmetric_memory`: None where it serves, or whether it has to.
+    `symmetric_memory`: None where it serves, or whether it has to. `compiled`: norms are one kernel
+    (`isp.layers.compiled`).
     Raises ValueError if symmetric memory is wanted and cannot serve.
     """
 
@@ -101,11 +103,13 @@ class InferenceWorkspace:
         max_tokens: int,
         split_tokens: bool = True,
         symmetric_memory: bool | None = None,
+        compiled: bool = False,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group, self.size, self.max_tokens = group, size, max_tokens
-        self.split_tokens, self.device, self.dtype = split_tokens, device, dtype
+        self.split_tokens, self.compiled = split_tokens, compiled
+        self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
             raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
@@ -116,7 +120,7 @@ class InferenceWorkspace:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
         self._residual, self._part = self._rows(size), self._rows(size)
         wide = torch.promote_types(dtype, torch.float32)
-        self._wide = None if wide == dtype else self._rows(size, wide)
+        self._wide = None if wide == dtype or compiled else self._rows(size, wide)
         self._scale = self._rows(1, wide)
         self._outputs: dict[object, Tensor] = {}
 
@@ -188,7 +192,10 @@ class InferenceWorkspace:
         return self._outputs[key][:count]
 
     def _norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
-        """`F.rms_norm` of x [N, D] into `out`, in float32 at least and with its roundings."""
+        """`F.rms_norm` of x [N, D] into `out`, in float32 at least and, as written, its bits."""
+        if self.compiled:
+            norm_into(x, norm.weight, norm.eps, out)
+            return
         wide = out if self._wide is None else self._wide[: len(x)]
         scale = self._scale[: len(x)]
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
