@@ -46,11 +46,12 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """The sum that blocks add to: this rank's tokens [S/p, B, D] of S, or all of them."""
+    """The sum that blocks add to."""
 
     value: Tensor
+    """This rank's tokens [S/p, B, D], or all where they are not split."""
     tokens: tuple[int, ...]
-    """[S, B]."""
+    """The sizes [S, B] of all of them."""
 
 
 class _Exchange(Protocol):
@@ -129,11 +130,11 @@ class InferenceWorkspace:
         return self.split_tokens and self.group.size > 1 and tokens[0] % self.group.size == 0
 
     def residual(self, tokens: Sequence[int]) -> Residual:
-        """The sum of nothing yet, of tokens [S, B]; there is one at a time."""
+        """The place of the residual of tokens [S, B], not filled yet; there is one at a time."""
         own = list(tokens)
         if self.splits(tokens):
             own[0] //= self.group.size
-        value = self._residual[: self._count(own)].zero_().view(*own, self.size)
+        value = self._residual[: self._count(own)].view(*own, self.size)
         return Residual(value, tuple(tokens))
 
     def begin(self, x: Tensor) -> Residual:
