@@ -367,6 +367,7 @@ class Decoder(nn.Module):
                 loss_chunk_tokens=config.loss_chunk_tokens,
             )
         self.splits_logits = layers.splits_logits
+        self.vocab_size = config.vocab_size
         bind_names(self)
 
     def forward(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -385,6 +386,19 @@ class Decoder(nn.Module):
         assert self.head is not None
         logits: Tensor = self.head(hidden)
         return logits
+
+    def logits_of(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        pick: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The logits [B, n.., V'] of the tokens that `pick`, [B, S', D] -> [B, n, D], leaves.
+
+        x, positions, cu_seqlens: those of a forward.
+        """
+        return self.logits(pick(self(x, positions, cu_seqlens)))
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         assert self.head is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
+from isp.attention.cached import CachedAttention, KeyValueCache
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
@@ -61,6 +62,8 @@ class LayerFactory:
     """All ranks, for values in CPU memory, by which they choose alike."""
     compiled: bool = False
     """Whether norms, rotations and activations are compiled, `isp.layers.compiled`."""
+    cache: KeyValueCache | None = None
+    """Keeps the keys and values of earlier tokens, where text is generated."""
 
     @property
     def splits_features(self) -> bool:
@@ -72,8 +75,12 @@ class LayerFactory:
         """The ranks over which features are split."""
         return self.tensor.size if self.splits_features else 1
 
-    def attention(self, local: LocalAttention) -> DistributedAttention:
-        """Attention by `local` to all tokens of a sequence."""
+    def attention(
+        self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
+    ) -> DistributedAttention:
+        """Attention by `local`, which has this `scale` and `softcap`, to all of a sequence."""
+        if self.cache is not None:
+            local = CachedAttention(local, self.cache, scale=scale, softcap=softcap)
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         return (self.sequence or SequenceRanks.by_heads(self.tensor)).attention(local)

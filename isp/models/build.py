@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from isp.attention import CpuAttention
+from isp.attention.cached import KeyValueCache
 from isp.comm import Channel, Mesh
 from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
@@ -86,11 +87,15 @@ def build_model(
     parallel: ParallelConfig,
     mesh: Mesh,
     *,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     dtype: torch.dtype,
+    cache: KeyValueCache | None = None,
 ) -> BuiltModel:
-    """This rank's shards of its stages of the model, with the initial weights of `seed`."""
+    """This rank's shards of its stages of the model, with the initial weights of `seed`.
+
+    Without a seed they are left for others to fill. `cache`: see `LayerFactory`.
+    """
     order, communicator = PipelineOrder(parallel.pipeline), None
     # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
     if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
@@ -109,12 +114,13 @@ def build_model(
         sequence=sequence,
         host=host,
         everyone=mesh.host,
+        cache=cache,
         device=device,
         dtype=dtype,
     )
     stages = order.stages_of(mesh[Axis.PIPELINE].rank)
     chunks = model.build(layers, stages, order.num_stages)
-    for chunk in chunks:
+    for chunk in chunks if seed is not None else ():
         chunk.init_weights(seed)
     if communicator is not None:
         communicator.declare([chunk.weight_blocks() for chunk in chunks])

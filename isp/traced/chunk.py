@@ -113,6 +113,11 @@ class TracedChunk:
         self._swap()
         host.connect(model, self._attend)
 
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token, over all ranks."""
+        return self.trace.vocab_size
+
     # -- what the runtime asks ---------------------------------------------------------------
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -139,6 +144,28 @@ class TracedChunk:
         head = self._holders[self._head]
         assert isinstance(head, SwappedLinear)
         return self._behind_head(multiply(output, head.weight, head.bias, head))
+
+    def logits_of(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        pick: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The logits [B, n, V'] of the tokens that `pick`, [B, .., F] -> [B, n, F], leaves.
+
+        x, positions, cu_seqlens: those of a forward. The others' are not computed, if the model has
+        a head. Where a region before the head joins the tokens of all ranks, `pick` is given these.
+        """
+        passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
+        with self._passing(passage), self._random_numbers():
+            if (name := self.trace.head) is None:
+                return pick(self._host.forward(self.model, x, positions))
+            head = self._holders[name]
+            assert isinstance(head, SwappedLinear)
+            picked = {name: lambda h: multiply(pick(h), head.weight, head.bias, head)}
+            with self._instead(picked):
+                return self._host.forward(self.model, x, positions)
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """The sum of the tokens' cross-entropies: what a forward gave, [B, S'] -> []."""
@@ -344,7 +371,8 @@ class TracedChunk:
         self._points[passage.name](q)
         key = scale, softcap, sinks is not None, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
-            self._cores[key] = self._layers.attention(self._local_attention(*key))
+            local = self._local_attention(*key)
+            self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
         return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)
 
     def _passed(self, kind: Kind, module: str) -> None:

@@ -1,0 +1,259 @@
+"""Keys and values of earlier tokens, kept for the next ones: the cache of generation.
+
+n documents (prompts and what follows them), C tokens that a layer keeps of each, H query heads and
+K KV heads of this rank, G = H / K, d head size, L tokens of the longest document, at most C
+
+    prefill   q, k, v [1, S, .., d] of packed prompts: attended to as in training; k, v are kept
+    decode    q, k, v [1, n, .., d], a token of each document: k, v are added, q sees all there is
+
+A layer with a window keeps that many tokens, in a ring: its query sees all of it, in any order, as
+rotary positions are in the keys already. So no mask but that of documents that are shorter than
+the longest is ever needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.attention.local import LocalAttention
+from isp.attention.mask import AttentionMask
+
+__all__ = ["CachedAttention", "KeyValueCache", "cached_tokens"]
+
+
+def cached_tokens(capacity: int, window: int | None) -> int:
+    """The tokens of a document that a layer keeps, of `capacity` that it may come to have."""
+    return capacity if window is None else min(window, capacity)
+
+
+class KeyValueCache:
+    """Keys and values of every attention layer of a rank, in the order in which they are called.
+
+    Made with a model; each `prefill` begins anew. Outside of `prefill` and `decode` attention is as
+    if there were none.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: tuple[int, ...] = ()
+        """Tokens of each document so far."""
+        self.capacity = 0
+        """Tokens that a document may come to have."""
+        self._layers: list[_Layer] = []
+        self._next = 0
+        self._step: _Prefill | _Decode | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all layers."""
+        return sum(layer.num_bytes for layer in self._layers)
+
+    @contextmanager
+    def prefill(self, lengths: Sequence[int], capacity: int) -> Iterator[None]:
+        """In this context, a forward over packed documents of these lengths is kept.
+
+        What is packed behind them is padding. Raises ValueError for an empty document, or one
+        beyond `capacity`.
+        """
+        if not lengths or not 0 < min(lengths) <= max(lengths) <= capacity:
+            raise ValueError(f"documents of {list(lengths)} tokens do not fit 1 to {capacity}")
+        self._layers, self.lengths, self.capacity = [], tuple(lengths), capacity
+        with self._during(_Prefill(self.lengths)):
+            yield
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        """In this context, a forward over one more token of each document goes on from what is kept.
+
+        Raises ValueError if the cache is full.
+        """
+        if max(self.lengths, default=self.capacity) >= self.capacity:
+            raise ValueError(f"the cache is full: its documents have up to {self.capacity} tokens")
+        self.lengths = tuple(n + 1 for n in self.lengths)
+        with self._during(_Decode(self.lengths)):
+            yield
+            assert self._next == len(self._layers), "a layer did not attend"
+
+    @contextmanager
+    def _during(self, step: _Prefill | _Decode) -> Iterator[None]:
+        self._step, self._next = step, 0
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def attend(
+        self,
+        attention: CachedAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """One layer's attention; see `CachedAttention`."""
+        step, number = self._step, self._next
+        self._next += 1
+        if not mask.causal:
+            raise ValueError("only causal attention can go on from keys and values that were kept")
+        if isinstance(step, _Decode):
+            layer = self._layers[number]
+            layer.append(step, k, v)
+            return attention.see_all(q, *layer.seen(step), step.mask(layer.size, q.device), sinks)
+        out = attention.plainly(q, k, v, mask, sinks)
+        if step is not None:
+            size = cached_tokens(self.capacity, mask.window)
+            self._layers.append(_Layer(len(step.lengths), size, k, v))
+            self._layers[-1].fill(step.lengths, k, v)
+        return out
+
+
+class CachedAttention:
+    """`local` attention, joined to a cache: each call is the next layer's.
+
+    While decoding it computes softmax(cap(scale q k^T)) v itself: one query to a document needs no
+    blocks. `scale`, `softcap`: those of `local`.
+    """
+
+    def __init__(
+        self,
+        local: LocalAttention,
+        cache: KeyValueCache,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        self._local = local
+        self._cache = cache
+        self._scale = scale
+        self._softcap = softcap
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [1, S, H, d], k and v [1, S, K, d], sinks [H] -> [1, S, H, d]."""
+        return self._cache.attend(self, q, k, v, mask, sinks)
+
+    def plainly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None
+    ) -> Tensor:
+        """By `local`."""
+        options = {} if sinks is None else {"sinks": sinks}
+        return self._local(q, k, v, mask=mask, **options)
+
+    def see_all(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """q [1, n.., H, d], k and v [n, K, L, d], mask [n, 1, 1, L] -> [1, n.., H, d].
+
+        Tokens of q beyond the n documents are padding, and give zeros.
+        """
+        num, kv_heads = k.shape[:2]
+        grouped = q[0, :num].unflatten(1, (kv_heads, -1))  # [n, K, G, d]: no key is repeated
+        if self._softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self._scale)
+        else:
+            out = self._explicitly(grouped, k, v, mask, sinks)
+        out = out.reshape(1, num, *q.shape[2:])
+        return out if num == q.shape[1] else F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - num))
+
+    def _explicitly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """As `isp.attention.explicit`, of [n, K, G, d]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        logits = q.to(wide) @ k.to(wide).mT * scale  # [n, K, G, L]
+        if self._softcap is not None:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            column = sinks.to(wide).view(1, k.shape[1], -1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, column], -1)
+        return (logits.softmax(-1)[..., : k.shape[2]] @ v.to(wide)).to(q.dtype)
+
+
+class _Prefill:
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+
+
+class _Decode:
+    """What a step of decoding is in a layer that keeps so many tokens; made once for all of them."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+        """With the tokens of this step."""
+        self._places: dict[int, int | tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int, Tensor | None] = {}
+
+    def longest(self, size: int) -> int:
+        return min(max(self.lengths), size)
+
+    def places(self, size: int, device: torch.device) -> int | tuple[Tensor, Tensor]:
+        """The place of each document's new token, as an index [n] beside that of the document.
+
+        One number where all have the same.
+        """
+        if size not in self._places:
+            places = [(length - 1) % size for length in self.lengths]
+            if len(set(places)) == 1:
+                self._places[size] = places[0]
+            else:
+                index = torch.tensor(places).to(device, non_blocking=True)
+                self._places[size] = torch.arange(len(places), device=device), index
+        return self._places[size]
+
+    def mask(self, size: int, device: torch.device) -> Tensor | None:
+        """The places that hold tokens, bool [n, 1, 1, L]; None where all do."""
+        if size not in self._masks:
+            counts, longest = [min(length, size) for length in self.lengths], self.longest(size)
+            mask = None
+            if min(counts) < longest:
+                ends = torch.tensor(counts).to(device, non_blocking=True)
+                mask = torch.arange(longest, device=device) < ends.view(-1, 1, 1, 1)
+            self._masks[size] = mask
+        return self._masks[size]
+
+
+class _Layer:
+    """Keys and values [n, K, C, d] of one layer; token t of a document lies at t mod C."""
+
+    def __init__(self, num: int, size: int, k: Tensor, v: Tensor) -> None:
+        self.size = size
+        self.k, self.v = (x.new_zeros(num, x.shape[2], size, x.shape[3]) for x in (k, v))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def fill(self, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> None:
+        """Keep the last tokens of documents packed in k and v [1, S, K, d]."""
+        for kept, new in ((self.k, k), (self.v, v)):
+            end = 0
+            for document, length in enumerate(lengths):
+                end, count = end + length, min(length, self.size)
+                own = new[0, end - count : end].transpose(0, 1)  # [K, count, d]
+                first = (length - count) % self.size
+                kept[document, :, first:count] = own[:, : count - first]
+                kept[document, :, :first] = own[:, count - first :]
+
+    def append(self, step: _Decode, k: Tensor, v: Tensor) -> None:
+        """Put a token of each document, k and v [1, n.., K, d], in its place."""
+        places, num = step.places(self.size, k.device), self.k.shape[0]
+        for kept, new in ((self.k, k), (self.v, v)):
+            if isinstance(places, int):
+                kept[:, :, places] = new[0, :num]
+            else:
+                documents, index = places
+                kept[documents, :, index] = new[0, :num]
+
+    def seen(self, step: _Decode) -> tuple[Tensor, Tensor]:
+        """What there is, [n, K, L, d]."""
+        longest = step.longest(self.size)
+        return self.k[:, :, :longest], self.v[:, :, :longest]

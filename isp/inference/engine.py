@@ -1,0 +1,206 @@
+"""`Engine`: a model over the ranks of a tensor group that reads prompts and goes on token by token.
+
+n prompts, T their tokens, padded to a multiple of p ranks where a sequence is split; V vocabulary
+
+    mode             prefill                                decoding
+    mtp, msp, fsp    features split, as in training         the same
+    isp              tokens split, weights gathered         features split as in mtp, where the model
+                                                            allows it: attention has the same heads
+                                                            on a rank in both, so the cache goes on
+
+[Note: Two copies in isp] So in isp a rank has its shard of the weights twice, cut in both ways: with
+all ranks in one weight group, 2 / p of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.attention.cached import KeyValueCache
+from isp.comm import Mesh
+from isp.comm.cargo import Cargo, Purpose
+from isp.models.build import BuiltModel, build_model
+from isp.models.protocol import LanguageModel
+from isp.parallel import Axis, Mode, ParallelConfig, Topology
+from isp.weights.trace import sequential_actions
+
+__all__ = ["Engine", "decoding_layout"]
+
+logger = logging.getLogger(__name__)
+
+FillWeights = Callable[[BuiltModel, Topology], None]
+"""Puts weights into a built model."""
+
+
+class _Reader(Protocol):
+    """A model on one rank, whole; both kinds of `isp.models.protocol.Chunk` are."""
+
+    vocab_size: int
+
+    def logits_of(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        pick: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The logits of the tokens that `pick` leaves of what the head is given."""
+
+
+def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelConfig:
+    """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
+
+    Weights that are gathered for each token would cost as much as for a whole prompt. Where the
+    model's features cannot be split they are all the same.
+    """
+    tensor = parallel.tensor
+    if tensor.mode.facts.splits_features or tensor.size == 1:
+        return parallel
+    found = ParallelConfig(tensor=replace(tensor, mode=Mode.MTP))
+    try:
+        model.check_layout(found, tensor.size)
+    except ValueError:
+        return parallel
+    return found
+
+
+class Engine:
+    """A model that reads and decodes over all ranks of a mesh, which is one tensor group."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        parallel: ParallelConfig,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fill: FillWeights,
+        seed: int | None = None,
+    ) -> None:
+        """`fill` puts weights into each model that is built, which `seed` may have begun.
+
+        A collective over the ranks of `mesh`.
+        """
+        self.cache = KeyValueCache()
+        self.device = device
+
+        def made(parallel: ParallelConfig, mesh: Mesh) -> _Layout:
+            built = build_model(
+                model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=self.cache
+            )
+            fill(built, mesh.topology)
+            return _Layout(built, mesh, device)
+
+        self._reads = self._decodes = made(parallel, mesh)
+        self.decoding = decoding_layout(model, parallel)
+        """The layout of decoding."""
+        if self.decoding is not parallel:
+            topology = Topology.create(mesh.topology.world_size, self.decoding)
+            self._decodes = made(self.decoding, Mesh(topology, mesh.rank, log=mesh.log))
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> Tensor:
+        """The logits [n, V] behind each prompt; what follows may make it `capacity` tokens long."""
+        lengths = [len(prompt) for prompt in prompts]
+        with self.cache.prefill(lengths, capacity):
+            tokens = torch.tensor([token for prompt in prompts for token in prompt])
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            ends = torch.tensor(lengths).cumsum(0)
+            return self._reads.logits(tokens, positions, lengths, rows=ends - 1)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """The logits [n, V] behind one more token [n] of each document."""
+        with self.cache.decode():
+            positions = torch.tensor([length - 1 for length in self.cache.lengths])
+            return self._decodes.logits(tokens, positions, None, rows=None)
+
+    def agree(self, tokens: Tensor) -> Tensor:
+        """The tokens [n] of the first rank, on all ranks; in place."""
+        channel = self._decodes.mesh[Axis.TENSOR]
+        return channel.broadcast_(tokens, cargo=Cargo(tensor="tokens")).wait()
+
+
+class _Layout:
+    """A model as it is split over a mesh, and what all ranks know of its logits."""
+
+    def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
+        (chunk,) = built.chunks
+        model = chunk if isinstance(chunk, nn.Module) else getattr(chunk, "model")  # noqa: B009
+        assert isinstance(model, nn.Module)
+        model.eval()
+        self.mesh = mesh
+        self._built = built
+        self._device = device
+        self._reader: _Reader = chunk  # type: ignore[assignment]
+
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Sequence[int] | None,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """The logits [n, V] of the tokens at `rows` [n] of [T], on every rank; None: of all.
+
+        `lengths` of the documents that are packed; None: each token goes on with its own.
+        """
+        facts, tensor = self.mesh.topology.mode.facts, self.mesh[Axis.TENSOR]
+        count, num = tokens.shape[0], tokens.shape[0] if rows is None else rows.shape[0]
+        padding = -count % tensor.size if facts.splits_sequence else 0
+        if padding:
+            tokens, positions = (F.pad(x, (0, padding)) for x in (tokens, positions))
+        ends = None
+        if lengths is not None:
+            all_lengths = [*lengths, padding] if padding else lengths
+            ends = F.pad(torch.tensor(all_lengths).cumsum(0), (1, 0)).to(torch.int32)
+        rows = None if rows is None else rows.to(self._device)
+
+        def pick(x: Tensor) -> Tensor:
+            if x.shape[1] == count + padding:
+                return x[:, :num] if rows is None else x.index_select(1, rows)
+            return self._joined(x, torch.arange(num, device=x.device) if rows is None else rows)
+
+        own = [x.unsqueeze(0) for x in (tokens, positions)]
+        if facts.slices_batch and tensor.size > 1:
+            own = [x.chunk(tensor.size, dim=1)[tensor.rank] for x in own]
+        on_device = (x.to(self._device, non_blocking=True) for x in own)
+        self._announce()
+        logits = self._reader.logits_of(*on_device, ends, pick)[:, :num]
+        if facts.splits_features and tensor.size > 1:
+            logits = self._whole(logits)
+        return logits[0]
+
+    def _announce(self) -> None:
+        """One forward follows: weights that travel begin to."""
+        communicator = self._built.communicator
+        if communicator is not None:
+            communicator.begin(sequential_actions(1, training=False))
+            communicator.switch_current_model_chunk(0)
+
+    def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The tokens at `rows` [n] of all T, of which x [1, T/p, F] are this rank's: [1, n, F]."""
+        tensor, size = self.mesh[Axis.TENSOR], x.shape[1]
+        own = rows - tensor.rank * size
+        elsewhere = (own < 0) | (own >= size)
+        found = x.index_select(1, own.masked_fill(elsewhere, 0))
+        found = found.masked_fill(elsewhere.view(1, -1, 1), 0)
+        return tensor.all_reduce(found, cargo=Cargo(Purpose.ACTIVATION, tensor="rows")).wait()
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """The logits [1, n, V] of which a rank has [1, n, V'], the last ones maybe fewer."""
+        tensor, vocab_size = self.mesh[Axis.TENSOR], self._reader.vocab_size
+        share = -(-vocab_size // tensor.size)
+        logits = F.pad(logits, (0, share - logits.shape[-1])).contiguous()
+        gathered: Tensor = tensor.all_gather(
+            logits, dim=2, cargo=Cargo(Purpose.LOGITS, tensor="logits")
+        ).wait()
+        return gathered[..., :vocab_size]

@@ -1,0 +1,96 @@
+"""Small models of transformers in float64, and what its own `generate` makes of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.traced.tiny import kept_in_float64
+
+__all__ = ["FAMILIES", "PROMPTS", "Written", "made", "saved", "written"]
+
+WINDOW = 9
+_SIZES = {
+    "vocab_size": 258,  # which 4 ranks do not divide
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
+    "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt2": {},
+}
+
+PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 251 for i in range(2 * WINDOW)], [1]]
+"""Of unequal lengths; the second is longer than the window, others come to it."""
+
+
+def made(family: str) -> Any:
+    """The small model of a family, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(_SIZES)
+    if family == "gpt2":
+        sizes = {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "vocab_size": 258,
+            "eos_token_id": None,
+            "bos_token_id": None,
+            "initializer_range": 0.3,
+        }
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return kept_in_float64(model).eval()
+
+
+def saved(family: str, folder: Path) -> Path:
+    """The same as a folder of Hugging Face."""
+    from transformers import AutoModelForCausalLM
+
+    model = made(family)
+    plain = AutoModelForCausalLM.from_config(model.config).double()
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    return folder
+
+
+class Written(NamedTuple):
+    """The continuation of one prompt."""
+
+    tokens: list[int]
+    logits: Tensor
+    """[tokens, V]: those that each was chosen by."""
+
+
+def written(model: Any, prompt: list[int], count: int) -> Written:
+    """What transformers writes behind a prompt, greedily; logits in float64, without its cache."""
+    ids = torch.tensor([prompt])
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    with torch.no_grad():
+        logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return Written(whole[0, len(prompt) :].tolist(), logits)

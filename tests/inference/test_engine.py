@@ -1,0 +1,95 @@
+"""Generation equals transformers' own, in every layout: a wrong cache, mask, position or gather."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.comm import Mesh
+from isp.inference.engine import Engine
+from isp.parallel import ParallelConfig, Topology
+from isp.parallel.config import Mode, TensorConfig, WeightConfig
+from isp.traced.model import TracedModel
+from tests.inference.models import FAMILIES, PROMPTS, Written, made, written
+from tests.ranks import run_each
+
+DECODED = 32
+
+
+@cache
+def oracle(family: str) -> list[Written]:
+    model = made(family)
+    return [written(model, prompt, DECODED + 1) for prompt in PROMPTS]
+
+
+def parallel_of(mode: Mode, size: int, weight: int = 1) -> ParallelConfig:
+    return ParallelConfig(
+        tensor=TensorConfig(mode=mode, size=size), weight=WeightConfig(size=weight)
+    )
+
+
+@cache
+def traced(family: str) -> TracedModel:
+    return TracedModel(made(family), in_place=False)
+
+
+def traced_engine(family: str, parallel: ParallelConfig, rank: int) -> Engine:
+    return Engine(
+        traced(family),
+        parallel,
+        Mesh(Topology.create(parallel.tensor.size, parallel), rank),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+        fill=lambda *_: None,
+        seed=0,
+    )
+
+
+def greedy(engine: Engine, prompts: list[list[int]], count: int) -> tuple[Tensor, Tensor]:
+    """Tokens [n, count] and their logits [n, count, V]."""
+    capacity = max(map(len, prompts)) + count
+    logits = [engine.prefill(prompts, capacity)]
+    tokens = [logits[-1].argmax(-1)]
+    for _ in range(count - 1):
+        logits.append(engine.decode(tokens[-1]))
+        tokens.append(logits[-1].argmax(-1))
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def check(found: tuple[Tensor, Tensor], wanted: list[Written]) -> None:
+    tokens, logits = found
+    for i, of_one in enumerate(wanted):
+        torch.testing.assert_close(logits[i], of_one.logits, rtol=1e-9, atol=1e-9)
+        assert tokens[i].tolist() == of_one.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_models_write_what_transformers_writes(family: str) -> None:
+    engine = traced_engine(family, ParallelConfig(), 0)
+    check(greedy(engine, PROMPTS, DECODED + 1), oracle(family))
+    alone = oracle(family)[1]
+    check(greedy(engine, PROMPTS[1:2], 4), [Written(alone.tokens[:4], alone.logits[:4])])
+
+
+def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tensor]:
+    family, parallel = case
+    return greedy(traced_engine(family, parallel, rank), PROMPTS, DECODED + 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_traced_models_write_the_same_in_every_layout(ranks: int) -> None:
+    families = ["llama", "qwen3", "gemma3_text"]
+    cases = {
+        f"{family} {mode}": (family, parallel_of(mode, ranks, ranks if mode is Mode.ISP else 1))
+        for family in families
+        for mode in Mode
+    }
+    cases["gpt2 isp, also decoding"] = ("gpt2", parallel_of(Mode.ISP, ranks, ranks))
+    for family in (*families, "gpt2"):
+        traced(family)  # once, before ranks fork
+    for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
+        for found in of_ranks:
+            check(found, oracle(cases[name][0]))
