@@ -67,7 +67,7 @@ class KeyValueCache:
 
     @contextmanager
     def decode(self) -> Iterator[None]:
-        """In this context, a forward over one more token of each document goes on from what is kept.
+        """In this context, a forward over one more token of each document sees what is kept.
 
         Raises ValueError if the cache is full.
         """
@@ -184,7 +184,7 @@ class _Prefill:
 
 
 class _Decode:
-    """What a step of decoding is in a layer that keeps so many tokens; made once for all of them."""
+    """A step of decoding, in layers that keep so many tokens; made once for all of them."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths

@@ -16,6 +16,7 @@ from isp.cli import (
     check_command,
     checkpoint_command,
     data_command,
+    generate_command,
     lengths_command,
     plan_command,
     profile_command,
@@ -120,6 +121,11 @@ def _build_parser() -> argparse.ArgumentParser:
             overrides=True,
         )
     )
+    generate = _command(
+        commands, "generate", generate_command.run, "go on with prompts: text from a trained model"
+    )
+    generate.set_defaults(takes_overrides=True)
+    generate_command.add_options(generate)
     lengths_command.add_options(
         _command(
             commands,

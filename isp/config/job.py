@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -40,7 +40,16 @@ from model.config import ModelConfig
 from model.huggingface import with_init_from
 from model.presets import with_preset
 
-__all__ = ["ConfigError", "JobConfig", "load_config", "to_plain", "to_yaml"]
+__all__ = [
+    "ConfigError",
+    "JobConfig",
+    "load_config",
+    "sections_from",
+    "to_plain",
+    "to_yaml",
+]
+
+T = TypeVar("T")
 
 
 _BESIDE_FOLDER = frozenset(
@@ -215,13 +224,31 @@ def load_config(
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
     faults = _fill_model(values, origins, keys)
-    config = _validate(values, origins, keys)
+    config = _validate(values, origins, keys, JobConfig)
     if isinstance(config, JobConfig) and not faults:
         return config
     faults += [] if isinstance(config, JobConfig) else [f for f in config if f not in faults]
     if len(faults) == 1:
         raise ConfigError(f"{path}: {faults[0]}")
     raise ConfigError("\n  ".join([f"{path}: {len(faults)} faults", *faults]))
+
+
+def sections_from(
+    kind: type[T], overrides: Sequence[str], defaults: Mapping[str, dict[str, Any]]
+) -> T:
+    """The sections that are the fields of `kind`, by `defaults` and the words of a command line.
+
+    Overrides are as in `load_config`. Raises ConfigError with every fault.
+    """
+    keys, origins = KeyTable.of(kind), dict[KeyPath, str]()
+    try:
+        values = _override(copy.deepcopy(dict(defaults)), origins, overrides, keys)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    found = _validate(values, origins, keys, kind)
+    if isinstance(found, list):
+        raise ConfigError("\n  ".join(found))
+    return found
 
 
 def to_plain(config: JobConfig) -> dict[str, Any]:
@@ -259,13 +286,13 @@ def _defaults_of(section: str, keys: KeyTable) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _validate(
-    values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable
-) -> JobConfig | list[str]:
+    values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable, kind: type[T]
+) -> T | list[str]:
     """The configuration that `values` are, or what is wrong with them."""
     text = json.dumps(values, default=str)  # dates are text
     try:
         # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
-        return TypeAdapter(JobConfig).validate_json(text, strict=True)
+        return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         return describe_faults(error.errors(), origins, keys)
 

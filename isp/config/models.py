@@ -9,8 +9,10 @@ from model.config import ModelConfig
 __all__ = ["language_model"]
 
 
-def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
+def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
     """The section itself, or for a folder its traced model, to be computed in `dtype`.
+
+    One that does not train may have dropout.
 
     Raises ValueError for a folder whose model cannot be made, or cannot be driven, and without the
     packages that read it.
@@ -28,4 +30,5 @@ def language_model(model: ModelConfig, dtype: str) -> LanguageModel:
         checkpoint_segment=model.checkpoint_segment,
         attention_backend=model.attention_backend,
         loss_chunk_tokens=model.loss_chunk_tokens,
+        trains=trains,
     )

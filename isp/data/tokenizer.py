@@ -94,6 +94,11 @@ class HFTokenizer:
     def encode(self, text: str) -> TokenArray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of `text`, with what the tokenizer itself puts around a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids
+
     def encode_with_offsets(self, text: str) -> Encoding:
         """As `encode`, with the place of each token in `text`."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)

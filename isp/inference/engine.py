@@ -2,19 +2,16 @@
 
 n prompts, T their tokens, padded to a multiple of p ranks where a sequence is split; V vocabulary
 
-    mode             prefill                                decoding
-    mtp, msp, fsp    features split, as in training         the same
-    isp              tokens split, weights gathered         features split as in mtp, where the model
-                                                            allows it: attention has the same heads
-                                                            on a rank in both, so the cache goes on
+    mode             prefill                           decoding
+    mtp, msp, fsp    features split, as in training    the same
+    isp              tokens split, weights gathered    features split as in mtp, where they can be
 
-[Note: Two copies in isp] So in isp a rank has its shard of the weights twice, cut in both ways: with
-all ranks in one weight group, 2 / p of the model.
+In isp a rank attends with the same heads as in mtp, so the cache is that of both; of the weights it
+has shards that are cut in both ways: with all ranks in one weight group, 2 / p of the model.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -26,17 +23,15 @@ from torch import Tensor, nn
 from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo, Purpose
-from isp.models.build import BuiltModel, build_model
+from isp.models.build import BuiltModel
 from isp.models.protocol import LanguageModel
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.weights.trace import sequential_actions
 
 __all__ = ["Engine", "decoding_layout"]
 
-logger = logging.getLogger(__name__)
-
-FillWeights = Callable[[BuiltModel, Topology], None]
-"""Puts weights into a built model."""
+Build = Callable[[ParallelConfig, Mesh], BuiltModel]
+"""Builds a model with its weights for a layout; a collective."""
 
 
 class _Reader(Protocol):
@@ -81,30 +76,21 @@ class Engine:
         mesh: Mesh,
         *,
         device: torch.device,
-        dtype: torch.dtype,
-        fill: FillWeights,
-        seed: int | None = None,
+        build: Build,
+        cache: KeyValueCache,
     ) -> None:
-        """`fill` puts weights into each model that is built, which `seed` may have begun.
+        """`build` gives what reads prompts, and what decodes; both with `cache`.
 
         A collective over the ranks of `mesh`.
         """
-        self.cache = KeyValueCache()
-        self.device = device
-
-        def made(parallel: ParallelConfig, mesh: Mesh) -> _Layout:
-            built = build_model(
-                model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=self.cache
-            )
-            fill(built, mesh.topology)
-            return _Layout(built, mesh, device)
-
-        self._reads = self._decodes = made(parallel, mesh)
+        self.cache = cache
+        self._reads = self._decodes = _Layout(build(parallel, mesh), mesh, device)
         self.decoding = decoding_layout(model, parallel)
         """The layout of decoding."""
         if self.decoding is not parallel:
             topology = Topology.create(mesh.topology.world_size, self.decoding)
-            self._decodes = made(self.decoding, Mesh(topology, mesh.rank, log=mesh.log))
+            mesh = Mesh(topology, mesh.rank, log=mesh.log)
+            self._decodes = _Layout(build(self.decoding, mesh), mesh, device)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> Tensor:

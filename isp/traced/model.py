@@ -122,6 +122,15 @@ class TracedModel:
         windows = (call.sizes.window for call in self.trace.calls if call.sizes is not None)
         return tuple(Counter(windows).items())
 
+    @property
+    def learned_positions(self) -> int | None:
+        """Rows of the smallest table beside that of the tokens; None if there is none."""
+        names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
+        tables = [self._shape.get_submodule(name) for name in names][1:]
+        # OPT's begins with rows that stand for no position
+        rows = [int(t.weight.shape[0]) - int(getattr(t, "offset", 0)) for t in tables]  # type: ignore[arg-type, index, union-attr]
+        return min(rows, default=None)
+
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]

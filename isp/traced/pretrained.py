@@ -38,15 +38,19 @@ def folder_model(
     checkpoint_segment: int = 0,
     attention_backend: AttentionBackend = AttentionBackend.AUTO,
     loss_chunk_tokens: int = 4096,
+    trains: bool = True,
 ) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
+
+    One that does not train may have dropout.
 
     In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
     does not hold such a model, or one that cannot be driven.
     """
     try:
         model = _made(folder, getattr(torch, dtype))
-        _check_dropout(model)
+        if trains:
+            _check_dropout(model)
         weights = _weights_of(model, Path(folder))
         return TracedModel(
             model,

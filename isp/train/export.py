@@ -13,6 +13,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
 from isp.checkpoint.state import check_shapes
 from isp.checkpoint.whole import WholeWeights
@@ -23,7 +24,7 @@ from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import WeightTable
 
-__all__ = ["Exported", "export"]
+__all__ = ["Exported", "export", "saved_model"]
 
 
 class Exported(NamedTuple):
@@ -51,9 +52,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     if describe_contents(folder) not in ("is empty", "does not exist"):
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
     weights = WholeWeights(path)
-    kept = weights.info.manifest.shared.get("config")
-    if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
-        raise ValueError(f"{weights.info.path} does not say which model it is of")
+    kept = _kept(weights.info)
     source, trained = _source(kept), kept["training"]["dtype"]
     out = trained if dtype is None else dtype
     plan = _plan(weights, kept, source, out)
@@ -72,6 +71,19 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
         notes.append("the run names no tokenizer to copy")
     family = plan.config["model_type"]
     return Exported(weights.info.path, plan.num_tensors, out, family, tuple(notes))
+
+
+def saved_model(info: CheckpointInfo) -> ModelConfig:
+    """The model that a checkpoint is of. Raises ValueError if it does not say so."""
+    return _model(info, _kept(info)["model"])
+
+
+def _kept(info: CheckpointInfo) -> dict[str, Any]:
+    """The configuration of the run that saved a checkpoint."""
+    kept = info.manifest.shared.get("config")
+    if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
+        raise ValueError(f"{info.path} does not say which model it is of")
+    return kept
 
 
 class _Plan(NamedTuple):
@@ -97,7 +109,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
             )
         return _plan_as_named(weights, source, dtype)
     like = None if source is None else read_json(source / CONFIG_FILE)
-    model = _model(weights, kept["model"])
+    model = _model(weights.info, kept["model"])
     context = kept["data"]["seq_len"]
     described = config_json(model, dtype=dtype, context=context, like=like)
     shapes = parameter_shapes(model)
@@ -119,13 +131,13 @@ def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     return _Plan(described, tensors, len(names) + len(buffers))
 
 
-def _model(weights: WholeWeights, values: Mapping[str, Any]) -> ModelConfig:
+def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(
-            f"{weights.info.path} is of a model that this version does not read:"
+            f"{info.path} is of a model that this version does not read:"
             f" {'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         ) from None
 

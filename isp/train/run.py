@@ -28,7 +28,7 @@ from isp.train.out_of_memory import MemoryGuard
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
-__all__ = ["check_devices", "check_param_groups", "main"]
+__all__ = ["check_device", "check_devices", "check_param_groups", "device_of", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +105,25 @@ def main(config: JobConfig) -> None:
 
 def check_devices(config: JobConfig, ranks: int) -> None:
     """Raise ValueError if this machine lacks what `ranks` ranks of it are to compute on."""
-    wanted, available = config.training.device, torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ValueError(
-            "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
-            " torch build for your CUDA driver"
-        )
-    on_cpu = wanted == "cpu" or not available
+    check_device(config.training.device, ranks)
+    on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
     if config.parallel.weight.nccl_ub:
         check_registers("parallel.weight.nccl_ub", "cpu" if on_cpu else "cuda")
     if on_cpu:
         config.model.attention_backend.check_fits(
             "cpu", config.training.dtype, deterministic=config.training.deterministic
         )
-    elif ranks > (count := torch.cuda.device_count()):
+
+
+def check_device(wanted: str, ranks: int) -> None:
+    """Raise ValueError if this machine lacks the devices `wanted` (auto, cpu, cuda) for `ranks`."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ValueError(
+            "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
+            " torch build for your CUDA driver"
+        )
+    if wanted != "cpu" and available and ranks > (count := torch.cuda.device_count()):
         raise ValueError(
             f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"
             f" {count} ranks on it, or use training.device=cpu"
@@ -133,9 +138,15 @@ def check_param_groups(config: JobConfig) -> None:
 
 def choose_device(config: JobConfig) -> torch.device:
     """The device of this rank.  Raises ValueError if it is asked for and not there."""
+    check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    return device_of(config.training.device)
+
+
+def device_of(wanted: str) -> torch.device:
+    """The device of this rank.  Raises ValueError if it is asked for and not there."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    check_devices(config, local_rank + 1)
-    if config.training.device == "cpu" or not torch.cuda.is_available():
+    check_device(wanted, local_rank + 1)
+    if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 

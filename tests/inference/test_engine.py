@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh
 from isp.inference.engine import Engine
+from isp.models.build import BuiltModel, build_model
 from isp.parallel import ParallelConfig, Topology
 from isp.parallel.config import Mode, TensorConfig, WeightConfig
 from isp.traced.model import TracedModel
@@ -37,15 +39,15 @@ def traced(family: str) -> TracedModel:
 
 
 def traced_engine(family: str, parallel: ParallelConfig, rank: int) -> Engine:
-    return Engine(
-        traced(family),
-        parallel,
-        Mesh(Topology.create(parallel.tensor.size, parallel), rank),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-        fill=lambda *_: None,
-        seed=0,
-    )
+    model, cache, cpu = traced(family), KeyValueCache(), torch.device("cpu")
+
+    def build(parallel: ParallelConfig, mesh: Mesh) -> BuiltModel:
+        return build_model(
+            model, parallel, mesh, seed=None, device=cpu, dtype=torch.float64, cache=cache
+        )
+
+    mesh = Mesh(Topology.create(parallel.tensor.size, parallel), rank)
+    return Engine(model, parallel, mesh, device=cpu, build=build, cache=cache)
 
 
 def greedy(engine: Engine, prompts: list[list[int]], count: int) -> tuple[Tensor, Tensor]:

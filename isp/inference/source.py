@@ -1,0 +1,226 @@
+"""What text is generated from: a run, one of its checkpoints, or a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from isp.attention.cached import KeyValueCache
+from isp.checkpoint import Checkpointer, TrainState
+from isp.checkpoint.agreement import attempt
+from isp.checkpoint.choice import Candidates, CheckpointInfo, preview
+from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.state import check_shapes
+from isp.comm import Mesh
+from isp.config.models import language_model
+from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
+from isp.inference.engine import Engine
+from isp.models.build import BuiltModel, build_model, parameter_shapes
+from isp.models.protocol import LanguageModel
+from isp.parallel import Axis, ParallelConfig
+from isp.settings import CheckpointConfig
+from isp.settings.json_file import read_json
+from isp.settings.packages import require_hf
+from isp.train.begin_from import check_folder, load_folder
+from isp.train.export import saved_model
+from model.config import ModelConfig
+from model.huggingface import CONFIG_FILE, model_values, with_init_from
+
+__all__ = ["Source", "open_source"]
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """A model with weights that are not read yet, and what else text is made with."""
+
+    title: str
+    """Where it is from, in words."""
+    section: ModelConfig
+    """The model; of a Hugging Face folder that is read as it is, its name."""
+    dtype: str
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    """The tokens that end a document."""
+    trained_length: int | None
+    """Tokens of the documents that it was trained on; None: not known."""
+    checkpoint: Path | None
+    """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
+    adds_special_tokens: bool
+    """Whether a prompt begins with what the tokenizer begins texts with."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model; one that is read as it is is traced, once."""
+        return language_model(self.section, self.dtype, trains=False)
+
+    @property
+    def position_limit(self) -> int | None:
+        """Rows of a table of learned positions; None without one: there is no limit."""
+        if self.section.hf is None:
+            return None
+        return self.model.learned_positions  # type: ignore[attr-defined, no-any-return]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
+            return self.tokenizer.encode_prompt(text)
+        found: list[int] = self.tokenizer.encode(text).tolist()
+        return found
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
+        """Raise ValueError for what cannot be read; a warning in words, or nothing."""
+        for number, prompt in enumerate(prompts, start=1):
+            if not prompt:
+                raise ValueError(f"--prompt number {number} is empty: give it at least one token")
+        longest = max(map(len, prompts))
+        needed, limit = longest + new_tokens - 1, self.position_limit  # the last one is not read
+        if limit is not None and needed > limit:
+            fits = f": --max-new-tokens {limit - longest + 1} fits" if longest <= limit else ""
+            raise ValueError(
+                f"a prompt of {longest:,} tokens and --max-new-tokens {new_tokens} need"
+                f" {needed:,} positions, and the model has a table of {limit:,}{fits}"
+            )
+        trained = self.trained_length
+        if trained is not None and needed > trained:
+            return (
+                f"a prompt of {longest:,} tokens and {new_tokens:,} new ones go beyond the"
+                f" {trained:,} that the model was trained on"
+            )
+        return ""
+
+    def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
+        """The model with its weights, on the ranks of `mesh`; a collective."""
+        dtype, cache = getattr(torch, self.dtype), KeyValueCache()
+
+        def build(parallel: ParallelConfig, mesh: Mesh) -> BuiltModel:
+            # A folder's own model reads its weights, and buffers, as it begins.
+            seed = None if self.section.hf is None else 0
+            built = build_model(
+                self.model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=cache
+            )
+            self._fill(built, mesh)
+            return built
+
+        return Engine(self.model, parallel, mesh, device=device, build=build, cache=cache)
+
+    def _fill(self, built: BuiltModel, mesh: Mesh) -> None:
+        state = TrainState(parameters=built.parameters, optimizer=None, topology=mesh.topology)
+        if self.checkpoint is not None:
+            world, folder = mesh[Axis.WORLD], self.checkpoint
+            with Checkpointer(folder, CheckpointConfig(), world=world) as checkpointer:
+                info = checkpointer.choose_initial(folder)
+                checkpointer.load(info, state, weights_only=True)
+        elif self.section.init_from is not None:
+            what = f"loading {self.section.init_from}"
+            attempt(mesh.host, what, lambda: load_folder(state, self.section))
+
+
+def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:
+    """The model at `path`; reads no weights.
+
+    `dtype`, `tokenizer`: others than its own. Raises ValueError, in a line, for what is none.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name a run, a checkpoint, or a folder of a model")
+    if (path / CONFIG_FILE).is_file():
+        return _of_folder(path, dtype, tokenizer)
+    found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+    info = preview(found)
+    assert info is not None
+    return _of_checkpoint(info, path, dtype, tokenizer)
+
+
+def _of_checkpoint(
+    info: CheckpointInfo, path: Path, dtype: str | None, tokenizer: str | None
+) -> Source:
+    section = _to_read(saved_model(info))
+    kept: Any = info.manifest.shared["config"]
+    data = kept["data"]
+    if section.hf is not None and not (Path(section.hf) / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{info.path} is of model.hf={section.hf}, which is not there: its {CONFIG_FILE} is"
+            f" needed; paths are from the folder in which the run was started"
+        )
+    own = load_tokenizer(
+        tokenizer or data["tokenizer"], eos_token=None if tokenizer else data["eos_token"]
+    )
+    source = Source(
+        title=f"{info.path}, {info.step} steps",
+        section=section,
+        dtype=dtype or kept["training"]["dtype"],
+        tokenizer=own,
+        ends=frozenset([own.eos_id]),
+        trained_length=data["seq_len"],
+        checkpoint=path,
+        adds_special_tokens=False,
+    )
+    check_shapes(info, parameter_shapes(source.model))
+    return source
+
+
+def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
+    require_hf("isp generate from a Hugging Face folder", "safetensors")
+    described = read_json(path / CONFIG_FILE)
+    if tokenizer is None and not (path / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{path} has no tokenizer.json: name a tokenizer with --tokenizer, a path or bytes"
+        )
+    own = load_tokenizer(tokenizer or str(path))
+    saved = described.get("dtype") or described.get("torch_dtype")
+    return Source(
+        title=str(path),
+        section=_section(path, described),
+        dtype=dtype or (saved if saved in _DTYPES else "float32"),
+        tokenizer=own,
+        ends=frozenset([own.eos_id]) | _ends(path, described),
+        trained_length=described.get("max_position_embeddings", described.get("n_positions")),
+        checkpoint=None,
+        adds_special_tokens=tokenizer is None,
+    )
+
+
+def _section(path: Path, described: Mapping[str, Any]) -> ModelConfig:
+    """The decoder where it computes such a model, else the model as it is."""
+    try:
+        model_values(described)
+    except ValueError:
+        require_hf(f"the model in {path}", "transformers")
+        return ModelConfig(hf=str(path))
+    values = with_init_from({"init_from": str(path.absolute())})
+    found = TypeAdapter(ModelConfig).validate_json(json.dumps(values))
+    check_folder(found)
+    return found
+
+
+def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
+    """The tokens at which transformers would stop."""
+    of_text = path / "generation_config.json"
+    found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
+    found = described.get("eos_token_id") if found is None else found
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def _to_read(model: ModelConfig) -> ModelConfig:
+    """The model without what is about training it."""
+    return replace(
+        model,
+        preset=None,
+        init_from=None,
+        checkpoint=0.0,
+        checkpoint_keeps_attention=False,
+        checkpoint_distribute_activations=False,
+        checkpoint_offload=False,
+        checkpoint_segment=0,
+        checkpoint_norm_outputs=False,
+        checkpoint_mlp_activation=False,
+        mlp_tile_tokens=0,
+        attention_head_groups=1,
+    )
