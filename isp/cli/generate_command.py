@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _option(
-    parser: argparse.ArgumentParser, name: str, metavar: str, kind: type, default: object, told: str
+    parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str,
+    kind: Callable[[str], float],
+    default: float,
+    told: str,
 ) -> None:
     """An option under its name here and, with `_`, that of transformers and vLLM."""
     names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])

@@ -158,9 +158,9 @@ class _Layout:
         own = [x.unsqueeze(0) for x in (tokens, positions)]
         if facts.slices_batch and tensor.size > 1:
             own = [x.chunk(tensor.size, dim=1)[tensor.rank] for x in own]
-        on_device = (x.to(self._device, non_blocking=True) for x in own)
+        tokens, positions = (x.to(self._device, non_blocking=True) for x in own)
         self._announce()
-        logits = self._reader.logits_of(*on_device, ends, pick)[:, :num]
+        logits = self._reader.logits_of(tokens, positions, ends, pick)[:, :num]
         if facts.splits_features and tensor.size > 1:
             logits = self._whole(logits)
         return logits[0]

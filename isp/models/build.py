@@ -120,8 +120,9 @@ def build_model(
     )
     stages = order.stages_of(mesh[Axis.PIPELINE].rank)
     chunks = model.build(layers, stages, order.num_stages)
-    for chunk in chunks if seed is not None else ():
-        chunk.init_weights(seed)
+    if seed is not None:
+        for chunk in chunks:
+            chunk.init_weights(seed)
     if communicator is not None:
         communicator.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(

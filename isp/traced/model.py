@@ -128,7 +128,7 @@ class TracedModel:
         names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
         tables = [self._shape.get_submodule(name) for name in names][1:]
         # OPT's begins with rows that stand for no position
-        rows = [int(t.weight.shape[0]) - int(getattr(t, "offset", 0)) for t in tables]  # type: ignore[arg-type, index, union-attr]
+        rows = [int(t.weight.shape[0]) - int(getattr(t, "offset", 0)) for t in tables]  # type: ignore[index]
         return min(rows, default=None)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:

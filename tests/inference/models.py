@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.traced.tiny import kept_in_float64
+from tests.model.folders import in_float64
 
 __all__ = ["FAMILIES", "PROMPTS", "Written", "made", "saved", "written"]
 
@@ -39,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
     "gpt2": {},
 }
+DECODER = ("llama", "qwen3")
+"""Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
 
 PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 251 for i in range(2 * WINDOW)], [1]]
 """Of unequal lengths; the second is longer than the window, others come to it."""
@@ -49,7 +52,7 @@ def made(family: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(_SIZES)
+    sizes: dict[str, Any] = dict(_SIZES)
     if family == "gpt2":
         sizes = {
             "n_embd": 32,
@@ -62,7 +65,11 @@ def made(family: str) -> Any:
             "initializer_range": 0.3,
         }
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float64
+    )
+    if family in DECODER:
+        in_float64(model)
     return kept_in_float64(model).eval()
 
 

@@ -61,10 +61,12 @@ def greedy(engine: Engine, prompts: list[list[int]], count: int) -> tuple[Tensor
     return torch.stack(tokens, 1), torch.stack(logits, 1)
 
 
-def check(found: tuple[Tensor, Tensor], wanted: list[Written]) -> None:
+def check(found: tuple[Tensor, Tensor], wanted: list[Written], name: str = "") -> None:
     tokens, logits = found
     for i, of_one in enumerate(wanted):
-        torch.testing.assert_close(logits[i], of_one.logits, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            logits[i], of_one.logits, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}"
+        )
         assert tokens[i].tolist() == of_one.tokens
 
 
@@ -81,17 +83,11 @@ def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tens
     return greedy(traced_engine(family, parallel, rank), PROMPTS, DECODED + 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_traced_models_write_the_same_in_every_layout(ranks: int) -> None:
-    families = ["llama", "qwen3", "gemma3_text"]
-    cases = {
-        f"{family} {mode}": (family, parallel_of(mode, ranks, ranks if mode is Mode.ISP else 1))
-        for family in families
-        for mode in Mode
-    }
-    cases["gpt2 isp, also decoding"] = ("gpt2", parallel_of(Mode.ISP, ranks, ranks))
-    for family in (*families, "gpt2"):
+def test_traced_models_write_the_same_in_every_layout() -> None:
+    cases = {f"gemma3_text {mode}": ("gemma3_text", parallel_of(mode, 2, 2)) for mode in Mode}
+    cases["gpt2 isp, also decoding"] = ("gpt2", parallel_of(Mode.ISP, 2, 2))
+    for family in ("gemma3_text", "gpt2"):
         traced(family)  # once, before ranks fork
-    for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
+    for name, of_ranks in run_each(2, of_layout, cases, timeout_seconds=110).items():
         for found in of_ranks:
-            check(found, oracle(cases[name][0]))
+            check(found, oracle(cases[name][0]), name)

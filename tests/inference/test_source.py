@@ -1,0 +1,72 @@
+"""A checkpoint is gone on from by any layout as by transformers: a weight in a wrong place, a cache
+of other heads than those that decode, tokens of another rank's prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isp.comm import Mesh
+from isp.inference.layout import choose_layout
+from isp.inference.source import open_source
+from isp.parallel import Topology
+from isp.train.import_folder import import_folder
+from tests.inference.models import DECODER, PROMPTS, Written, made, saved, written
+from tests.inference.test_engine import DECODED, check, greedy
+from tests.ranks import run_each
+
+MODES = {
+    "mtp": [],
+    "msp": ["--parallel.tensor.mode=msp"],
+    "fsp": ["--parallel.tensor.mode=fsp"],
+    "isp": ["--parallel.tensor.mode=isp"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Written]]]:
+    """Checkpoints of the decoder, and a folder of another model, with what transformers writes."""
+    found = {}
+    for family in (*DECODER, "gemma3_text"):
+        folder = saved(family, tmp_path_factory.mktemp(family))
+        model = made(family)
+        wanted = [written(model, prompt, DECODED + 1) for prompt in PROMPTS]
+        if family in DECODER:
+            import_folder(folder, folder / "imported", dtype="float64")
+            folder /= "imported"
+        found[family] = folder, wanted
+    return found
+
+
+def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Tensor]:
+    path, ranks, overrides = case
+    source = open_source(path, tokenizer="bytes", dtype="float64")
+    layout = choose_layout(source.model, ranks, overrides)
+    assert layout.ranks == ranks
+    mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
+    return greedy(source.engine(layout.parallel, mesh, torch.device("cpu")), PROMPTS, DECODED + 1)
+
+
+def test_one_rank_writes_what_transformers_writes(
+    models: dict[str, tuple[Path, list[Written]]],
+) -> None:
+    for family, (path, wanted) in models.items():
+        check(of_layout(0, (path, 1, [])), wanted, family)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_writes_the_same(
+    ranks: int, models: dict[str, tuple[Path, list[Written]]]
+) -> None:
+    cases = {}
+    for family, (path, _) in models.items():
+        for mode, overrides in MODES.items():
+            if ranks == 4 or (family, mode) in [("llama", "mtp"), ("qwen3", "isp")]:
+                cases[f"{family} {mode}"] = path, ranks, overrides
+    cases["qwen3 isp 1"] = models["qwen3"][0], ranks, [*MODES["isp"], "--parallel.weight.size=1"]
+    for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
+        for found in of_ranks:
+            check(found, models[name.split()[0]][1], name)
