@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from isp.attention import (
@@ -97,7 +96,7 @@ class Attention(nn.Module):
     def to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Split `wqkv`'s output -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
         num_q, num_kv = self.heads
-        heads = rearrange(fused, "b s (h d) -> b s h d", d=self.head_size)  # [B, S', H' + 2K', d]
+        heads = fused.unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -114,7 +113,7 @@ class Attention(nn.Module):
 
     def output(self, heads: Tensor) -> Tensor:
         """Map what each head found, [B, S', H', d] -> [B, S', D]."""
-        y: Tensor = self.wo(rearrange(heads, "b s h d -> b s (h d)"))
+        y: Tensor = self.wo(heads.flatten(-2))
         return y
 
 

@@ -249,8 +249,18 @@ def _weight_gradient(
     return layer.communicator.grad_hook(dw, module=layer, returned=want is Wanted.VALUE)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
+    """`_Linear`'s forward alone."""
+    x = _moved(layer.moves.x, x, Purpose.ACTIVATION, layer, "x")
+    with layer.communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
+        y = F.linear(x, full.weight.T if layer.transposed else full.weight, full.bias)
+    return _moved(layer.moves.y, y, Purpose.ACTIVATION, layer, "y")
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
     """x W^T + b, of which `weight` and `bias` are this rank's parts: x [B, S, I] -> [B, S, O]."""
+    if not torch.is_grad_enabled():  # a node costs as much as the product of one token
+        return _product(x, weight, bias, layer)
     y: Tensor = _Linear.apply(x, weight, bias, layer)
     return y
 

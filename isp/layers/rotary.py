@@ -120,6 +120,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False)
             f"cos has {cos.shape[-1]} angles a token, which turn a head size of"
             f" {2 * cos.shape[-1]}; x has head size {x.shape[-1]}"
         )
+    if not (compiled or torch.is_grad_enabled()):  # a node costs as much as to turn one token
+        return _turn(x, cos, sin, 1)
     out: Tensor = _Turn.apply(x, cos, sin, compiled)
     return out
 

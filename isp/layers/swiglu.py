@@ -23,6 +23,9 @@ def silu_and_multiply(fused: Tensor, *, compiled: bool = False) -> Tensor:
     Keeps `fused` alone. Backward writes both gradients into one tensor, which is all that it makes.
     `compiled`: one kernel each, [Note: Compiled] in `isp.layers.compiled`.
     """
+    if not (compiled or torch.is_grad_enabled()):
+        gate, up = fused.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
     out: Tensor = _SiluAndMultiply.apply(fused, compiled)
     return out
 
