@@ -268,6 +268,10 @@ class ModelConfig:
         heads = self.num_heads // parts, self.kv_heads // parts
         return HeadGroups.of(self.attention_head_groups, *heads, ranks)
 
+    def cache_numbers(self, tokens: int, parts: int) -> int:
+        kept = min(tokens, self.sliding_window or tokens)
+        return self.num_layers * kept * 2 * (self.kv_heads // parts) * self.head_size
+
     def build(
         self,
         layers: LayerFactory,

@@ -82,6 +82,7 @@ def test_faults_are_told_in_a_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt2 = saved("gpt2", tmp_path / "gpt2")
+    capsys.readouterr()
     bytes_ = ("--tokenizer", "bytes")
     for words, told in (
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),

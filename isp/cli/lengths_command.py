@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.planner import load_fabric
     from isp.planner.exchange import choose_exchange
+    from isp.planner.generation import plan_generation
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
     from isp.planner.lengths_report import Said, lengths_as_json, lengths_as_text
@@ -93,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         planned.growth(seq_len),
         planned.longest(budget) if args.max_seq_len else None,
         climb(planned, budget) if args.max_seq_len else (),
+        plan_generation(planned.case(seq_len), fabric.device),
     )
     print(lengths_as_json(said) if args.json else lengths_as_text(said))
     return 0 if said.fits else 1

@@ -13,7 +13,6 @@ has shards that are cut in both ways: with all ranks in one weight group, 2 / p 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,11 +23,12 @@ from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo, Purpose
 from isp.models.build import BuiltModel
+from isp.models.decoding import decoding_layout
 from isp.models.protocol import LanguageModel
-from isp.parallel import Axis, Mode, ParallelConfig, Topology
+from isp.parallel import Axis, ParallelConfig, Topology
 from isp.weights.trace import sequential_actions
 
-__all__ = ["Engine", "decoding_layout"]
+__all__ = ["Engine"]
 
 Build = Callable[[ParallelConfig, Mesh], BuiltModel]
 """Builds a model with its weights for a layout; a collective."""
@@ -47,23 +47,6 @@ class _Reader(Protocol):
         pick: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """The logits of the tokens that `pick` leaves of what the head is given."""
-
-
-def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelConfig:
-    """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
-
-    Weights that are gathered for each token would cost as much as for a whole prompt. Where the
-    model's features cannot be split they are all the same.
-    """
-    tensor = parallel.tensor
-    if tensor.mode.facts.splits_features or tensor.size == 1:
-        return parallel
-    found = ParallelConfig(tensor=replace(tensor, mode=Mode.MTP))
-    try:
-        model.check_layout(found, tensor.size)
-    except ValueError:
-        return parallel
-    return found
 
 
 class Engine:

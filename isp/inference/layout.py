@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import NamedTuple
 
 from isp.config import sections_from
-from isp.inference.engine import decoding_layout
+from isp.models.decoding import decoding_layout
 from isp.models.protocol import LanguageModel
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors

@@ -91,6 +91,12 @@ class LanguageModel(Protocol):
     def flops(self, document_lengths: Iterable[int]) -> int:
         """FLOPs of forward and backward over documents of these lengths, in tokens."""
 
+    def cache_numbers(self, tokens: int, parts: int) -> int:
+        """Numbers that a rank keeps of a document of so many tokens to go on from it.
+
+        Its attention has one of `parts` of the heads.
+        """
+
     def build(
         self,
         layers: LayerFactory,

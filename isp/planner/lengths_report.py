@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from isp.planner.fabric import Fabric
+from isp.planner.generation import Generation
 from isp.planner.ladder import Step, changes
 from isp.planner.lengths import HOST, Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
@@ -31,6 +32,7 @@ class Said(NamedTuple):
     longest: Longest | Memory | None
     """None if it was not asked for."""
     steps: Sequence[Step]
+    generation: Generation
 
     @property
     def fits(self) -> bool:
@@ -41,7 +43,7 @@ class Said(NamedTuple):
 
 
 def lengths_as_text(said: Said) -> str:
-    parts = [_head(said), _owners(said), _verdict(said)]
+    parts = [_head(said), _owners(said), _verdict(said), _generation(said)]
     if said.longest is not None:
         parts += [_end(said), _ladder(said), _advice(said)]
     return "\n\n".join(part for part in parts if part)
@@ -57,6 +59,7 @@ def lengths_as_json(said: Said) -> str:
         "seq_len": said.planned.config.data.seq_len,
         "memory": _plain(said.memory),
         "growth": _plain_growth(said.growth),
+        "generation": said.generation._asdict(),
     }
     if said.longest is not None:
         plain["longest"] = _plain_longest(said.longest)
@@ -145,6 +148,16 @@ def _verdict(said: Said) -> str:
     if excess <= 0:
         return f"data.seq_len={seq_len} fits as it is"
     return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said.budget)}"
+
+
+def _generation(said: Said) -> str:
+    found, length = said.generation, said.planned.config.data.seq_len
+    ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks in {found.mode}"
+    return (
+        f"generation by {ranks}: keys and values of {length:,} tokens take {_gib(found.cache)} GiB"
+        f" of a rank,\nbeside {_gib(found.weights)} GiB of weights, and the next token at least"
+        f" {found.seconds * 1e3:.3g} ms, in which both are read"
+    )
 
 
 def _end(said: Said) -> str:

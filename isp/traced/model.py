@@ -137,6 +137,19 @@ class TracedModel:
         query = min((s.num_heads for s in sizes), default=1)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
+    def cache_numbers(self, tokens: int, parts: int) -> int:
+        """Numbers that a rank keeps of a document of so many tokens to go on from it.
+
+        Its attention has one of `parts` of the heads. Values are kept as long as keys.
+        """
+        total = 0
+        for call in self.trace.calls:
+            if call.sizes is not None:
+                split = parts > 1 and self._tensor_plan.head_parts(call.block, parts)
+                heads = call.sizes.num_kv_heads // (split or 1)
+                total += min(tokens, call.sizes.window or tokens) * heads * 2 * call.sizes.head_size
+        return total
+
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
         check_layout(parallel, seq_len)

@@ -51,6 +51,8 @@ def folder_model(
         model = _made(folder, getattr(torch, dtype))
         if trains:
             _check_dropout(model)
+        else:
+            model.eval()
         weights = _weights_of(model, Path(folder))
         return TracedModel(
             model,

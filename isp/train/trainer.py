@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -311,3 +312,13 @@ class Trainer:
             )
         else:
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
+            logger.info(
+                'text from it: isp generate %s --prompt "..."', _shortest(self.start.checkpoints)
+            )
+
+
+def _shortest(folder: Path) -> Path:
+    """From here, if that is below; of a run's own checkpoints the run."""
+    shown = folder.parent if folder.name == "checkpoint" else folder
+    here = Path.cwd()
+    return shown.relative_to(here) if shown.is_relative_to(here) else shown

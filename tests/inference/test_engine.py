@@ -80,7 +80,15 @@ def test_traced_models_write_what_transformers_writes(family: str) -> None:
 
 def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tensor]:
     family, parallel = case
-    return greedy(traced_engine(family, parallel, rank), PROMPTS, DECODED + 1)
+    engine = traced_engine(family, parallel, rank)
+    found = greedy(engine, PROMPTS, DECODED + 1)
+    decoding = engine.decoding.tensor  # what is planned is what there is
+    parts = decoding.size if decoding.mode.facts.splits_features else 1
+    if family != "gpt2":
+        assert engine.cache.num_bytes == 8 * len(PROMPTS) * traced(family).cache_numbers(
+            engine.cache.capacity, parts
+        )
+    return found
 
 
 def test_traced_models_write_the_same_in_every_layout() -> None:

@@ -79,4 +79,4 @@ def test_a_stop_ends_the_text_before_it() -> None:
     assert ("".join(pieces), stopped) == ("one. ", True)
     pieces, stopped = shown("one. tw", "two")
     assert ("".join(pieces), stopped) == ("one. tw", False)
-    assert pieces[:7] == list("one. ") + ["", ""]  # held back until it is known
+    assert pieces[:7] == [*"one. ", "", ""]  # held back until it is known

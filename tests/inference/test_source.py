@@ -47,7 +47,11 @@ def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Ten
     layout = choose_layout(source.model, ranks, overrides)
     assert layout.ranks == ranks
     mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
-    return greedy(source.engine(layout.parallel, mesh, torch.device("cpu")), PROMPTS, DECODED + 1)
+    engine = source.engine(layout.parallel, mesh, torch.device("cpu"))
+    found = greedy(engine, PROMPTS, DECODED + 1)
+    planned = source.model.cache_numbers(engine.cache.capacity, ranks)
+    assert engine.cache.num_bytes == 8 * len(PROMPTS) * planned  # what is planned is what there is
+    return found
 
 
 def test_one_rank_writes_what_transformers_writes(

@@ -1,0 +1,27 @@
+"""How a model that text is generated from is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from isp.models.protocol import LanguageModel
+from isp.parallel.config import Mode, ParallelConfig
+
+__all__ = ["decoding_layout"]
+
+
+def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelConfig:
+    """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
+
+    Weights that are gathered for each token would cost as much as for a whole prompt. Where the
+    model's features cannot be split they are all the same.
+    """
+    tensor = parallel.tensor
+    if tensor.mode.facts.splits_features or tensor.size == 1:
+        return parallel
+    found = ParallelConfig(tensor=replace(tensor, mode=Mode.MTP))
+    try:
+        model.check_layout(found, tensor.size)
+    except ValueError:
+        return parallel
+    return found

@@ -1,0 +1,40 @@
+"""Generation from a model in a layout: the memory of keys and values, and the time of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from isp.models.decoding import decoding_layout
+from isp.parallel import Mode, ParallelConfig, Topology
+from isp.planner.case import Case
+from isp.planner.fabric import DeviceSpec
+from isp.planner.memory import states
+
+__all__ = ["Generation", "plan_generation"]
+
+
+class Generation(NamedTuple):
+    """What a rank has when the ranks of a tensor group decode."""
+
+    mode: Mode
+    ranks: int
+    weights: int
+    """Bytes."""
+    cache: int
+    """Bytes of the keys and values of one document."""
+    seconds: float
+    """Least time of its next token: that in which weights and cache are read once."""
+
+
+def plan_generation(case: Case, device: DeviceSpec) -> Generation:
+    """The last token of a document of the case's length, by its tensor ranks."""
+    model, tensor = case.language_model, case.parallel.tensor
+    parallel = decoding_layout(model, ParallelConfig(tensor=tensor))
+    splits = parallel.tensor.mode.facts.splits_features
+    decoding = replace(case, parallel=parallel, topology=Topology.create(tensor.size, parallel))
+    weights = states(decoding, decoding.place(0)).weights
+    length = case.tokens // case.documents
+    cache = case.item_bytes * model.cache_numbers(length, tensor.size if splits else 1)
+    speed = device.gb_per_second * 1e9 * device.memory_efficiency
+    return Generation(parallel.tensor.mode, tensor.size, weights, cache, (weights + cache) / speed)
