@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
+from isp.comm import host_memory
 
 __all__ = ["CachedAttention", "KeyValueCache", "cached_tokens"]
 
@@ -205,7 +206,7 @@ class _Decode:
             if len(set(places)) == 1:
                 self._places[size] = places[0]
             else:
-                index = torch.tensor(places).to(device, non_blocking=True)
+                index = host_memory.send(torch.tensor(places), device)
                 self._places[size] = torch.arange(len(places), device=device), index
         return self._places[size]
 
@@ -215,7 +216,7 @@ class _Decode:
             counts, longest = [min(length, size) for length in self.lengths], self.longest(size)
             mask = None
             if min(counts) < longest:
-                ends = torch.tensor(counts).to(device, non_blocking=True)
+                ends = host_memory.send(torch.tensor(counts), device)
                 mask = torch.arange(longest, device=device) < ends.view(-1, 1, 1, 1)
             self._masks[size] = mask
         return self._masks[size]

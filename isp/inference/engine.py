@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention.cached import KeyValueCache
-from isp.comm import Mesh
+from isp.comm import Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.models.build import BuiltModel
 from isp.models.decoding import decoding_layout
@@ -131,7 +131,7 @@ class _Layout:
         if lengths is not None:
             all_lengths = [*lengths, padding] if padding else lengths
             ends = F.pad(torch.tensor(all_lengths).cumsum(0), (1, 0)).to(torch.int32)
-        rows = None if rows is None else rows.to(self._device)
+        rows = None if rows is None else host_memory.send(rows, self._device)
 
         def pick(x: Tensor) -> Tensor:
             if x.shape[1] == count + padding:
@@ -141,7 +141,7 @@ class _Layout:
         own = [x.unsqueeze(0) for x in (tokens, positions)]
         if facts.slices_batch and tensor.size > 1:
             own = [x.chunk(tensor.size, dim=1)[tensor.rank] for x in own]
-        tokens, positions = (x.to(self._device, non_blocking=True) for x in own)
+        tokens, positions = (host_memory.send(x, self._device) for x in own)
         self._announce()
         logits = self._reader.logits_of(tokens, positions, ends, pick)[:, :num]
         if facts.splits_features and tensor.size > 1:
