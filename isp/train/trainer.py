@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -312,13 +315,13 @@ class Trainer:
             )
         else:
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
-            logger.info(
-                'text from it: isp generate %s --prompt "..."', _shortest(self.start.checkpoints)
-            )
+            logger.info("text from it: %s", _how_to_generate(self.start.checkpoints))
 
 
-def _shortest(folder: Path) -> Path:
-    """From here, if that is below; of a run's own checkpoints the run."""
-    shown = folder.parent if folder.name == "checkpoint" else folder
+def _how_to_generate(checkpoints: Path) -> str:
+    """The line to type for text from the newest checkpoint."""
+    isp = "isp" if shutil.which("isp") else f"{os.path.relpath(sys.executable)} -m isp"
+    folder = checkpoints.parent if checkpoints.name == "checkpoint" else checkpoints
     here = Path.cwd()
-    return shown.relative_to(here) if shown.is_relative_to(here) else shown
+    folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f'{isp} generate {folder} --prompt "The "'

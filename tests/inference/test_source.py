@@ -48,6 +48,7 @@ def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Ten
     assert layout.ranks == ranks
     mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
     engine = source.engine(layout.parallel, mesh, torch.device("cpu"))
+    greedy(engine, PROMPTS[:1], 2)  # a prompt more leaves nothing behind
     found = greedy(engine, PROMPTS, DECODED + 1)
     planned = source.model.cache_numbers(engine.cache.capacity, ranks)
     assert engine.cache.num_bytes == 8 * len(PROMPTS) * planned  # what is planned is what there is
@@ -68,7 +69,8 @@ def test_every_layout_writes_the_same(
     cases = {}
     for family, (path, _) in models.items():
         for mode, overrides in MODES.items():
-            if ranks == 4 or (family, mode) in [("llama", "mtp"), ("qwen3", "isp")]:
+            few = mode in ("mtp", "isp") and (ranks == 4 or family != "gemma3_text")
+            if few or (ranks, family) == (4, "qwen3"):
                 cases[f"{family} {mode}"] = path, ranks, overrides
     cases["qwen3 isp 1"] = models["qwen3"][0], ranks, [*MODES["isp"], "--parallel.weight.size=1"]
     for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
