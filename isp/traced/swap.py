@@ -39,6 +39,8 @@ class _Swapped:
         self.name = name
         self.communicator = communicator
         self.moves = moves
+        self._stays = moves == Moves() and not communicator.gathers_weights
+        """Whether nothing travels: without gradients the module's own forward is all there is."""
         self.layouts: dict[str, ParameterLayout] = {}
         self.instead: Callable[[Tensor], Tensor] | None = None
         """Called in its place; None: nothing."""
@@ -71,11 +73,15 @@ class SwappedLinear(_Swapped):
         super().__init__(module, name, communicator, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
+        original, stays = module.forward, self._stays and entrance is None
 
         def forward(x: Tensor) -> Tensor:
             called()
             if self.instead is not None:
                 return self.instead(x)
+            if stays and not torch.is_grad_enabled():
+                own: Tensor = original(x)
+                return own
             with nullcontext() if entrance is None else entrance.column(x):
                 y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
             return y + self.bias.to(y.dtype) if bias_after_move and self.bias is not None else y
@@ -113,7 +119,8 @@ class SwappedTable(_Swapped):
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
             called()
-            with instead:
+            stays = self._stays and self.instead is None and not torch.is_grad_enabled()
+            with nullcontext() if stays else instead:
                 y: Tensor = original(*args, **kwargs)
             return y
 
