@@ -17,10 +17,10 @@ ROWS = {row.name: row for row in rows()}
 @pytest.mark.parametrize(
     ("name", "collectives", "ops", "own_calls"),
     [
-        ("isp, tensor 1, weight 2", 12, 45, 600),
-        ("isp, tensor 2, weight 2", 16, 105, 730),
-        ("fsp, tensor 2", 10, 75, 300),
-        ("isp, tensor 2, weight 2, recomputed", 18, 135, 950),
+        ("isp, tensor 1, weight 2", 12, 60, 660),
+        ("isp, tensor 2, weight 2", 16, 118, 790),
+        ("fsp, tensor 2", 10, 72, 320),
+        ("isp, tensor 2, weight 2, recomputed", 18, 150, 1010),
     ],
 )
 def test_a_layer_costs_the_host_no_more_than_this(
