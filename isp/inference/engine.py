@@ -17,16 +17,19 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.models.build import BuiltModel
 from isp.models.decoding import decoding_layout
-from isp.models.protocol import LanguageModel
+from isp.models.protocol import Chunk, LanguageModel
 from isp.parallel import Axis, ParallelConfig, Topology
+from isp.traced.chunk import TracedChunk
 from isp.weights.trace import sequential_actions
+from model.decoder import Decoder
+from model.inference import InferenceDecoder
 
 __all__ = ["Engine"]
 
@@ -37,7 +40,9 @@ Build = Callable[[ParallelConfig, Mesh], BuiltModel]
 class _Reader(Protocol):
     """A model on one rank, whole; both kinds of `isp.models.protocol.Chunk` are."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int:
+        """V."""
 
     def logits_of(
         self,
@@ -98,18 +103,26 @@ class Engine:
         return channel.broadcast_(tokens, cargo=Cargo(tensor="tokens")).wait()
 
 
+def _reader(chunk: Chunk, mesh: Mesh) -> _Reader:
+    """What reads by the weights of a model that is one chunk: the inference layers, if they can."""
+    facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
+    if isinstance(chunk, Decoder) and facts.splits_features:
+        return InferenceDecoder(chunk, tensor, split_tokens=facts.splits_sequence)
+    assert isinstance(chunk, Decoder | TracedChunk), chunk
+    return chunk
+
+
 class _Layout:
     """A model as it is split over a mesh, and what all ranks know of its logits."""
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
-        model = chunk if isinstance(chunk, nn.Module) else getattr(chunk, "model")  # noqa: B009
-        assert isinstance(model, nn.Module)
-        model.eval()
+        if isinstance(chunk, TracedChunk):
+            chunk.model.eval()
         self.mesh = mesh
         self._built = built
         self._device = device
-        self._reader: _Reader = chunk  # type: ignore[assignment]
+        self._reader = _reader(chunk, mesh)
 
     def logits(
         self,
