@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class InferenceDecoder:
         self.vocab_size = decoder.config.vocab_size
         self._layers: _Layers | None = None
 
+    @torch.no_grad()
     def logits_of(
         self,
         x: Tensor,

@@ -57,20 +57,22 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         _check(linear, workspace, dim=0)
         self.linear, self.norm, self.workspace = linear, norm, workspace
         self.slot: object = slot or self
+        self._own = _Own(linear)
+        self._out: Tensor | None = None
         self.max_tokens = workspace.max_tokens if max_tokens is None else max_tokens
 
-    @torch.no_grad()
     def forward(self, x: Residual | Tensor) -> Tensor:
         """The residual or its norm [S, B, I] -> y [S, B, O/p]."""
         if isinstance(x, Residual):
             if self.norm is None:
                 raise ValueError(f"{_title(self.linear)} was made without a norm: give it one")
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
-        weight, bias = self.linear.weight, self.linear.bias
-        tokens, features = x.shape[:-1], weight.shape[0]
-        out = self.workspace.output(self.slot, tokens, features, self.max_tokens)
-        _multiply(x, weight, bias, out)
-        return out.view(*tokens, features)
+        out, tokens = self._out, x.shape[:-1]
+        if out is None or out.shape[:-1] != tokens:
+            features = self.linear.weight.shape[0]
+            out = self._out = self.workspace.output(self.slot, tokens, features, self.max_tokens)
+        _multiply(x, self._own.weight, self._own.bias, out)
+        return out
 
 
 class InferenceRowParallelLinear(nn.Module):
@@ -82,27 +84,25 @@ class InferenceRowParallelLinear(nn.Module):
     def __init__(self, linear: ParallelLinear, workspace: InferenceWorkspace) -> None:
         super().__init__()
         _check(linear, workspace, dim=1)
-        self.linear, self.workspace = linear, workspace
+        self.linear, self.workspace, self._own = linear, workspace, _Own(linear)
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """x [S, B, I/p] -> y of this rank's tokens [S/p, B, O], or of all; until the next call."""
         tokens = self._partial(x)
         y = self.workspace.reduce(tokens, self.linear.name)
-        if self.linear.bias is not None:
-            y.add_(self.linear.bias)
+        if self._own.bias is not None:
+            y.add_(self._own.bias)
         return y.view(-1, *tokens[1:], y.shape[-1])
 
-    @torch.no_grad()
     def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
         """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O]."""
         self._partial(x)
-        bias, layer = self.linear.bias, self.linear.name
+        bias, layer = self._own.bias, self.linear.name
         return self.workspace.add_norm(residual, norm, bias=bias, layer=layer)
 
     def _partial(self, x: Tensor) -> Sequence[int]:
         tokens = x.shape[:-1]
-        _multiply(x, self.linear.weight, None, self.workspace.partial(tokens))
+        _multiply(x, self._own.weight, None, self.workspace.partial(tokens))
         return tokens
 
 
@@ -120,10 +120,9 @@ class InferenceVocabParallelEmbedding(nn.Module):
         self._wanted, self._row = torch.zeros(2, count, dtype=torch.long, device=device)
         self._foreign = torch.zeros(count, 1, dtype=torch.bool, device=device)
 
-    @torch.no_grad()
     def forward(self, ids: Tensor) -> Residual:
         """Ids [S, B] -> the residual of their rows."""
-        workspace, weight, tokens = self.workspace, self.table.weight, ids.shape
+        workspace, weight, tokens = self.workspace, self.table.weight.detach(), ids.shape
         partial = workspace.partial(tokens)
         count = len(partial)
         ((start, stop),) = self.table.layouts["weight"].intervals()
@@ -139,13 +138,22 @@ class InferenceVocabParallelEmbedding(nn.Module):
         return residual
 
 
+class _Own:
+    """This rank's part of a linear, where it lies, without gradients; the weight as [I, O]."""
+
+    def __init__(self, linear: ParallelLinear) -> None:
+        self.weight = linear.weight.detach().t()
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x W^T + b of x [.., I] into `out` [N, O], with the bits of `F.linear`."""
-    x = x.reshape(-1, x.shape[-1])
+    """x W^T + b of x [.., I] and W^T [I, O] into `out` [.., O], with the bits of `F.linear`."""
+    if x.dim() != 2:
+        x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
-        torch.mm(x, weight.t(), out=out)
+        torch.mm(x, weight, out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        torch.addmm(bias, x, weight, out=out)
 
 
 def _check(

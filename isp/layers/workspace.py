@@ -17,7 +17,8 @@ one of its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -124,40 +125,38 @@ class InferenceWorkspace:
         self._wide = None if wide == dtype or compiled else self._rows(size, wide)
         self._scale = self._rows(1, wide)
         self._outputs: dict[object, Tensor] = {}
+        self._views: _Views | None = None
 
     def splits(self, tokens: Sequence[int]) -> bool:
         """Whether each rank has a part of tokens [S, B] between the linears."""
-        return self.split_tokens and self.group.size > 1 and tokens[0] % self.group.size == 0
+        return self._views_of(tokens).splits
 
     def residual(self, tokens: Sequence[int]) -> Residual:
         """The place of the residual of tokens [S, B], not filled yet; there is one at a time."""
-        own = list(tokens)
-        if self.splits(tokens):
-            own[0] //= self.group.size
-        value = self._residual[: self._count(own)].view(*own, self.size)
-        return Residual(value, tuple(tokens))
+        return self._views_of(tokens).residual
 
     def begin(self, x: Tensor) -> Residual:
         """The residual of x [S, B, D], which every rank has whole."""
         residual = self.residual(x.shape[:-1])
         if self.splits(residual.tokens):
             x = x.chunk(self.group.size)[self.group.rank]
-        residual.value.copy_(x)
+        residual.value.copy_(x.detach())
         return residual
 
     def partial(self, tokens: Sequence[int]) -> Tensor:
         """Where a rank leaves its part of a sum over the ranks: [S B, D]."""
-        return self._exchange.rows[: self._count(tokens)]
+        return self._views_of(tokens).partial
 
     def reduce(self, tokens: Sequence[int], layer: str) -> Tensor:
         """The sum of the ranks' `partial`, of this rank's tokens [S/p B, D] or of all."""
-        partial, cargo = self.partial(tokens), Cargo(Purpose.ACTIVATION, layer, "y")
-        if not self.splits(tokens):
-            self._exchange.all_reduce(partial, cargo)
-            return partial
-        own = self._part[: len(partial) // self.group.size]
-        self._exchange.reduce_scatter(partial, own, cargo)
-        return own
+        views = self._views_of(tokens)
+        if self.group.size > 1:
+            cargo = Cargo(Purpose.ACTIVATION, layer, "y")
+            if views.splits:
+                self._exchange.reduce_scatter(views.partial, views.summed, cargo)
+            else:
+                self._exchange.all_reduce(views.partial, cargo)
+        return views.summed
 
     def add_norm(
         self, residual: Residual, norm: Norm, *, bias: Tensor | None = None, layer: str = ""
@@ -169,42 +168,46 @@ class InferenceWorkspace:
         own = self.reduce(residual.tokens, layer)
         if bias is not None:
             own.add_(bias)
-        residual.value.add_(own.view_as(residual.value))
+        self._views_of(residual.tokens).rows.add_(own)
         return self.norm(residual, norm, layer=layer)
 
     def norm(self, residual: Residual, norm: Norm, *, layer: str = "") -> Tensor:
         """The norm of the residual, of all tokens: [S, B, D]."""
-        x = residual.value.view(-1, self.size)
-        if self.splits(residual.tokens):
-            out = self.partial(residual.tokens)
-            own = out.chunk(self.group.size)[self.group.rank]  # of which no rank reads any longer
-            self._norm(x, norm, own)
-            self._exchange.all_gather(own, out, Cargo(Purpose.ACTIVATION, layer, "normed y"))
-        else:
-            out = self._part[: len(x)]
-            self._norm(x, norm, out)
-        return out.view(*residual.tokens, self.size)
+        views = self._views_of(residual.tokens)
+        self._norm(views, norm)
+        if views.splits:
+            cargo = Cargo(Purpose.ACTIVATION, layer, "normed y")
+            self._exchange.all_gather(views.normed, views.partial, cargo)
+        return views.out
 
     def output(self, slot: object, tokens: Sequence[int], features: int, most: int) -> Tensor:
-        """Where the column linears of a slot write, [S B, O/p]; made for `most` tokens."""
+        """Where the column linears of a slot write, [S, B, O/p]; made for `most` tokens."""
         count, key = self._count(tokens, most), (slot, features)
         if key not in self._outputs:
             self._outputs[key] = self._rows(features, rows=most)
-        return self._outputs[key][:count]
+        with _plainly():
+            return self._outputs[key][:count].view(*tokens, features)
 
-    def _norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
-        """`F.rms_norm` of x [N, D] into `out`, in float32 at least and, as written, its bits."""
+    def _norm(self, views: _Views, norm: Norm) -> None:
+        """`F.rms_norm` of the residual, in float32 at least and, as written, its bits."""
+        x, out, scale, weight = views.rows, views.normed, views.scale, norm.weight.detach()
         if self.compiled:
-            norm_into(x, norm.weight, norm.eps, out)
+            norm_into(x, weight, norm.eps, out)
             return
-        wide = out if self._wide is None else self._wide[: len(x)]
-        scale = self._scale[: len(x)]
+        wide = out if views.wide is None else views.wide
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
         torch.mean(wide, -1, keepdim=True, out=scale)
         scale.add_(norm.eps).rsqrt_()
-        torch.mul(x, scale, out=wide).mul_(norm.weight)
+        torch.mul(x, scale, out=wide).mul_(weight)
         if wide is not out:
             out.copy_(wide)
+
+    def _views_of(self, tokens: Sequence[int]) -> _Views:
+        """Those of the last call, if it was of as many tokens."""
+        if self._views is None or self._views.tokens != tokens:
+            with _plainly():
+                self._views = _Views(self, tuple(tokens))
+        return self._views
 
     def _count(self, tokens: Sequence[int], most: int | None = None) -> int:
         count, most = prod(tokens), self.max_tokens if most is None else most
@@ -219,4 +222,37 @@ class InferenceWorkspace:
         self, columns: int, dtype: torch.dtype | None = None, rows: int | None = None
     ) -> Tensor:
         rows = self.max_tokens if rows is None else rows
-        return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
+        with _plainly():
+            return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
+
+
+class _Views:
+    """What tokens [S, B] take of a workspace's buffers."""
+
+    def __init__(self, workspace: InferenceWorkspace, tokens: tuple[int, ...]) -> None:
+        group, size = workspace.group, workspace.size
+        count = workspace._count(tokens)
+        self.tokens = tokens
+        self.splits = workspace.split_tokens and group.size > 1 and tokens[0] % group.size == 0
+        self.partial, part = workspace._exchange.rows[:count], workspace._part[:count]
+        own = list(tokens)
+        if self.splits:
+            own[0] //= group.size
+            count //= group.size
+            self.summed, self.out = part[:count], self.partial
+            self.normed = self.partial.chunk(group.size)[group.rank]  # which no other rank reads
+        else:
+            self.summed, self.out, self.normed = self.partial, part, part
+        self.out = self.out.view(*tokens, size)
+        self.rows = workspace._residual[:count]
+        """The residual."""
+        self.residual = Residual(self.rows.view(*own, size), tokens)
+        self.scale = workspace._scale[:count]
+        self.wide = None if workspace._wide is None else workspace._wide[:count]
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Tensors and views made here may be written to in any mode of autograd, and by its rules."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
