@@ -144,6 +144,7 @@ class DistributedAttention:
             sinks = sinks[own.start : own.stop]
         return self._attend_here(q, k, v, mask, sinks)
 
+    @torch.inference_mode(False)  # such a tensor could not be kept for backward later
     def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
         """These numbers of heads as a tensor; sent to each device once."""
         if (heads, device) not in self._sent:

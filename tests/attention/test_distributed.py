@@ -232,6 +232,21 @@ def test_replicated_gradients_are_summed_in_float32() -> None:
         assert error < 0.1  # 8 bits of mantissa on values up to about 4
 
 
+def _run_again(rank: int, case: Case) -> float:
+    channel = _channel()
+    attention, shards = DistributedAttention(CpuAttention(), channel), _shards(case.inputs, channel)
+    with torch.inference_mode():
+        attention(*shards, mask=case.mask)
+    result = with_gradients(attention(*shards, mask=case.mask), shards, _part(case.dout, channel))
+    return _error(result, case.expected, channel)
+
+
+def test_trains_after_inference() -> None:
+    """Catches an index kept of an evaluation in inference mode, of which there is no backward."""
+    for error in run_ranks(2, _run_again, _case((6, 3), 1, [6, 12, 6])):
+        assert error < TOLERANCE
+
+
 def _run_wrong_heads(rank: int, world: int) -> str:
     channel = _channel()
     q, kv = torch.randn(1, 4, 4, 2), torch.randn(1, 4, 3, 2)
