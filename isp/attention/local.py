@@ -120,7 +120,10 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
     for backend in candidates:
         faults[backend] = _fault_on(backend, place)
         if not faults[backend]:
-            times[backend] = _milliseconds(backend, place)
+            try:
+                times[backend] = _milliseconds(backend, place)
+            except Exception as error:  # at this length; a rank that stops here keeps all waiting
+                faults[backend] = _in_short(error)
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return AttentionBackend.SDPA
@@ -168,9 +171,13 @@ def _fault_on(backend: AttentionBackend, place: _Place) -> str:
             attend = _make(backend, place.device, None)
         _forward_and_backward(attend, _tensors(place, 48, 1), [16, 32])
     except Exception as error:  # a package that compiles as it runs may raise anything
-        first_line = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first_line[:200]}"
+        return _in_short(error)
     return ""
+
+
+def _in_short(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 def _milliseconds(backend: AttentionBackend, place: _Place) -> float:

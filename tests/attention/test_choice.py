@@ -308,6 +308,23 @@ def test_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == len(set(seen)) == 4
 
 
+def test_a_backend_that_fails_at_length_is_left_out(
+    trials: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a rank that ends here, for which all others would wait."""
+    trials((8, 0), flash2=1.0, sdpa=2.0)
+
+    def milliseconds(backend: AttentionBackend, place: _Place) -> float:
+        if backend is AttentionBackend.FLASH2:
+            raise RuntimeError("no kernel\nfor this length")
+        return 2.0
+
+    monkeypatch.setattr(local, "_milliseconds", milliseconds)
+    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+        assert _choose_backend(HOPPER, Channel.solo()) is AttentionBackend.SDPA
+    assert "not flash2: RuntimeError: no kernel;" in caplog.records[0].message
+
+
 class _Slower(Channel):
     """All ranks, of which another finds flash3 missing and flash4 slow."""
 
