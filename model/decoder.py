@@ -404,6 +404,11 @@ class Decoder(nn.Module):
         loss: Tensor = self.head(output, labels, expected)
         return loss
 
+    def losses(self, output: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token, as the labels; of what `loss` gives the sum of. No gradient."""
+        assert self.head is not None
+        return self.head.losses(output, labels)
+
     def blocks(self) -> Iterator[Block]:
         """The blocks, in order."""
         for block in self.layers.values():

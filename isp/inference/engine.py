@@ -22,9 +22,11 @@ from torch import Tensor
 from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
+from isp.data.batch import MicroBatch
+from isp.data.dataset import IGNORE_INDEX
 from isp.models.build import BuiltModel
 from isp.models.decoding import decoding_layout
-from isp.models.protocol import Chunk, LanguageModel
+from isp.models.protocol import LanguageModel
 from isp.parallel import Axis, ParallelConfig, Topology
 from isp.traced.chunk import TracedChunk
 from isp.weights.trace import sequential_actions
@@ -97,18 +99,22 @@ class Engine:
             positions = torch.tensor([length - 1 for length in self.cache.lengths])
             return self._decodes.logits(tokens, positions, None, rows=None)
 
+    @torch.inference_mode()
+    def losses(self, batch: MicroBatch) -> Tensor:
+        """The losses of the tokens of rows that are not packed, on every rank; as the labels."""
+        return self._reads.losses(batch)
+
     def agree(self, tokens: Tensor) -> Tensor:
         """The tokens [n] of the first rank, on all ranks; in place."""
         channel = self._decodes.mesh[Axis.TENSOR]
         return channel.broadcast_(tokens, cargo=Cargo(tensor="tokens")).wait()
 
 
-def _reader(chunk: Chunk, mesh: Mesh) -> _Reader:
+def _reader(chunk: Decoder | TracedChunk, mesh: Mesh) -> _Reader:
     """What reads by the weights of a model that is one chunk: the inference layers, if they can."""
     facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
     if isinstance(chunk, Decoder) and facts.splits_features:
         return InferenceDecoder(chunk, tensor, split_tokens=facts.splits_sequence)
-    assert isinstance(chunk, Decoder | TracedChunk), chunk
     return chunk
 
 
@@ -117,11 +123,13 @@ class _Layout:
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
+        assert isinstance(chunk, Decoder | TracedChunk), chunk
         if isinstance(chunk, TracedChunk):
             chunk.model.eval()
         self.mesh = mesh
         self._built = built
         self._device = device
+        self._chunk = chunk
         self._reader = _reader(chunk, mesh)
 
     def logits(
@@ -160,6 +168,22 @@ class _Layout:
         if facts.splits_features and tensor.size > 1:
             logits = self._whole(logits)
         return logits[0]
+
+    def losses(self, batch: MicroBatch) -> Tensor:
+        """See `Engine`; by the layers of training."""
+        tensor, facts = self.mesh[Axis.TENSOR], self.mesh.topology.mode.facts
+        num_tokens = batch.tokens.shape[1]
+        padding = -num_tokens % tensor.size if facts.splits_sequence else 0
+        labels = F.pad(batch.labels, (0, padding), value=IGNORE_INDEX)
+        rows = [F.pad(batch.tokens, (0, padding)), F.pad(batch.positions, (0, padding)), labels]
+        if sliced := facts.slices_batch and tensor.size > 1:
+            rows = [x.chunk(tensor.size, dim=1)[tensor.rank].contiguous() for x in rows]
+        tokens, positions, labels = (host_memory.send(x, self._device) for x in rows)
+        self._announce()
+        losses = self._chunk.losses(self._chunk(tokens, positions, None), labels)
+        if sliced:
+            losses = tensor.all_gather(losses, dim=1, cargo=Cargo(tensor="losses")).wait()
+        return losses[:, :num_tokens]
 
     def _announce(self) -> None:
         """One forward follows: weights that travel begin to."""

@@ -24,12 +24,12 @@ from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
-__all__ = ["ChunkLoss", "VocabParallelHead", "chunked_loss", "num_chunks"]
+__all__ = ["ChunkLoss", "VocabParallelHead", "chunked_loss", "chunked_losses", "num_chunks"]
 
 
 ChunkLoss = Callable[[Tensor, FullWeights, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Of x of a chunk, the weights, targets and the gradient that the loss will have: the sum of the
-losses, and the gradient of what the linear gives; none where no gradient is expected."""
+"""Of x of a chunk, the weights, targets and the gradient that the loss will have: the losses, one a
+target, and the gradient of what the linear gives; none where no gradient is expected."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -75,8 +75,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for own_x, target, dx_part in zip(
                 _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
             ):
-                part, dy = chunk_loss(own_x, full, target, expected if needs else None)
-                loss += part
+                losses, dy = chunk_loss(own_x, full, target, expected if needs else None)
+                loss += losses.sum()
                 if dy is None:
                     continue
                 arriving = None
@@ -168,6 +168,22 @@ def chunked_loss(
     return loss
 
 
+def chunked_losses(
+    x: Tensor, labels: Tensor, head: LinearLayer, chunk_tokens: int, chunk_loss: ChunkLoss
+) -> Tensor:
+    """The losses whose sum `chunked_loss` is, each in the place of its label; no gradient."""
+    found: list[Tensor] = []
+
+    def seen(*args: Any) -> tuple[Tensor, Tensor | None]:
+        losses, dy = chunk_loss(*args)
+        found.append(losses.unflatten(1, (labels.shape[1] // x.shape[1], -1)))  # [B, p, S'/c]
+        return losses, dy
+
+    with torch.no_grad():
+        chunked_loss(x, labels, None, head, chunk_tokens, seen)
+    return torch.cat(found, dim=2).flatten(1)
+
+
 class VocabParallelHead(ParallelLinear):
     """The linear to the logits, split by vocabulary as its mode wants; and the loss of them."""
 
@@ -200,6 +216,10 @@ class VocabParallelHead(ParallelLinear):
             return super().forward(x)
         return chunked_loss(x, labels, expected, self, self.chunk_tokens, self.losses_and_gradient)
 
+    def losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token, [B, S', D] -> as the labels, which are those of a forward."""
+        return chunked_losses(x, labels, self, self.chunk_tokens, self.losses_and_gradient)
+
     def losses_and_gradient(
         self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -219,4 +239,4 @@ class VocabParallelHead(ParallelLinear):
         if dy is not None:
             cargo = Cargo(Purpose.OUTPUT_GRADIENT, self.name, "dy")
             dy = self.moves.dy(dy, cargo=cargo).wait()
-        return losses.sum(), dy
+        return losses, dy

@@ -21,7 +21,7 @@ from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
-from isp.layers.head import chunked_loss
+from isp.layers.head import chunked_loss, chunked_losses
 from isp.layers.linear import Moves, Role, moves_for, multiply
 from isp.layers.loss import losses_and_gradient, vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
@@ -175,13 +175,15 @@ class TracedChunk:
             return chunked_loss(
                 output, labels, expected, head, self.loss_chunk_tokens, self._chunk_loss
             )
-        losses = vocab_parallel_cross_entropy(
-            output,
-            labels,
-            first=self._layers.first_logit(self.trace.vocab_size),
-            channel=self._layers.loss_channel,
-        )
-        return losses.sum()
+        return self._whole_losses(output, labels).sum()
+
+    def losses(self, output: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token, as the labels; of what `loss` gives the sum of. No gradient."""
+        if self._head is None:
+            return self._whole_losses(output, labels)
+        head = self._holders[self._head]
+        assert isinstance(head, SwappedLinear)
+        return chunked_losses(output, labels, head, self.loss_chunk_tokens, self._chunk_loss)
 
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the model."""
@@ -313,6 +315,14 @@ class TracedChunk:
 
     # -- behind the head ---------------------------------------------------------------------
 
+    def _whole_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            first=self._layers.first_logit(self.trace.vocab_size),
+            channel=self._layers.loss_channel,
+        )
+
     def _chunk_loss(
         self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -322,13 +332,12 @@ class TracedChunk:
             leaf = y.detach().requires_grad_(expected is not None)
             logits = self._behind_head(leaf)
             if logits is leaf:
-                losses, dy = losses_and_gradient(y, target, expected, channel=solo, first=0)
-                return losses.sum(), dy
-            loss = vocab_parallel_cross_entropy(logits, target, channel=solo).sum()
+                return losses_and_gradient(y, target, expected, channel=solo, first=0)
+            losses = vocab_parallel_cross_entropy(logits, target, channel=solo)
         if expected is None:
-            return loss, None
-        (dy,) = torch.autograd.grad(loss, leaf, expected.to(loss.dtype))
-        return loss.detach(), dy
+            return losses, None
+        (dy,) = torch.autograd.grad(losses.sum(), leaf, expected.to(losses.dtype))
+        return losses.detach(), dy
 
     def _behind_head(self, y: Tensor) -> Tensor:
         """The logits that the model makes of what its head gives, [B, n, V]."""
