@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 from isp.profile import Profile
 from isp.run.folder import RunFolder
 
@@ -28,9 +29,9 @@ class Report(NamedTuple):
 def write_report(source: str | Path, output: str | Path | None = None) -> Report:
     """Write the report of what the folder `source` holds, to `output` or `source`/report.
 
-    The report of a run is made from metrics.jsonl, that of a profile from profile.json; the profile
-    goes first. Raises ValueError if there is neither, or the packages of the report are not
-    installed; OSError if a file cannot be read or written.
+    The report of a run is made from metrics.jsonl, that of a profile from profile.json, that of an
+    evaluation from evaluation.json; the run's goes last. Raises ValueError if there is none, or the
+    packages of the report are not installed; OSError if a file cannot be read or written.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -39,11 +40,18 @@ def write_report(source: str | Path, output: str | Path | None = None) -> Report
     profile = folder / PROFILE_FILE
     if profile.is_file():
         return write_profile_report(Profile.load(profile), target)
+    evaluation = folder / EVALUATION_FILE
+    if evaluation.is_file():
+        require_packages()
+        from isp.report.evaluation import evaluation_page
+
+        return _write(evaluation_page(Evaluation.load(evaluation)), target)
     run = RunFolder(folder)
     if not run.metrics_file.is_file():
         raise ValueError(
-            f"{folder} holds neither {run.metrics_file.name} nor {PROFILE_FILE}: name the folder of"
-            f" a run that has done a step, such as outputs/<job>/latest, or of a profile"
+            f"{folder} holds neither {run.metrics_file.name} nor {PROFILE_FILE} nor"
+            f" {EVALUATION_FILE}: name the folder of a run that has done a step, such as"
+            f" outputs/<job>/latest, of a profile, or of an evaluation"
         )
     require_packages()
     from isp.report.run import run_page

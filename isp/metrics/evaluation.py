@@ -1,0 +1,114 @@
+"""The contents of `evaluation.json`: what `isp evaluate` found out about a trained model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+__all__ = ["EVALUATION_FILE", "Bucket", "Evaluation", "Passkeys", "TextLosses", "perplexity"]
+
+EVALUATION_FILE = "evaluation.json"
+VERSION = 1
+
+
+def perplexity(loss: float | None) -> float | None:
+    """e to the loss."""
+    return None if loss is None else math.exp(min(loss, 700.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The tokens at some places of their rows; a place is the number of tokens before."""
+
+    begin: int
+    end: int
+    """The first place that is not in it."""
+    tokens: int
+    """Over all rows."""
+    loss: float | None
+    """Their mean cross-entropy, in nats; None where there are none, or it is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLosses:
+    """The loss of text by the place of a token in its row."""
+
+    source: str
+    """What was read, in words."""
+    rows: int
+    length: int
+    """Tokens of a row."""
+    buckets: tuple[Bucket, ...]
+    """In the order of places, all of a row together."""
+
+    def loss_within(self, length: int) -> float | None:
+        """The mean over the first `length` places, which a bucket ends with."""
+        inside = [bucket for bucket in self.buckets if bucket.end <= length]
+        tokens = sum(bucket.tokens for bucket in inside)
+        if not tokens or any(bucket.tokens and bucket.loss is None for bucket in inside):
+            return None
+        return sum((bucket.loss or 0.0) * bucket.tokens for bucket in inside) / tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passkeys:
+    """Keys found in prompts of some lengths, with the key at some depths."""
+
+    digits: int
+    keys: int
+    """In each cell: prompts of one length and depth."""
+    seed: int
+    lengths: tuple[int, ...]
+    """Tokens of prompt and answer, at most."""
+    depths: tuple[float, ...]
+    """Parts of the filler before the key: 0 at the beginning, 1 at the end."""
+    found: tuple[tuple[int, ...], ...]
+    """The keys that were told right, for each length at each depth."""
+
+    def rate(self, length: int) -> float:
+        """The part of the keys found at all depths."""
+        row = self.found[self.lengths.index(length)]
+        return sum(row) / (self.keys * len(row))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Result of `isp evaluate`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: int = VERSION
+    model: str
+    """Where the weights are from, in words."""
+    dtype: str
+    layout: str
+    """The ranks, in words."""
+    trained_length: int | None
+    """Tokens of the rows that the model was trained on; None: not known."""
+    command: str
+    text: TextLosses | None
+    passkeys: Passkeys | None
+
+    def to_json(self) -> str:
+        """The text of `evaluation.json`."""
+        return TypeAdapter(Evaluation).dump_json(self, indent=1).decode() + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """What `to_json` wrote to `path`.  Raises ValueError for anything else, or OSError."""
+        try:
+            found = TypeAdapter(Evaluation).validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise ValueError(f"{path}: not an evaluation: {where}: {first['msg']}") from error
+        if found.version != VERSION:
+            raise ValueError(
+                f"{path}: an evaluation of version {found.version}, and this program reads version"
+                f" {VERSION}: evaluate the model again"
+            )
+        return found

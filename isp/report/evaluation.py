@@ -1,0 +1,208 @@
+"""The report of an evaluation: loss by place in long text, and passkeys over lengths and depths."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
+
+from isp.metrics.evaluation import Bucket, Evaluation, Passkeys, TextLosses, perplexity
+from isp.report.page import Column, Page, Section, Table, numbers
+from isp.report.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    VERMILLION,
+    WIDE,
+    Look,
+    Picture,
+    Size,
+    add_bar,
+    key,
+    legend_above,
+    new_axes,
+    new_lanes,
+)
+
+__all__ = ["evaluation_page"]
+
+_RATES = LinearSegmentedColormap.from_list("rates", [VERMILLION, "#f5e9a9", GREEN])
+_WITHIN, _BEYOND = Look(BLUE), Look(VERMILLION, "////")
+
+
+def evaluation_page(evaluation: Evaluation) -> Page:
+    """The page of an evaluation."""
+    text, passkeys, trained = evaluation.text, evaluation.passkeys, evaluation.trained_length
+    sections = [Section(title="The model", facts=_facts(evaluation))]
+    if text is not None:
+        sections.append(_text_section(text, trained))
+    if passkeys is not None:
+        sections.append(_passkey_section(passkeys, trained))
+    return Page(
+        name="evaluation",
+        title=f"{evaluation.model}: evaluated at length",
+        lead=" ".join(_lead(evaluation)) or "Nothing was asked for.",
+        command=evaluation.command,
+        sections=tuple(sections),
+    )
+
+
+def _lead(evaluation: Evaluation) -> list[str]:
+    told, trained = [], evaluation.trained_length
+    if (passkeys := evaluation.passkeys) is not None:
+        for where, lengths in (
+            ("within", [n for n in passkeys.lengths if trained is None or n <= trained]),
+            ("beyond", [n for n in passkeys.lengths if trained is not None and n > trained]),
+        ):
+            if lengths:
+                rate = sum(map(passkeys.rate, lengths)) / len(lengths)
+                of = "at all lengths" if trained is None else f"{where} {trained:,} tokens"
+                told.append(f"{rate:.0%} of the passkeys found {of}.")
+    if evaluation.text is not None:
+        loss = evaluation.text.loss_within(evaluation.text.length)
+        told.append(f"Loss {_number(loss)} over rows of {evaluation.text.length:,} tokens.")
+    return told
+
+
+def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
+    trained = evaluation.trained_length
+    return (
+        ("weights", evaluation.model),
+        ("read by", f"{evaluation.layout}, in {evaluation.dtype}"),
+        ("trained on rows of", "not known" if trained is None else f"{trained:,} tokens"),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _text_section(text: TextLosses, trained: int | None) -> Section:
+    rows = tuple(
+        (
+            _places(bucket),
+            f"{bucket.tokens:,}",
+            _number(bucket.loss),
+            _number(perplexity(bucket.loss)),
+            _number(text.loss_within(bucket.end)),
+        )
+        for bucket in text.buckets
+        if bucket.tokens
+    )
+    return Section(
+        title="Loss by place",
+        texts=(
+            f"{text.rows} rows of {text.length:,} tokens, {text.source}. The place of a token is"
+            f" the number of tokens before it in its row.",
+        ),
+        table=Table(
+            (Column("places"), *numbers("tokens", "loss", "perplexity", "loss so far")), rows
+        ),
+        pictures=(
+            Picture(
+                name="loss_by_place",
+                caption="Loss of the tokens at some places of a row: where positions are not"
+                " understood any more, it rises.",
+                alt="Bars of loss over places",
+                draw=partial(_draw_text, text, trained),
+            ),
+        ),
+    )
+
+
+def _places(bucket: Bucket) -> str:
+    return f"{bucket.begin:,}-{bucket.end - 1:,}"
+
+
+def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
+    figure, axes = new_axes(size, xlabel="places in the row", ylabel="loss (nats a token)")
+    shown = [bucket for bucket in text.buckets if bucket.tokens]
+    top = max((bucket.loss or 0.0 for bucket in shown), default=0.0) or 1.0
+    for index, bucket in enumerate(shown):
+        if bucket.loss is None:
+            axes.text(index, 0, "not finite", ha="center", va="bottom")
+            continue
+        beyond = trained is not None and bucket.begin >= trained
+        hover = f"{_places(bucket)}: loss {bucket.loss:.4f}, {bucket.tokens:,} tokens"
+        add_bar(
+            axes,
+            index - 0.4,
+            index + 0.4,
+            top=0,
+            height=bucket.loss,
+            look=_BEYOND if beyond else _WITHIN,
+            hover=hover,
+        )
+        axes.text(index, bucket.loss + 0.01 * top, f"{bucket.loss:.2f}", ha="center", va="bottom")
+    axes.set_xlim(-0.6, len(shown) - 0.4)
+    axes.set_ylim(0, 1.12 * top)
+    _name_columns(axes, [_places(bucket) for bucket in shown], size)
+    axes.grid(visible=False, axis="x")
+    if trained is not None:
+        handles = [key(f"within {trained:,} tokens", _WITHIN), key("beyond", _BEYOND)]
+        legend_above(axes, columns=2, handles=handles)
+    return figure
+
+
+def _name_columns(axes: Axes, names: list[str], size: Size) -> None:
+    """Name the columns 0, 1, ..; slanted where they would touch."""
+    axes.set_xticks(range(len(names)), names)
+    if sum(map(len, names)) * size.font * 0.75 > size.width:
+        axes.tick_params(axis="x", labelrotation=40)
+
+
+def _passkey_section(passkeys: Passkeys, trained: int | None) -> Section:
+    lanes = len(passkeys.depths)
+    return Section(
+        title="Passkeys",
+        texts=(
+            f"A number of {passkeys.digits} digits is told once, somewhere in text that says"
+            f" nothing, and asked for at the end. {passkeys.keys} of them at each length and depth;"
+            f" a key counts if the model, always writing the likeliest token, writes all of it.",
+        ),
+        pictures=(
+            Picture(
+                name="passkeys",
+                caption="Passkeys found, in percent, by the length of the prompt and the depth of"
+                " the key: 0% is the beginning.",
+                alt="Heat map of passkeys found over lengths and depths",
+                draw=partial(_draw_passkeys, passkeys, trained),
+                wide=Size(WIDE.width, 150 + 44 * lanes, WIDE.font),
+                phone=Size(360, 150 + 34 * lanes, 11),
+            ),
+        ),
+    )
+
+
+def _draw_passkeys(passkeys: Passkeys, trained: int | None, size: Size) -> Figure:
+    depths = [f"{depth:.0%}" for depth in passkeys.depths]
+    top = 0.5 if trained is None else 1.0
+    figure, axes = new_lanes(size, depths, xlabel="tokens of the prompt", top=top)
+    axes.set_ylabel("depth of the key")
+    for column, (length, row) in enumerate(zip(passkeys.lengths, passkeys.found, strict=True)):
+        for lane, found in enumerate(row):
+            hover = (
+                f"{length:,} tokens, depth {depths[lane]}: {found} of {passkeys.keys} keys found"
+            )
+            look = Look(to_hex(_RATES(found / passkeys.keys)))
+            begin, end = column - 0.5, column + 0.5
+            add_bar(
+                axes, begin, end, top=lane - 0.5, height=1, look=look, hover=hover, edge="white"
+            )
+            percent = f"{100 * found / passkeys.keys:.0f}"
+            axes.text(column, lane, percent, ha="center", va="center", color=BLACK)
+    columns = len(passkeys.lengths)
+    axes.set_xlim(-0.5, columns - 0.5)
+    _name_columns(axes, [f"{length:,}" for length in passkeys.lengths], size)
+    axes.grid(visible=False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    if trained is not None:
+        edge = sum(length <= trained for length in passkeys.lengths) - 0.5
+        if 0 <= edge <= columns - 1:
+            axes.plot([edge, edge], [-1, len(depths) - 0.5], color=BLACK, linewidth=2.5)
+            axes.text(edge - 0.05, -0.75, "trained on", ha="right", va="center")
+            axes.text(edge + 0.05, -0.75, "beyond", ha="left", va="center")
+    return figure
