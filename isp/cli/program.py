@@ -16,6 +16,7 @@ from isp.cli import (
     check_command,
     checkpoint_command,
     data_command,
+    evaluate_command,
     generate_command,
     lengths_command,
     plan_command,
@@ -126,6 +127,14 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(takes_overrides=True)
     generate_command.add_options(generate)
+    evaluate = _command(
+        commands,
+        "evaluate",
+        evaluate_command.run,
+        "loss by place in long text, and passkeys found, of a trained model",
+    )
+    evaluate.set_defaults(takes_overrides=True)
+    evaluate_command.add_options(evaluate)
     lengths_command.add_options(
         _command(
             commands,

@@ -7,6 +7,7 @@
     logs/            rank_0.log ...
     checkpoint/      see `isp.checkpoint`
     report/          what `isp report` makes of it
+    evaluation/      what `isp evaluate` finds out about its newest checkpoint
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
 for each rank's own log.

@@ -1,0 +1,243 @@
+"""`isp evaluate`: what a run, a checkpoint or a Hugging Face folder makes of long text."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isp.cli.options import add_nproc, not_negative, positive
+
+if TYPE_CHECKING:
+    from isp.inference.layout import Layout
+    from isp.inference.passkey import PasskeyPrompts
+    from isp.inference.rows import Rows
+    from isp.inference.source import Source
+
+__all__ = ["add_options", "run"]
+
+_NUMBERS = {
+    "rows": (not_negative, 16, "rows of text to read, at most; 0: no text"),
+    "keys": (not_negative, 10, "passkeys at each length and depth; 0: no passkeys"),
+    "digits": (positive, 5, "digits of a passkey"),
+    "depths": (positive, 5, "depths of a passkey, from the beginning to the end"),
+    "seed": (not_negative, 0, "of the passkeys"),
+    "batch-tokens": (positive, 16_384, "tokens that are read at once; one row or prompt always is"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what is read, how much of it, and the ranks."""
+    parser.add_argument(
+        "path",
+        metavar="RUN|STEP|HF_FOLDER",
+        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text, in the forms of data.source (default: what the run has held out)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="N,N,...",
+        help="tokens: where the buckets of places end, and the lengths of passkey prompts (default:"
+        " an eighth of the trained length, doubled up to four times it)",
+    )
+    for name, (kind, default, told) in _NUMBERS.items():
+        parser.add_argument(
+            f"--{name}",
+            metavar="N",
+            type=kind,
+            default=default,
+            help=f"{told} (default: {default})",
+        )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="where evaluation.json is written (default: RUN/evaluation; of others, nowhere)",
+    )
+    parser.add_argument(
+        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
+    )
+    add_nproc(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="of weights and cache (default: that of the checkpoint)",
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
+    )
+    parser.usage = (
+        "isp evaluate RUN|STEP|HF_FOLDER [--data FILE ...] [--lengths N,N,...] [--rows N]"
+        " [--keys N] [--digits N] [--depths N] [--seed N] [--batch-tokens N] [--output FOLDER]"
+        " [--html] [--nproc N] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
+        " [--parallel.key value ...]"
+    )
+    parser.epilog = (
+        "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"
+        " in isp each row is split over the ranks, so that long ones fit."
+    )
+
+
+def _lengths(text: str) -> list[int]:
+    found = [positive(word) for word in text.split(",")]
+    if found != sorted(set(found)):
+        raise argparse.ArgumentTypeError(f"{text} must increase")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, and write it."""
+    from isp.cli.launch import launch, reports_for_ranks, world_size
+    from isp.inference.layout import choose_layout
+    from isp.inference.passkey import PasskeyPrompts
+    from isp.inference.rows import open_rows
+    from isp.inference.source import open_source
+    from isp.train.run import check_device
+
+    ranks, path = world_size(args.nproc), Path(args.path)
+    if args.html:
+        from isp.report import require_packages
+
+        require_packages()
+    source = open_source(path, dtype=args.dtype, tokenizer=args.tokenizer)
+    layout = choose_layout(source.model, ranks, args.overrides)
+    if layout.ranks < ranks and args.nproc is None:
+        raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
+    check_device(args.device, 1 if args.nproc is None else layout.ranks)
+    args.lengths = _checked(args.lengths, source)
+    args.output = _output(args, path)
+    notes, rows = [layout.note], None
+    if args.rows:
+        rows = open_rows(
+            path, source, files=args.data, tokenizer=args.tokenizer, length=args.lengths[-1]
+        )
+        if rows is None:
+            notes.append("no text was held out for evaluation: name files with --data")
+    prompts = PasskeyPrompts(source.encode, digits=args.digits)
+    if args.keys and args.lengths[0] < prompts.shortest:
+        notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
+    if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
+        for note in filter(None, notes):
+            print(f"note: {note}", file=sys.stderr)
+        print(f"{source.title}, {source.dtype}, {layout.describe(source.model)}", file=sys.stderr)
+    if args.nproc is not None and layout.ranks > 1:
+        return launch(layout.ranks, ["-m", "isp", "evaluate", *_words(args)])
+    _evaluate(args, source, layout, rows, prompts)
+    return 0
+
+
+def _checked(lengths: list[int] | None, source: Source) -> list[int]:
+    """The lengths as asked, or those around the trained one."""
+    trained, limit = source.trained_length, source.position_limit
+    if lengths is not None:
+        if limit is not None and lengths[-1] > limit:
+            raise ValueError(
+                f"--lengths {lengths[-1]}: the model has a table of {limit:,} positions: use"
+                f" shorter ones"
+            )
+        return lengths
+    if trained is None:
+        raise ValueError("the model does not say how long its rows were: give --lengths")
+    found = sorted({max(1, trained * times // 8) for times in (1, 2, 4, 8, 16, 32)})
+    return [length for length in found if limit is None or length <= limit]
+
+
+def _output(args: argparse.Namespace, path: Path) -> str | None:
+    from isp.run.folder import RunFolder
+
+    if args.output is None and RunFolder(path).config_file.is_file():
+        return str(path / "evaluation")
+    if args.output is None and args.html:
+        raise ValueError(f"--html: {path} is not the folder of a run: name one with --output")
+    output: str | None = args.output
+    return output
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line of each rank."""
+    words = [args.path, f"--lengths={','.join(map(str, args.lengths))}", f"--device={args.device}"]
+    words += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in _NUMBERS]
+    for name in ("output", "dtype", "tokenizer"):
+        if (value := getattr(args, name)) is not None:
+            words.append(f"--{name}={value}")
+    words += ["--html"] * args.html
+    words += ["--data", *args.data] if args.data else []
+    return [*words, *args.overrides]
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    source: Source,
+    layout: Layout,
+    rows: Rows | None,
+    prompts: PasskeyPrompts,
+) -> None:
+    """On each rank."""
+    from isp.comm import Mesh, World
+    from isp.inference.evaluate import find_passkeys, text_losses
+    from isp.inference.table import describe
+    from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
+    from isp.parallel import Topology
+    from isp.train.run import device_of
+
+    device, text, passkeys = device_of(args.device), None, None
+    with World(device) as world:
+        mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
+        engine = source.engine(layout.parallel, mesh, device)
+        if rows is not None:
+            text = text_losses(
+                engine,
+                rows.dataset,
+                lengths=args.lengths,
+                rows=args.rows,
+                batch_tokens=args.batch_tokens,
+                source=rows.name,
+            )
+        lengths = [length for length in args.lengths if length >= prompts.shortest]
+        if args.keys and lengths:
+            passkeys = find_passkeys(
+                engine,
+                source,
+                prompts,
+                lengths=lengths,
+                depths=[i / max(1, args.depths - 1) for i in range(args.depths)],
+                keys=args.keys,
+                seed=args.seed,
+                batch_tokens=args.batch_tokens,
+            )
+        if world.rank != 0:
+            return
+    evaluation = Evaluation(
+        model=source.title,
+        dtype=source.dtype,
+        layout=layout.describe(source.model),
+        trained_length=source.trained_length,
+        command=shlex.join(["isp", "evaluate", *_words(args)]),
+        text=text,
+        passkeys=passkeys,
+    )
+    print(describe(evaluation))
+    if args.output is None:
+        return
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / EVALUATION_FILE
+    file.write_text(evaluation.to_json(), encoding="utf-8")
+    written = f"wrote {file}"
+    if args.html:
+        from isp.report import write_report
+
+        written += f" and {write_report(folder, folder).html}"
+    print(f"\n{written}")

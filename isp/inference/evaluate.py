@@ -1,0 +1,107 @@
+"""What a model makes of long text: its loss by place, and keys that it finds again."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from isp.data.batch import held_out_micro_batches
+from isp.data.dataset import IGNORE_INDEX, Dataset
+from isp.inference.engine import Engine
+from isp.inference.generate import Ends, Generation
+from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
+from isp.inference.sampling import SamplingConfig
+from isp.inference.source import Source
+from isp.metrics.evaluation import Bucket, Passkeys, TextLosses
+
+__all__ = ["count_found", "find_passkeys", "text_losses"]
+
+
+def text_losses(
+    engine: Engine,
+    dataset: Dataset,
+    *,
+    lengths: Sequence[int],
+    rows: int,
+    batch_tokens: int,
+    source: str,
+) -> TextLosses:
+    """The losses of the first `rows` samples of `dataset`, of as many tokens as the last length.
+
+    Buckets end at `lengths`, in increasing order. Attention is causal: up to a place, rows of
+    that length would have the same losses. A collective over the ranks of `engine`.
+    """
+    longest = lengths[-1]
+    sums, counts = torch.zeros(2, longest, dtype=torch.float64)
+    rows = min(rows, dataset.samples_per_epoch)
+    for batch in held_out_micro_batches(
+        dataset,
+        micro_bsz=min(rows, max(1, batch_tokens // longest)),
+        data_rank=0,
+        data_size=1,
+        max_samples=rows,
+    ):
+        sums += engine.losses(batch).double().sum(0).cpu()
+        counts += (batch.labels != IGNORE_INDEX).sum(0)
+    buckets = tuple(_bucket(sums, counts, *ends) for ends in pairwise([0, *lengths]))
+    return TextLosses(source=source, rows=rows, length=longest, buckets=buckets)
+
+
+def _bucket(sums: Tensor, counts: Tensor, begin: int, end: int) -> Bucket:
+    total, count = float(sums[begin:end].sum()), int(counts[begin:end].sum())
+    finite = count > 0 and math.isfinite(total)
+    return Bucket(begin=begin, end=end, tokens=count, loss=total / count if finite else None)
+
+
+def find_passkeys(
+    engine: Engine,
+    source: Source,
+    prompts: PasskeyPrompts,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    keys: int,
+    seed: int,
+    batch_tokens: int,
+) -> Passkeys:
+    """Ask for `keys` keys at each length and depth; a collective over the ranks of `engine`.
+
+    Those of a cell are drawn by `seed`, its length and its depth, whatever others there are.
+    """
+
+    def found(length: int, depth: float) -> int:
+        rng, count = random.Random(f"{seed} {length} {depth}"), max(1, batch_tokens // length)
+        cell = [prompts.make(prompts.draw(rng), length=length, depth=depth) for _ in range(keys)]
+        batches = (cell[i : i + count] for i in range(0, keys, count))
+        return sum(count_found(engine, source, batch) for batch in batches)
+
+    return Passkeys(
+        digits=prompts.digits,
+        keys=keys,
+        seed=seed,
+        lengths=tuple(lengths),
+        depths=tuple(depths),
+        found=tuple(tuple(found(length, depth) for depth in depths) for length in lengths),
+    )
+
+
+def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int:
+    """The prompts behind which the model writes the key; a collective."""
+    tokenizer = source.tokenizer
+    longest = max(len(tokenizer.encode(passkey.answer)) for passkey in batch)
+    generation = Generation(
+        engine,
+        tokenizer,
+        [source.encode(passkey.prompt) for passkey in batch],
+        SamplingConfig(),
+        Ends(longest, source.ends),
+    )
+    texts = [""] * len(batch)
+    for piece in generation:
+        texts[piece.document] += piece.text
+    return sum(found_key(text) == passkey.key for text, passkey in zip(texts, batch, strict=True))

@@ -1,0 +1,99 @@
+"""Passkey prompts: a number told somewhere in text that says nothing, and asked for at its end.
+
+Source: Mohtashami and Jaggi 2023, "Landmark Attention", whose sentences these are.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+__all__ = ["Passkey", "PasskeyPrompts", "found_key"]
+
+_FILLER = (
+    "The grass is green. ",
+    "The sky is blue. ",
+    "The sun is yellow. ",
+    "Here we go. ",
+    "There and back again. ",
+)
+_NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+_QUESTION = "What is the pass key? The pass key is"
+_ANSWER = " {key}."
+
+
+class Passkey(NamedTuple):
+    """One prompt."""
+
+    key: str
+    prompt: str
+    answer: str
+    """What should follow."""
+
+
+class PasskeyPrompts:
+    """Prompts that are, with their answer, as long as they can be within so many tokens.
+
+    `encode` gives the tokens of a text.
+    """
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], *, digits: int) -> None:
+        self._encode = encode
+        self.digits = digits
+        self._sentences: dict[int, int] = {}
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of a prompt without filler, with its answer."""
+        return len(self._encode("".join(_passkey("0" * self.digits, 0, 0.0)[1:])))
+
+    def draw(self, rng: random.Random) -> str:
+        """A key."""
+        return "".join(rng.choices("0123456789", k=self.digits))
+
+    def make(self, key: str, *, length: int, depth: float) -> Passkey:
+        """The prompt with `key` behind the part `depth` of its filler; within `length` tokens.
+
+        Raises ValueError if not even one without filler is.
+        """
+        count = self._sentences.get(length)
+        if count is None:
+            count = self._sentences[length] = self._most_sentences(length)
+        while not self._fits(found := _passkey(key, count, depth), length):
+            count -= 1  # this key has more tokens
+            if count < 0:
+                raise ValueError(
+                    f"a passkey prompt of {length} tokens cannot be: even without filler one has"
+                    f" about {self.shortest}: use longer ones, or fewer digits than {self.digits}"
+                )
+        return found
+
+    def _most_sentences(self, length: int) -> int:
+        """By bisection: sentences of filler that fit."""
+        key, low, high = "0" * self.digits, 0, length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(_passkey(key, middle, 0.0), length):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _fits(self, passkey: Passkey, length: int) -> bool:
+        return len(self._encode(passkey.prompt + passkey.answer)) <= length
+
+
+def _passkey(key: str, sentences: int, depth: float) -> Passkey:
+    before = round(depth * sentences)
+    filler = [_FILLER[i % len(_FILLER)] for i in range(sentences)]
+    needle = _NEEDLE.format(key=key)
+    prompt = "".join([*filler[:before], needle, *filler[before:], _QUESTION])
+    return Passkey(key, prompt, _ANSWER.format(key=key))
+
+
+def found_key(text: str) -> str | None:
+    """The first number in what a model wrote."""
+    number = re.search(r"\d+", text)
+    return None if number is None else number.group()

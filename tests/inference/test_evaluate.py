@@ -1,0 +1,249 @@
+"""Losses by place and passkeys: a place of another token, a layout that reads something else, a
+prompt that is too long, a key that was not told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isp.cli import launch as launch_module
+from isp.cli import main
+from isp.comm import Mesh
+from isp.data.tokenizer import ByteTokenizer
+from isp.inference.evaluate import count_found, text_losses
+from isp.inference.layout import choose_layout
+from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
+from isp.inference.rows import open_rows
+from isp.inference.source import open_source
+from isp.metrics import read_metrics
+from isp.metrics.evaluation import Bucket, Evaluation, TextLosses
+from isp.parallel import ParallelConfig, Topology
+from isp.run.folder import RunFolder
+from isp.train.import_folder import import_folder
+from tests.inference.models import made, saved
+from tests.ranks import launch_forked, run_each
+
+LENGTH = 32
+CONFIG = """
+model: {vocab_size: 258, hidden_size: 32, num_layers: 2, num_heads: 4, intermediate_size: 48}
+data: {source: TEXT, valid_source: TEXT, seq_len: 32, micro_bsz: 3, pack: false}
+training: {steps: 1, dtype: float64}
+validation: {freq: 1, steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = random.Random(0)
+    file.write_text("".join(rng.choices("abcdefgh ", k=7 * LENGTH)))
+    return file
+
+
+def evaluated(folder: Path, *words: str) -> Evaluation:
+    """What the command finds out, of rows of 32 tokens, as its file has it."""
+    words = ("--lengths=5,8,32", "--keys=0", f"--output={folder}", *words)
+    assert main(["evaluate", *words]) == 0
+    return Evaluation.load(folder / "evaluation.json")
+
+
+def losses(evaluation: Evaluation) -> list[float]:
+    assert evaluation.text is not None
+    return [bucket.loss or 0.0 for bucket in evaluation.text.buckets]
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step in float64."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.yaml").write_text(CONFIG.replace("TEXT", str(text)))
+    words = ["--job.dump_folder", str(folder), "--job.name", "run"]
+    assert main(["train", str(folder / "config.yaml"), *words]) == 0
+    return folder / "run" / "latest"
+
+
+def test_the_mean_is_the_loss_of_the_runs_own_evaluation(run: Path, tmp_path: Path) -> None:
+    (record,) = read_metrics(RunFolder(run).metrics_file)
+    found = evaluated(tmp_path, str(run), "--rows=6", "--batch-tokens=100")
+    assert found.trained_length == LENGTH
+    assert found.text is not None
+    assert found.text.rows == 6
+    assert [bucket.tokens for bucket in found.text.buckets] == [30, 18, 144]
+    assert found.text.loss_within(LENGTH) == pytest.approx(record.val_loss, rel=0, abs=1e-9)
+
+
+def test_ranks_are_started_and_one_of_them_writes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts of passkeys beside, which are decoded in another layout than they are read."""
+    words = (str(run), "--lengths=5,33,150", "--rows=1", "--keys=2", "--depths=2")
+    alone = evaluated(tmp_path, *words)
+    monkeypatch.setattr(launch_module, "launch", launch_forked)
+    found = evaluated(tmp_path, *words, "--nproc=2", "--parallel.tensor.mode=isp")
+    assert losses(found) == pytest.approx(losses(alone), rel=0, abs=1e-9)
+    assert found.passkeys == alone.passkeys
+    assert found.layout == "2 ranks, isp, decoding in mtp"
+
+
+def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float | None]:
+    path, text, ranks, words = case
+    source = open_source(path, dtype="float64", tokenizer="bytes")
+    layout = choose_layout(source.model, ranks, words)
+    rows = open_rows(path, source, files=[str(text)], tokenizer="bytes", length=33)
+    assert layout.ranks == ranks
+    assert rows is not None
+    mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
+    found = text_losses(
+        source.engine(layout.parallel, mesh, torch.device("cpu")),
+        rows.dataset,
+        lengths=(5, 8, 33),
+        rows=4,
+        batch_tokens=70,
+        source="",
+    )
+    return [bucket.loss for bucket in found.buckets]
+
+
+def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> None:
+    """Of the decoder, and of a folder that is read as it is; 2 ranks do not divide the rows."""
+    models = {"decoder": run, "gemma": saved("gemma3_text", tmp_path)}
+    alone = {name: of_layout(0, (path, text, 1, [])) for name, path in models.items()}
+    cases = {
+        f"{name} {mode}": (path, text, 2, [f"--parallel.tensor.mode={mode}"])
+        for name, path in models.items()
+        for mode in ("mtp", "msp", "isp")
+    }
+    for name, of_ranks in run_each(2, of_layout, cases, timeout_seconds=100).items():
+        for found in of_ranks:
+            assert found == pytest.approx(alone[name.split()[0]], rel=0, abs=1e-9), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Path) -> None:
+    """A checkpoint of the decoder, and a folder that is read as it is."""
+    folder = saved(family, tmp_path / family)
+    words = ["--tokenizer=bytes", "--dtype=float64", "--rows=2", f"--data={text}"]
+    if family == "llama":
+        import_folder(folder, folder / "imported", dtype="float64")
+        folder /= "imported"
+    found = evaluated(tmp_path, str(folder), *words)
+    read: list[Any] = []
+    whole = [*text.read_bytes(), 256]
+    for begin in range(0, len(whole) - 1, LENGTH):
+        row = torch.tensor(whole[begin : begin + LENGTH + 1])
+        if len(row) > LENGTH:
+            with torch.no_grad():
+                logits = made(family)(row[None, :-1]).logits[0]
+            read.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
+    sums = {
+        tuple(float(x[a:b].sum()) for a, b in ((0, 5), (5, 8), (8, 32))) for x in read
+    }  # the two rows that were read are two of these
+    wanted = {tuple(a + b for a, b in zip(x, y, strict=True)) for x in sums for y in sums - {x}}
+    assert found.text is not None
+    mine = [(bucket.loss or 0.0) * bucket.tokens for bucket in found.text.buckets]
+    assert any(mine == pytest.approx(list(both), rel=0, abs=1e-9) for both in wanted)
+
+
+def test_a_key_counts_where_the_model_writes_it(tmp_path: Path) -> None:
+    """Prompts whose keys are what transformers writes behind them, and one that is wrong."""
+    source = open_source(saved("llama", tmp_path), dtype="float64", tokenizer="bytes")
+    mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
+    engine = source.engine(ParallelConfig(), mesh, torch.device("cpu"))
+    prompts = [f"number {number} is" for number in range(10, 60)]
+    ids = torch.tensor([list(prompt.encode()) for prompt in prompts])
+    read = made("llama").generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+    )
+    texts = [ByteTokenizer().decode(row[ids.shape[1] :].numpy()) for row in read]
+    keys = map(found_key, texts)
+    asked = [Passkey(key, prompt, "1234") for key, prompt in zip(keys, prompts, strict=True) if key]
+    assert asked
+    wrong = asked[0]._replace(key=f"{asked[0].key}0")
+    assert count_found(engine, source, [wrong, *asked]) == len(asked)
+
+
+def byte_prompts(digits: int) -> PasskeyPrompts:
+    return PasskeyPrompts(lambda text: ByteTokenizer().encode(text).tolist(), digits=digits)
+
+
+def test_prompts_are_as_long_as_they_can_be() -> None:
+    prompts = byte_prompts(3)
+    for length in (prompts.shortest, 150, 1000):
+        for depth in (0.0, 0.3, 1.0):
+            key, prompt, answer = prompts.make("407", length=length, depth=depth)
+            assert length - len("There and back again. ") < len(prompt + answer) <= length
+            assert prompt.count(key) == 2
+            assert prompt.endswith("The pass key is")
+            filler = length - prompts.shortest
+            assert abs(prompt.index("The pass key") - depth * filler) <= 0.3 * 22 + 22
+    with pytest.raises(ValueError, match=f"{prompts.shortest - 1} tokens cannot be"):
+        prompts.make("407", length=prompts.shortest - 1, depth=0.0)
+
+
+def test_prompts_fit_in_tokens_of_several_letters() -> None:
+    """Of a byte-pair encoding in which keys have one to five tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    prompts = byte_prompts(5)
+    rng = random.Random(0)
+    texts = [prompts.make(prompts.draw(rng), length=400, depth=0.5).prompt for _ in range(20)]
+    encoding = Tokenizer(models.BPE())
+    encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoding.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    encoding.train_from_iterator(texts, trainer)
+
+    def encode(text: str) -> list[int]:
+        return encoding.encode(text).ids  # type: ignore[no-any-return]
+
+    prompts, sizes = PasskeyPrompts(encode, digits=5), set()
+    for _ in range(20):
+        passkey = prompts.make(prompts.draw(rng), length=200, depth=rng.random())
+        sizes.add(len(encode(passkey.answer)))
+        used = len(encode(passkey.prompt + passkey.answer))
+        assert 200 - len(encode("There and back again. ")) - 5 <= used <= 200
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [(" 407.", "407"), ("is 40 or 407", "40"), (" none", None), ("4071", "4071")]
+)
+def test_the_first_number_is_the_answer(text: str, key: str | None) -> None:
+    assert found_key(text) == key
+
+
+def test_losses_that_are_not_finite_are_none() -> None:
+    parts = ((0, 2, 4, 1.0), (2, 4, 8, None), (4, 8, 0, None))
+    buckets = [Bucket(begin=a, end=b, tokens=n, loss=loss) for a, b, n, loss in parts]
+    found = TextLosses(source="", rows=1, length=8, buckets=tuple(buckets))
+    assert [found.loss_within(n) for n in (2, 4, 8)] == [1.0, None, None]
+
+
+def test_faults_are_told_in_a_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt2, short = saved("gpt2", tmp_path / "gpt2"), tmp_path / "short.txt"
+    short.write_text("short")
+    capsys.readouterr()
+    for words, told in (
+        ((str(tmp_path / "none"),), "does not exist"),
+        ((str(run), f"--data={short}"), "no rows of 128 tokens"),
+        ((str(run), "--lengths=1000000"), "or name files with --data"),
+        ((str(run / "checkpoint"), "--html"), "--output"),
+        ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
+        ((str(run), "--optimizer.lr=1"), "optimizer"),
+    ):
+        assert main(["evaluate", *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        assert told in err
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run), "--lengths=8,4"])
+    assert "8,4 must increase" in capsys.readouterr().err
