@@ -1,0 +1,58 @@
+"""Writes passkey prompts with their answers, as bytes, for configs/passkey/passkey.yaml.
+
+What is trained is what can be known: the key where it comes again, and the answer.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from isp.data.dataset import IGNORE_INDEX
+from isp.data.tokenizer import ByteTokenizer
+from isp.inference.passkey import Passkey, PasskeyPrompts
+
+AGAIN = "Remember it. "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--examples", type=int, default=30_000)
+    parser.add_argument("--longest", type=int, default=256, help="tokens")
+    parser.add_argument("--digits", type=int, default=3, help="of a key, at most")
+    args = parser.parse_args()
+    rng, encode = random.Random(0), ByteTokenizer().encode
+    prompts = [
+        PasskeyPrompts(lambda text: encode(text).tolist(), digits=digits)
+        for digits in range(1, args.digits + 1)
+    ]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("w") as file:
+        for _ in range(args.examples):
+            kind = rng.choice(prompts)
+            # more short ones than long ones: what is learned of these helps with the others
+            room = (args.longest - kind.shortest) * rng.random() ** rng.choice((1, 2))
+            length = kind.shortest + int(room)
+            passkey = kind.make(kind.draw(rng), length=length, depth=rng.random())
+            example = {"input_ids": encode(text(passkey)).tolist(), "labels": labels(passkey)}
+            file.write(json.dumps(example) + "\n")
+
+
+def text(passkey: Passkey) -> str:
+    return passkey.prompt + passkey.answer
+
+
+def labels(passkey: Passkey) -> list[int]:
+    found = [IGNORE_INDEX] * len(text(passkey))
+    again = passkey.prompt.index(AGAIN) + len(AGAIN)
+    for begin, end in (
+        (again, again + len(passkey.key)),
+        (len(passkey.prompt), len(text(passkey))),
+    ):
+        found[begin:end] = text(passkey)[begin:end].encode()
+    return found
+
+
+if __name__ == "__main__":
+    main()
