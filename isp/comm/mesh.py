@@ -38,6 +38,11 @@ class World:
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
     size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
 
+    @property
+    def backend(self) -> str:
+        """The backend of process groups for tensors of the device."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
     def __enter__(self) -> World:
         if self.device.type == "cuda":
             if self.expands_segments:
@@ -52,7 +57,7 @@ class World:
                 options._timeout = timeout
                 device_options = {"device_id": self.device, "pg_options": options}
             dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
+                self.backend,
                 store=_meeting_place(timeout),
                 rank=self.rank,
                 world_size=self.size,
@@ -93,8 +98,8 @@ class Mesh:
     """This rank's channels, one for each axis of a topology.
 
     Needs the default process group, unless the world is one rank. It serves `Axis.WORLD`, unless
-    it is not the run's own (`owns_default`). Every rank must make the same meshes and `open` the
-    same channels in the same order.
+    it is somebody else's: then all groups are made beside it, of `backend`. Every rank must make
+    the same meshes and `open` the same channels in the same order.
     """
 
     def __init__(
@@ -104,13 +109,13 @@ class Mesh:
         *,
         log: CommLog | None = None,
         link: Link | None = None,
-        owns_default: bool = True,
+        backend: str | None = None,
     ) -> None:
         self.topology = topology
         self.rank = rank
         self.log = CommLog() if log is None else log
         self.link = link
-        self._owns_default = owns_default
+        self._backend = backend
         self.members: dict[str, tuple[int, ...]] = {}
         """The ranks of each channel of more than one, by its name."""
         self.opened: list[Channel] = []
@@ -176,17 +181,19 @@ class Mesh:
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):
             return None
-        if axis is Axis.WORLD and self._owns_default:
+        if axis is Axis.WORLD and self._backend is None:
             assert dist.get_world_size() == self.topology.world_size
             return dist.group.WORLD
         # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over 500
         # groups along some axes, and each rank is in one of them. torch names a group by how many
         # there are before it, so a rank on its own has to make one as well.
         own = next(ranks for ranks in groups if self.rank in ranks)
+        backend = self._backend or dist.get_backend()
         made = dist.new_group(
             own,
+            backend=backend,
             use_local_synchronization=True,
-            pg_options=streams.nccl_options() if dist.get_backend() == "nccl" else None,
+            pg_options=streams.nccl_options() if backend == "nccl" else None,
             group_desc=name,
         )
         return made if len(own) > 1 else None

@@ -65,11 +65,12 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
-    if owns_default := not dist.is_initialized():
+    backend = world.backend if dist.is_initialized() else None
+    if backend is None:
         world.__enter__()
     if config.training.deterministic:
         compute_deterministically()
-    mesh = Mesh(topology, world.rank, owns_default=owns_default)
+    mesh = Mesh(topology, world.rank, backend=backend)
     return ParallelRun(traced, config, mesh, world.device)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import CollectiveTimeout, Mesh, RollCall
+from isp.comm import CollectiveTimeout, Mesh, RollCall, World
 from isp.comm.cargo import Cargo
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
-from tests.ranks import run_ranks
+from tests.ranks import run_programs, run_ranks
 
 
 def _topology(
@@ -79,7 +79,7 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
 
 def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     """Number of process groups beside the default one, and what each channel counts."""
-    others = Mesh(topology, rank, owns_default=False)  # whose time-outs are nobody's here
+    others = Mesh(topology, rank, backend="gloo")  # whose time-outs are nobody's here
     assert dist.group.WORLD not in {channel.group for channel in others.opened}
     mesh = Mesh(topology, rank)
     waiting = []
@@ -94,6 +94,24 @@ def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
         progress.update(channel.progress())
     groups = {channel.group for channel in mesh.opened} - {None, dist.group.WORLD}
     return len(groups), progress
+
+
+def _beside(rank: int, topology: Topology) -> list[tuple[str, bool]]:
+    """Backends of groups beside a default one of torch's own choice, and who adds up."""
+    dist.init_process_group(rank=rank, world_size=2)
+    mesh = Mesh(topology, rank, backend=World(torch.device("cpu")).backend)
+    found = [
+        (str(dist.get_backend(c.group)), c.sums_locally) for c in mesh.opened if c.group is not None
+    ]
+    dist.destroy_process_group()
+    return found
+
+
+def test_groups_beside_a_default_one_of_any_backend() -> None:
+    """Catches groups of a loop that called init_process_group() alone: torch's have a backend for
+    each device and name none, so that nobody knew whose transfers they carry."""
+    for found in run_programs(2, _beside, _topology(2, tensor=2)):
+        assert set(found) == {("gloo", True)}
 
 
 def test_channels_of_a_group_have_numbers_of_their_own() -> None:
