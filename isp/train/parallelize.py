@@ -137,9 +137,10 @@ class ParallelRun:
         `input_ids`, `labels` and `position_ids` [B, S] are whole rows. As in transformers, `labels`
         are the tokens themselves, -100 where there is nothing to predict, and are shifted here;
         None: every token but the first of each document. Documents that are packed in a row begin
-        where `position_ids` restart. The host waits for none of them that are in its own memory.
-        Its gradient is this rank's part; without gradients it is an evaluation. Raises ValueError
-        for shapes that do not fit.
+        where `position_ids` restart. The host waits for none of them that are in its own memory, so
+        page-locked ones are not to be filled again before the step is over. Its gradient
+        is this rank's part; without gradients it is an evaluation. Raises ValueError for shapes
+        that do not fit.
         """
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
