@@ -31,8 +31,8 @@ def main() -> None:
     with args.output.open("w") as file:
         for _ in range(args.examples):
             kind = rng.choice(prompts)
-            # more short ones than long ones: what is learned of these helps with the others
-            room = (args.longest - kind.shortest) * rng.random() ** rng.choice((1, 2))
+            # Short ones are learned first and help with the others; long ones need most examples.
+            room = (args.longest - kind.shortest) * rng.random() ** rng.choice((0.4, 2))
             length = kind.shortest + int(room)
             passkey = kind.make(kind.draw(rng), length=length, depth=rng.random())
             example = {"input_ids": encode(text(passkey)).tolist(), "labels": labels(passkey)}

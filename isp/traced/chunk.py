@@ -334,9 +334,10 @@ class TracedChunk:
             if logits is leaf:
                 return losses_and_gradient(y, target, expected, channel=solo, first=0)
             losses = vocab_parallel_cross_entropy(logits, target, channel=solo)
+            total = losses.sum()
         if expected is None:
             return losses, None
-        (dy,) = torch.autograd.grad(losses.sum(), leaf, expected.to(losses.dtype))
+        (dy,) = torch.autograd.grad(total, leaf, expected.to(total.dtype))
         return losses.detach(), dy
 
     def _behind_head(self, y: Tensor) -> Tensor:
