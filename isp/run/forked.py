@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -91,6 +92,9 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # Garbage of the parent is never collected here: what it owns, such as a store or a compiler, may
+    # wait for threads that only the parent has.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     error, result = "", None
