@@ -11,8 +11,7 @@ from isp.data.tokenizer import Tokenizer
 __all__ = ["TextStream"]
 
 _INCOMPLETE = "\ufffd"
-_CONTEXT = 4
-"""Tokens that the next ones are decoded with: the text of some depends on those before."""
+"""What the beginning of a letter is decoded to."""
 
 
 class TextStream:
@@ -36,9 +35,10 @@ class TextStream:
         self._tokens.append(token)
         before = self._text(self._begin, self._decoded)
         whole = self._text(self._begin, len(self._tokens))
-        if whole.endswith(_INCOMPLETE) and len(self._tokens) - self._decoded < _CONTEXT:
+        if whole.endswith(_INCOMPLETE):
             return ""
-        self._begin, self._decoded = max(self._begin, self._decoded), len(self._tokens)
+        # Decoded with those before, too: the text of some tokens depends on them.
+        self._begin, self._decoded = self._decoded, len(self._tokens)
         return self._certain(whole[len(before) :])
 
     def finish(self) -> str:

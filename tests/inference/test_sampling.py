@@ -60,10 +60,10 @@ def test_values_that_no_draw_has_are_refused(values: dict[str, float], told: str
         SamplingConfig(**values)  # type: ignore[arg-type]
 
 
-def shown(text: str, *stops: str) -> tuple[list[str], bool]:
+def shown(text: str | bytes, *stops: str) -> tuple[list[str], bool]:
     """What each byte of `text` makes certain, and the rest."""
     stream, pieces = TextStream(ByteTokenizer(), stops), []
-    for token in text.encode():
+    for token in text.encode() if isinstance(text, str) else text:
         pieces.append(stream.add(token))
         if stream.stopped:
             return pieces, True
@@ -72,6 +72,11 @@ def shown(text: str, *stops: str) -> tuple[list[str], bool]:
 
 def test_letters_come_whole() -> None:
     assert shown("aé€😀b")[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_bytes_that_are_no_letters_hide_none() -> None:
+    text = b"\x80\x80\x80\xe2\x82\xac \xf0\x9f\x98\xff\xc3\xa9\xe2"
+    assert "".join(shown(text)[0]) == text.decode(errors="replace")
 
 
 def test_a_stop_ends_the_text_before_it() -> None:
