@@ -57,7 +57,8 @@ class Sampler:
         config = self.config
         if config.temperature == 0:
             return logits.argmax(-1)
-        logits, order = (logits.double() / config.temperature).sort(-1, descending=True)
+        logits, order = logits.double().sort(-1, descending=True)
+        logits = (logits - logits[:, :1]) / config.temperature  # at most 0: none overflows
         if config.top_k:
             logits, order = logits[:, : config.top_k], order[:, : config.top_k]
         sums = logits.softmax(-1).cumsum(-1)

@@ -42,7 +42,8 @@ def test_tokens_have_the_probabilities_of_transformers(
 def test_the_likeliest_token_and_the_seed() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
     assert Sampler(SamplingConfig(), 2)(logits).tolist() == [1, 0]
-    assert Sampler(SamplingConfig(temperature=1e-6), 2)(logits).tolist() == [1, 0]
+    for temperature in (1e-6, 1e-320):
+        assert Sampler(SamplingConfig(temperature=temperature), 2)(logits).tolist() == [1, 0]
 
     def drawn(seed: int) -> list[list[int]]:
         sampler = Sampler(SamplingConfig(temperature=5.0, seed=seed), 2)
