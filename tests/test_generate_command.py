@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from isp.cli import launch as launch_module
 from isp.cli import main
@@ -83,11 +85,17 @@ def test_faults_are_told_in_a_line(
 ) -> None:
     gpt2 = saved("gpt2", tmp_path / "gpt2")
     capsys.readouterr()
+    no_text, wide = tmp_path / "no_text", tmp_path / "wide.json"
+    no_text.write_bytes(b"\xff")
+    Tokenizer(WordLevel({"x": 258, "</s>": 0}, "x")).save(str(wide))
     bytes_ = ("--tokenizer", "bytes")
     for words, told in (
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
         ((str(checkpoint), "--prompt", ""), "--prompt number 1 is empty"),
+        ((str(checkpoint), "--prompt", str(no_text)), "no_text is a file that is no text"),
+        ((str(checkpoint), "--prompt", "x", f"--tokenizer={wide}"), "has 259 entries"),
+        ((str(gpt2), "--prompt", "x", f"--tokenizer={wide}"), "and the model 258"),
         ((str(checkpoint), "--prompt", "x", "--top-p", "2"), "--top-p 2.0"),
         ((str(checkpoint), "--prompt", "x", "--parallel.tensor.size", "2"), "use --nproc 2"),
         (

@@ -152,7 +152,12 @@ def _text_of(prompt: str) -> str:
         is_file = Path(prompt).is_file()
     except (OSError, ValueError):  # too long for a name, or with characters that no name has
         is_file = False
-    return Path(prompt).read_text(encoding="utf-8") if is_file else prompt
+    if not is_file:
+        return prompt
+    try:
+        return Path(prompt).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt {prompt} is a file that is no text: {error}") from None
 
 
 def _generate(

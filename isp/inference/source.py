@@ -68,6 +68,13 @@ class Source:
             return None
         return self.model.learned_positions  # type: ignore[attr-defined, no-any-return]
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the table of tokens."""
+        if self.section.hf is None:
+            return self.section.vocab_size
+        return self.model.trace.vocab_size  # type: ignore[attr-defined, no-any-return]
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
@@ -131,11 +138,19 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
     if not path.exists():
         raise ValueError(f"{path} does not exist: name a run, a checkpoint, or a folder of a model")
     if (path / CONFIG_FILE).is_file():
-        return _of_folder(path, dtype, tokenizer)
-    found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
-    info = preview(found)
-    assert info is not None
-    return _of_checkpoint(info, path, dtype, tokenizer)
+        source = _of_folder(path, dtype, tokenizer)
+    else:
+        found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+        info = preview(found)
+        assert info is not None
+        source = _of_checkpoint(info, path, dtype, tokenizer)
+    entries = source.tokenizer.vocab_size
+    if tokenizer is not None and entries > source.vocab_size:
+        raise ValueError(
+            f"--tokenizer {tokenizer} has {entries:,} entries, and the model {source.vocab_size:,}:"
+            f" use the one that it was trained with"
+        )
+    return source
 
 
 def _of_checkpoint(
