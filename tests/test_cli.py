@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from isp.cli import main
+from isp.cli.failures import report_broken_pipe
 from isp.cli.launch import launch, rank_folder
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
@@ -474,6 +475,17 @@ def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank
     assert ("cannot read it" in capsys.readouterr().err) is told
     recorded = json.loads((tmp_path / "error.json").read_text())
     assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
+
+
+def test_a_reader_that_leaves_is_told_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
+    """Catches a traceback of the other ranks behind `isp generate ... --nproc 2 | head`."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert report_broken_pipe(BrokenPipeError()) == 141
+    assert (
+        "stdout was closed" in json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    )
+    assert capsys.readouterr().err == ""
 
 
 def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:

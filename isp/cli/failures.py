@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 
-__all__ = ["LAUNCHER_REPORTS", "report"]
+__all__ = ["LAUNCHER_REPORTS", "report", "report_broken_pipe"]
 
 LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
 """The launcher's process id, in the environment of ranks whose failures it shows."""
@@ -30,6 +30,17 @@ def report(error: Exception) -> int:
     if error_file is None or not _is_told_by_another(expected):
         print(text, file=sys.stderr, flush=True)
     return code
+
+
+def report_broken_pipe(error: BrokenPipeError) -> int:
+    """Leave whoever reads stdout in peace; of ranks, say who was the first to end: the exit code.
+
+    It is a shell's: 128 + SIGPIPE.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is not None:
+        _write_error_file(error_file, error, "error: stdout was closed by its reader", 141)
+    return 141
 
 
 def _is_told_by_another(expected: bool) -> bool:

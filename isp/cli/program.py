@@ -23,7 +23,7 @@ from isp.cli import (
     profile_command,
     topology_command,
 )
-from isp.cli.failures import report
+from isp.cli.failures import report, report_broken_pipe
 from isp.cli.launch import follow_launcher
 from isp.cli.options import add_nproc
 
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `isp topology ... | head`
+    except BrokenPipeError as error:  # `isp topology ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return report_broken_pipe(error)
     except Exception as error:
         return report(error)
 
