@@ -268,9 +268,12 @@ class ModelConfig:
         heads = self.num_heads // parts, self.kv_heads // parts
         return HeadGroups.of(self.attention_head_groups, *heads, ranks)
 
-    def cache_numbers(self, tokens: int, parts: int) -> int:
+    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
+        from isp.attention.heads import HeadPlan  # here: a configuration is read without torch
+
         kept = min(tokens, self.sliding_window or tokens)
-        return self.num_layers * kept * 2 * (self.kv_heads // parts) * self.head_size
+        heads = HeadPlan.of(self.num_heads // parts, self.kv_heads // parts, ranks).most_attended_kv
+        return self.num_layers * kept * 2 * heads * self.head_size
 
     def build(
         self,

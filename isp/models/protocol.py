@@ -91,10 +91,10 @@ class LanguageModel(Protocol):
     def flops(self, document_lengths: Iterable[int]) -> int:
         """FLOPs of forward and backward over documents of these lengths, in tokens."""
 
-    def cache_numbers(self, tokens: int, parts: int) -> int:
-        """Numbers that a rank keeps of a document of so many tokens to go on from it.
+    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
+        """Numbers that a rank keeps of a document of so many tokens to go on from it, at most.
 
-        Its attention has one of `parts` of the heads.
+        Its layers have one of `parts` of the heads, which `ranks` exchange for tokens.
         """
 
     def build(

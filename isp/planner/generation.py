@@ -35,6 +35,7 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     decoding = replace(case, parallel=parallel, topology=Topology.create(tensor.size, parallel))
     weights = states(decoding, decoding.place(0)).weights
     length = case.tokens // case.documents
-    cache = case.item_bytes * model.cache_numbers(length, tensor.size if splits else 1)
+    heads = (tensor.size, 1) if splits else (1, tensor.size)
+    cache = case.item_bytes * model.cache_numbers(length, *heads)
     speed = device.gb_per_second * 1e9 * device.memory_efficiency
     return Generation(parallel.tensor.mode, tensor.size, weights, cache, (weights + cache) / speed)

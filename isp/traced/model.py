@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.attention import AttentionMask, LocalAttention, make_local_attention
+from isp.attention import AttentionMask, HeadPlan, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
 from isp.comm.cargo import Trip
 from isp.comm.channel import DryChannel
@@ -137,16 +137,18 @@ class TracedModel:
         query = min((s.num_heads for s in sizes), default=1)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
-    def cache_numbers(self, tokens: int, parts: int) -> int:
-        """Numbers that a rank keeps of a document of so many tokens to go on from it.
+    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
+        """Numbers that a rank keeps of a document of so many tokens to go on from it, at most.
 
-        Its attention has one of `parts` of the heads. Values are kept as long as keys.
+        Its layers have one of `parts` of the heads, which `ranks` exchange for tokens. Values are
+        kept as long as keys.
         """
         total = 0
         for call in self.trace.calls:
             if call.sizes is not None:
-                split = parts > 1 and self._tensor_plan.head_parts(call.block, parts)
-                heads = call.sizes.num_kv_heads // (split or 1)
+                split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
+                own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
+                heads = HeadPlan.of(*own, ranks).most_attended_kv
                 total += min(tokens, call.sizes.window or tokens) * heads * 2 * call.sizes.head_size
         return total
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from isp.attention import HeadPlan
+from model.config import ModelConfig
 
 RANKS = [1, 2, 3, 4, 8]
 HEADS = [
@@ -72,3 +73,13 @@ def test_kv_heads_must_divide_query_heads() -> None:
     """Catches groups of unequal size, which no model means."""
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=8"):
         HeadPlan.of(8, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "kept"), [((7, 7), 4, 2), ((8, 2), 4, 1), ((6, 3), 2, 3), ((1, 1), 2, 1)]
+)
+def test_kv_heads_that_a_rank_attends_with(heads: tuple[int, int], ranks: int, kept: int) -> None:
+    """In the third case a KV head is repeated, as another is seen by twice as many query heads."""
+    assert HeadPlan.of(*heads, ranks).most_attended_kv == kept
+    model = ModelConfig(hidden_size=64, head_dim=8, num_heads=heads[0], num_kv_heads=heads[1])
+    assert model.cache_numbers(5, 1, ranks) == kept * model.num_layers * 5 * 2 * 8

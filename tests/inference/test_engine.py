@@ -83,11 +83,10 @@ def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tens
     engine = traced_engine(family, parallel, rank)
     found = greedy(engine, PROMPTS, DECODED + 1)
     decoding = engine.decoding.tensor  # what is planned is what there is
-    parts = decoding.size if decoding.mode.facts.splits_features else 1
-    if family != "gpt2":
-        assert engine.cache.num_bytes == 8 * len(PROMPTS) * traced(family).cache_numbers(
-            engine.cache.capacity, parts
-        )
+    heads = (decoding.size, 1) if decoding.mode.facts.splits_features else (1, decoding.size)
+    assert engine.cache.num_bytes == 8 * len(PROMPTS) * traced(family).cache_numbers(
+        engine.cache.capacity, *heads
+    )
     return found
 
 
