@@ -128,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = PasskeyPrompts(source.encode, digits=args.digits)
     if args.keys and args.lengths[0] < prompts.shortest:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
+    if args.output is not None:
+        Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         for note in filter(None, notes):
             print(f"note: {note}", file=sys.stderr)
@@ -224,7 +226,7 @@ def _evaluate(
         dtype=source.dtype,
         layout=layout.describe(source.model),
         trained_length=source.trained_length,
-        command=shlex.join(["isp", "evaluate", *_words(args)]),
+        command=shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *_words(args)]),
         text=text,
         passkeys=passkeys,
     )
@@ -232,7 +234,6 @@ def _evaluate(
     if args.output is None:
         return
     folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / EVALUATION_FILE
     file.write_text(evaluation.to_json(), encoding="utf-8")
     written = f"wrote {file}"

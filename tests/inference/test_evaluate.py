@@ -87,6 +87,7 @@ def test_ranks_are_started_and_one_of_them_writes(
     assert losses(found) == pytest.approx(losses(alone), rel=0, abs=1e-9)
     assert found.passkeys == alone.passkeys
     assert found.layout == "2 ranks, isp, decoding in mtp"
+    assert f"isp evaluate --nproc=2 {run} " in found.command
 
 
 def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float | None]:
@@ -235,6 +236,7 @@ def test_faults_are_told_in_a_line(
         ((str(run), f"--data={short}"), "no rows of 128 tokens"),
         ((str(run), "--lengths=1000000"), "or name files with --data"),
         ((str(run / "checkpoint"), "--html"), "--output"),
+        ((str(run), f"--output={short}"), "File exists"),
         ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
         ((str(run), "--optimizer.lr=1"), "optimizer"),
     ):
