@@ -92,8 +92,8 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Garbage of the parent is never collected here: what it owns, such as a store or a compiler, may
-    # wait for threads that only the parent has.
+    # Garbage of the parent is never collected here: what it owns, such as a store or a compiler,
+    # may wait for threads that only the parent has.
     gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
