@@ -85,8 +85,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     arriving = moves.dx(dy @ full.weight.to(dy.dtype), cargo=cargo)
                 if need_w:
                     wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dw_dtype
-                    flat_dy, flat_x = dy.flatten(0, 1), own_x.flatten(0, 1).to(dy.dtype)
-                    dw = weight_gradient(flat_dy, flat_x, dtype=wide, into=dw, add=True)
+                    flat_x = own_x.flatten(0, 1).to(dy.dtype)  # no name but `dy` holds the logits
+                    dw = weight_gradient(dy.flatten(0, 1), flat_x, dtype=wide, into=dw, add=True)
                 if need_b:
                     wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dy.dtype
                     summed = dy.flatten(0, 1).sum(0, dtype=wide)
