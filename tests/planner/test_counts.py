@@ -177,12 +177,16 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
 def test_planned_transfers_are_the_counted_ones(world: int) -> None:
     """Catches a collective forgotten, counted twice, or of another size, in any mode."""
     _check([case for case in CASES if case[0].world == world])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(320)
 def test_planned_transfers_of_heads_x_context_are_the_counted_ones() -> None:
     """Catches keys and values planned for other tokens, or along another axis, than travel."""
     _check(TWO_AXES)
@@ -190,7 +194,7 @@ def test_planned_transfers_of_heads_x_context_are_the_counted_ones() -> None:
 
 def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
     (world,) = {layout.world for layout, _, _ in cases}
-    of_ranks = run_ranks(world, _counted, cases, timeout_seconds=100)
+    of_ranks = run_ranks(world, _counted, cases, timeout_seconds=300)
     for n, (layout, model, dtype) in enumerate(cases):
         task = _task(n, layout, model)
         case = case_of(layout, task, dtype)

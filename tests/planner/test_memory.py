@@ -177,11 +177,13 @@ def _states(run: Run) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
 def test_planned_peak_is_the_measured_one(world: int) -> None:
     """Catches an owner forgotten or counted twice, and a peak looked for at the wrong moment."""
     cases = [case for case in CASES if case[0].world == world]
-    of_ranks = run_ranks(world, _measured, cases, timeout_seconds=100)
+    of_ranks = run_ranks(world, _measured, cases, timeout_seconds=300)
     lines = []
     for number, (layout, model, dtype) in enumerate(cases):
         for rank in range(world):
