@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, not_negative, positive
+from isp.cli.options import add_nproc, add_reading, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.inference.layout import Layout
@@ -67,17 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
     add_nproc(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="of weights and cache (default: that of the checkpoint)",
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
-    )
+    add_reading(parser)
     parser.usage = (
         "isp evaluate RUN|STEP|HF_FOLDER [--data FILE ...] [--lengths N,N,...] [--rows N]"
         " [--keys N] [--digits N] [--depths N] [--seed N] [--batch-tokens N] [--output FOLDER]"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, not_negative, positive
+from isp.cli.options import add_nproc, add_reading, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.inference.generate import Generation
@@ -66,17 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be given several times. The end of a document ends, too",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="of weights and cache (default: that of the checkpoint)",
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
-    )
+    add_reading(parser)
     parser.usage = (
         "isp generate RUN|STEP|HF_FOLDER --prompt TEXT|FILE [--nproc N] [--max-new-tokens N]"
         " [--temperature T] [--top-k K] [--top-p P] [--seed N] [--stop TEXT] [--dtype DTYPE]"
