@@ -1,8 +1,9 @@
 """`Channel`, the one door to what `torch.distributed` sends.
 
-[Note: Names that torch changed]
-torch 2.13 renamed `all_gather_into_tensor` / `reduce_scatter_tensor` to `all_gather_single` /
-`reduce_scatter_single`; 2.11 has only the old names. They are chosen here, once.
+[Note: Straight to the group]
+What a layer does many times a step is asked of the process group itself: the functions of
+`torch.distributed` check, log and look for a coalescing context first, which takes as long as the
+launch. torch 2.13 has public names for these methods, 2.11 only the old ones.
 
 [Note: Reduce-scatter by all-to-all]
 gloo's reduce-scatter is an all-reduce inside and moves twice the bytes. An all-to-all followed by a
@@ -29,8 +30,10 @@ from isp.comm.pending import Link, Pending
 
 __all__ = ["Channel", "DryChannel", "Listener"]
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_Group = dist.ProcessGroup
+_Method = Callable[..., dist.Work]
+_all_gather: _Method = getattr(_Group, "all_gather_single", _Group._allgather_base)
+_reduce_scatter: _Method = getattr(_Group, "reduce_scatter_single", _Group._reduce_scatter_base)
 
 
 class Channel:
@@ -133,7 +136,7 @@ class Channel:
             "all_gather",
             cargo,
             x.nbytes * (self.size - 1),
-            lambda: _all_gather(joined, x, group=self.group, async_op=True),
+            lambda: _all_gather(self.group, joined, x),
             out,
             keep=(x, out),
         )
@@ -164,7 +167,7 @@ class Channel:
             "reduce_scatter",
             cargo,
             wide.nbytes // self.size * (self.size - 1),
-            lambda: _reduce_scatter(out, wide, group=self.group, async_op=True),
+            lambda: _reduce_scatter(self.group, out, wide),
             out,
             keep=(wide, out),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from isp.layers.module import NamedParameter
 from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
 
-__all__ = ["BucketManager", "Channels", "master_dtype"]
+__all__ = ["BucketManager", "Channels", "Place", "master_dtype"]
 
 
 class Channels(Protocol):
@@ -28,6 +28,19 @@ class Channels(Protocol):
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of main gradients and master weights of a parameter: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of a parameter's gradient."""
+
+    view: Tensor
+    """In its bucket, of the parameter's shape."""
+    part: Tensor
+    """This rank's part of it, with its padding, [w]."""
+    bucket: _GradientBucket
+    ready: bool = False
+    """Whether the gradient is final: it may be travelling, hands off."""
 
 
 @dataclass(eq=False)
@@ -45,20 +58,18 @@ class _GradientBucket:
     flat: Tensor
     channel: Channel
     cargo: Cargo
-    widths: dict[nn.Parameter, int]
+    widths: list[int]
     """Elements of a part of each parameter, in order."""
     parts: int
-    awaited: set[nn.Parameter] = field(init=False)
-    pending: Pending | None = field(default=None, init=False)
+    awaited: int = 0
+    """Gradients that are not final yet."""
+    pending: Pending | None = None
     """The reduction, from its launch until the next `reset`."""
-
-    def __post_init__(self) -> None:
-        self.awaited = set(self.widths)
 
     @property
     def sizes(self) -> list[int]:
         """Elements of all parts of each parameter, with their padding."""
-        return [self.parts * width for width in self.widths.values()]
+        return [self.parts * width for width in self.widths]
 
     def launch(self, index: int) -> None:
         """Set the sum on its way, of part `index` where it is cut."""
@@ -105,10 +116,8 @@ class BucketManager:
                 f"bucket_bytes={bucket_bytes} must be at least 0 (0: one parameter a bucket)"
             )
         self._buckets: list[_GradientBucket] = []
-        self._views: dict[nn.Parameter, Tensor] = {}
-        self._parts: dict[nn.Parameter, Tensor] = {}
-        """Sums of this rank's part of each, with its padding, [w]."""
-        self._bucket_of: dict[nn.Parameter, _GradientBucket] = {}
+        self._places: dict[int, Place] = {}
+        """By the id of the parameter."""
         self._launched = 0
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
@@ -138,40 +147,38 @@ class BucketManager:
         """Whether ranks may have the sums of their own rows alone; the same on all ranks."""
         return self._rows_of.size > 1
 
-    def view(self, parameter: nn.Parameter) -> Tensor:
-        """The place of the gradient of `parameter` in its bucket, of the parameter's shape."""
-        return self._views[parameter]
+    def place(self, parameter: nn.Parameter) -> Place:
+        """The place of the gradient of `parameter`."""
+        return self._places[id(parameter)]
 
-    def rows(self, parameter: nn.Parameter) -> Tensor:
+    def rows(self, place: Place) -> Tensor:
         """The sums of the rows that this rank owns, once they are there: [n, ..]."""
-        start, stop = owned_rows(parameter.shape[0], self._rows_of.size, self._rows_of.rank)
-        if self._bucket_of[parameter].parts == 1:
-            return self._views[parameter][start:stop]
-        own = (stop - start, *parameter.shape[1:])
-        return self._parts[parameter][: math.prod(own)].view(own)
+        count, *rest = place.view.shape
+        start, stop = owned_rows(count, self._rows_of.size, self._rows_of.rank)
+        if place.bucket.parts == 1:
+            return place.view[start:stop]
+        own = (stop - start, *rest)
+        return place.part[: math.prod(own)].view(own)
 
-    def whole(self, parameter: nn.Parameter) -> Tensor:
+    def whole(self, place: Place) -> Tensor:
         """All sums, those of other ranks' rows from them: a collective."""
-        bucket = self._bucket_of[parameter]
+        bucket, view = place.bucket, place.view
         if bucket.parts == 1:
-            return self._views[parameter]
-        gathered = bucket.channel.all_gather(self._parts[parameter], cargo=bucket.cargo).wait()
-        return gathered[: parameter.numel()].view(parameter.shape)
+            return view
+        gathered = bucket.channel.all_gather(place.part, cargo=bucket.cargo).wait()
+        return gathered[: view.numel()].view(view.shape)
 
-    def is_ready(self, parameter: nn.Parameter) -> bool:
-        """Whether `mark_ready` has been called: the gradient may be travelling, hands off."""
-        return parameter not in self._bucket_of[parameter].awaited
-
-    def mark_ready(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, place: Place) -> None:
         """The gradient is final; launches every bucket whose turn it is [Note: Launch order]."""
-        self._bucket_of[parameter].awaited.discard(parameter)
-        while self._launched < len(self) and not self._buckets[self._launched].awaited:
+        if not place.ready:
+            place.ready = True
+            place.bucket.awaited -= 1
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
             self._launch_next()
 
     def finish(self) -> None:
         """Launch what has not been launched, ready or not, and wait until all sums are there."""
         while self._launched < len(self):
-            self._buckets[self._launched].awaited.clear()
             self._launch_next()
         self.wait()
 
@@ -186,8 +193,9 @@ class BucketManager:
         self.wait()
         self._launched = 0
         for bucket in self._buckets:
-            bucket.pending = None
-            bucket.awaited = set(bucket.widths)
+            bucket.pending, bucket.awaited = None, len(bucket.widths)
+        for place in self._places.values():
+            place.ready = False
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
@@ -203,10 +211,11 @@ class BucketManager:
     def _open(self, members: list[NamedParameter], parts: int, channels: Channels) -> None:
         first = members[0]
         channel = channels[first.layout.reduce_over]
-        widths = {p: math.ceil(p.shape[0] / parts) * math.prod(p.shape[1:]) for _, p, _ in members}
+        shapes = [item.parameter.shape for item in members]
+        widths = [math.ceil(shape[0] / parts) * math.prod(shape[1:]) for shape in shapes]
         bucket = _GradientBucket(
             flat=torch.zeros(
-                parts * sum(widths.values()),
+                parts * sum(widths),
                 dtype=master_dtype(first.parameter.dtype),
                 device=first.parameter.device,
             ),
@@ -216,13 +225,13 @@ class BucketManager:
             ),
             widths=widths,
             parts=parts,
+            awaited=len(members),
         )
         piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
-        places = bucket.flat.split(bucket.sizes), piece.split(list(widths.values()))
-        for parameter, place, part in zip(widths, *places, strict=True):
-            self._views[parameter] = place[: parameter.numel()].view(parameter.shape)
-            self._parts[parameter] = part
-            self._bucket_of[parameter] = bucket
+        cut = zip(members, bucket.flat.split(bucket.sizes), piece.split(widths), strict=True)
+        for (_, parameter, _), whole, part in cut:
+            view = whole[: parameter.numel()].view(parameter.shape)
+            self._places[id(parameter)] = Place(view, part, bucket)
         self._buckets.append(bucket)
 
 

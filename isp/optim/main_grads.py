@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from isp.comm import Channel
 from isp.layers.module import NamedParameter
 from isp.layers.weight_gradients import weight_gradient
-from isp.optim.buckets import BucketManager, Channels
+from isp.optim.buckets import BucketManager, Channels, Place
 from isp.optim.rows import DEFAULT_BUCKET_BYTES
 from isp.parallel import Axis
 
 __all__ = ["MainGradients"]
+
+
+@dataclass(slots=True, eq=False)
+class _Gradient:
+    """What is known of one parameter's gradient."""
+
+    name: str
+    place: Place
+    untouched: bool = True
+    """Whether the buffer holds the last step's values: the first gradient overwrites."""
+    owed: int = 0
+    """Gradients that were promised and have not come."""
+    passed: bool = False
+    """Whether the last backward pass is through with it."""
+
+    def open(self) -> Tensor:
+        """The buffer, from here on with a gradient of this step."""
+        self.untouched = False
+        return self.place.view
+
+    def value(self) -> Tensor:
+        """The gradient so far, zeros if none has come."""
+        return self.open().zero_() if self.untouched else self.place.view
 
 
 class MainGradients:
@@ -56,15 +79,13 @@ class MainGradients:
     ) -> None:
         self.parameters = list(parameters)
         _check(self.parameters)
-        self._names = {item.parameter: item.name for item in self.parameters}
         self._buckets = BucketManager(
             self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of
         )
-        self._untouched = set(self._names)
-        """Parameters whose buffer holds the last step's values: the first gradient overwrites."""
-        self._owed: Counter[nn.Parameter] = Counter()
-        self._passed: set[nn.Parameter] = set()
-        """Parameters with which the last backward pass is through."""
+        self._of = {
+            id(item.parameter): _Gradient(item.name, self._buckets.place(item.parameter))
+            for item in self.parameters
+        }
         self._last = False
         self._reduced = False
         self._hooks = [
@@ -104,10 +125,10 @@ class MainGradients:
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         self._buckets.reset()
-        for parameter in self._names:
-            parameter.grad = None
-        self._untouched = set(self._names)
-        self._passed.clear()
+        for item in self.parameters:
+            item.parameter.grad = None
+        for gradient in self._of.values():
+            gradient.untouched, gradient.passed = True, False
         self._last = self._reduced = False
 
     @property
@@ -117,7 +138,8 @@ class MainGradients:
 
     def abandon(self) -> None:
         """Forget what was promised: the step failed, and `zero` begins another."""
-        self._owed.clear()
+        for gradient in self._of.values():
+            gradient.owed = 0
 
     def expect_last(self) -> None:
         """The next backward pass is the step's last: reduce each bucket once it is complete."""
@@ -137,15 +159,16 @@ class MainGradients:
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
-        self._require_open(parameter)
-        self._owed[parameter] += 1
+        gradient = self._of[id(parameter)]
+        self._require_open(gradient)
+        gradient.owed += 1
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that did not come through autograd; keeps the promise if there is one.
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
-        self._accumulate(parameter, gradient)
+        self._accumulate(self._of[id(parameter)], gradient)
         self.withdraw(parameter)
 
     def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
@@ -153,27 +176,29 @@ class MainGradients:
 
         It is multiplied straight into the main gradient where `weight_gradient` can.
         """
-        view, fresh = self._open(parameter)
-        weight_gradient(dy, x, into=view, add=not fresh)
+        gradient = self._of[id(parameter)]
+        self._require_open(gradient)
+        fresh = gradient.untouched
+        weight_gradient(dy, x, into=gradient.open(), add=not fresh)
         self.withdraw(parameter)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back, or count it as kept."""
-        if self._owed[parameter]:
-            self._owed[parameter] -= 1
-        self._settle(parameter)
+        gradient = self._of[id(parameter)]
+        gradient.owed = max(0, gradient.owed - 1)
+        self._settle(gradient)
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, if there is one, and note that this backward pass is through.
 
         The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
         """
+        gradient = self._of[id(parameter)]
         if parameter.grad is not None:
-            self._accumulate(parameter, parameter.grad)
+            self._accumulate(gradient, parameter.grad)
             parameter.grad = None
-        if self._last:
-            self._passed.add(parameter)
-        self._settle(parameter)
+        gradient.passed = gradient.passed or self._last
+        self._settle(gradient)
 
     def reduce(self) -> None:
         """Sum over the ranks: launch the buckets that are not on their way yet, wait for all."""
@@ -181,20 +206,21 @@ class MainGradients:
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         if self._reduced:
             raise RuntimeError("these gradients are reduced already: zero() begins a new step")
-        for parameter in self._untouched:
-            self._buckets.view(parameter).zero_()
-        self._untouched.clear()
+        for gradient in self._of.values():
+            gradient.value()
         self._buckets.finish()
         self._reduced = True
 
     def summed(self, parameter: nn.Parameter) -> Tensor:
         """The sums that this rank needs, once reduced: its rows if it `scatters`, else `grad`."""
-        return self._buckets.rows(parameter) if self.scatters else self.grad(parameter)
+        if not self.scatters:
+            return self.grad(parameter)
+        return self._buckets.rows(self._of[id(parameter)].place)
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
         assert self._reduced, "sums are there after reduce()"
-        return self._buckets.whole(parameter)
+        return self._buckets.whole(self._of[id(parameter)].place)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient, of the shape of the local shard; a view that later steps reuse.
@@ -202,11 +228,7 @@ class MainGradients:
         Where sums are scattered that is this rank's part of them, and of use until `reduce`.
         """
         assert not (self._reduced and self.scatters), "a rank has rows of the sums: `summed`"
-        view = self._buckets.view(parameter)
-        if parameter in self._untouched:
-            self._untouched.remove(parameter)
-            view.zero_()
-        return view
+        return self._of[id(parameter)].value()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -218,40 +240,30 @@ class MainGradients:
         assert isinstance(leaf, nn.Parameter)
         self.collect(leaf)
 
-    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        view, fresh = self._open(parameter)
-        if fresh:
-            view.copy_(gradient)
+    def _accumulate(self, gradient: _Gradient, value: Tensor) -> None:
+        self._require_open(gradient)
+        if gradient.untouched:
+            gradient.open().copy_(value)
         else:
-            view.add_(gradient)
+            gradient.place.view.add_(value)
 
-    def _open(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """The buffer to add to, and whether what it holds is of no interest any more."""
-        self._require_open(parameter)
-        fresh = parameter in self._untouched
-        self._untouched.discard(parameter)
-        return self._buckets.view(parameter), fresh
-
-    def _require_open(self, parameter: nn.Parameter) -> None:
-        if self._reduced or self._buckets.is_ready(parameter):
+    def _require_open(self, gradient: _Gradient) -> None:
+        if self._reduced or gradient.place.ready:
             raise RuntimeError(
-                f"a gradient of {self._names[parameter]} came after its last one: zero() begins a"
+                f"a gradient of {gradient.name} came after its last one: zero() begins a"
                 f" new step, expect_last() belongs before the last backward pass of a step, and"
                 f" what is delivered after a backward pass has to be promised; between steps"
                 f" torch.autograd.grad gives gradients that are not kept"
             )
 
-    def _settle(self, parameter: nn.Parameter) -> None:
+    def _settle(self, gradient: _Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
-        if parameter not in self._passed or self._owed[parameter]:
-            return
-        if parameter in self._untouched:
-            self._untouched.remove(parameter)
-            self._buckets.view(parameter).zero_()
-        self._buckets.mark_ready(parameter)
+        if gradient.passed and not gradient.owed:
+            gradient.value()
+            self._buckets.mark_ready(gradient.place)
 
     def _owed_names(self) -> list[str]:
-        return [name for parameter, name in self._names.items() if self._owed[parameter]]
+        return [gradient.name for gradient in self._of.values() if gradient.owed]
 
 
 def _check(parameters: list[NamedParameter]) -> None:

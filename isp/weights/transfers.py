@@ -290,13 +290,17 @@ class GradientReducer:
         return grad.numel() * self.travels_in(grad.dtype).itemsize
 
     def _summed_in(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.dtype is None else torch.promote_types(dtype, self.dtype)
+        return dtype if self.dtype is None else _wider(dtype, self.dtype)
 
     def _deliver_oldest(self) -> None:
         parameter, arriving = self._in_flight.popleft()
         self.bytes_in_flight -= arriving.num_bytes
         self.sink.add(parameter, arriving.shard())
         arriving.release()
+
+
+_wider = cache(torch.promote_types)  # to torch, an operator
+"""The dtype that holds the values of both."""
 
 
 # -- buffers ---------------------------------------------------------------------------------
