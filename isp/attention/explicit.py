@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from isp.attention.mask import AttentionMask
 from isp.attention.pieces import EVERYTHING, Block, document_lengths, pieces_of
+from isp.autograd import once_differentiable
 
 __all__ = ["ExplicitAttention"]
 

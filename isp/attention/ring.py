@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from isp.attention.keys import KeyExchange, wide
 from isp.attention.lse import LseKernel
 from isp.attention.route import Route
+from isp.autograd import once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 

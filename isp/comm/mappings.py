@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.channel import Channel
 from isp.parallel.partition import chunk_range, divide

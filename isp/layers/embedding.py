@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import Moves, Wanted, wanted
 from isp.layers.module import MasterStream, ParallelModule

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from isp.attention import AttentionMask, DistributedAttention
 from isp.attention.exchange import Arrival
 from isp.attention.heads import HeadPlan
+from isp.autograd import once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import ParallelLinear, Wanted, wanted
 from isp.layers.norm import RMSNorm

@@ -27,8 +27,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import MasterStream, ParallelModule
@@ -198,7 +198,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
         visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else _NO_VISIT
-        dx = dw = db = None
+        dx = dw = db = dx_arriving = None
         with visit as full:
             dy = _moved(moves.dy, dy, Purpose.OUTPUT_GRADIENT, layer, "dy")
             x_arriving = None
@@ -207,6 +207,7 @@ class _Linear(torch.autograd.Function):
                 x_arriving = moves.x(x, cargo=again)
             if full is not None and not communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
+                dx_arriving = moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
             if want_w:
                 full_x = x if x_arriving is None else x_arriving.wait()
                 dw = _weight_gradient(dy, full_x, layer, ctx.parameter, want_w)
@@ -216,7 +217,8 @@ class _Linear(torch.autograd.Function):
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
-        return None if dx is None else dx.wait(), dw, db, None
+                dx = _moved(moves.dx, dx, Purpose.INPUT_GRADIENT, layer, "dx")
+        return dx if dx_arriving is None else dx_arriving.wait(), dw, db, None
 
 
 _NO_VISIT = nullcontext()
@@ -227,10 +229,9 @@ def _moved(move: Collective, x: Tensor, purpose: Purpose, layer: LinearLayer, na
     return x if move is _stay else move(x, cargo=Cargo(purpose, layer.name, name)).wait()
 
 
-def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Pending:
-    """dy W [Note: Autocast], on its way."""
-    dx = dy @ (weight.T if layer.transposed else weight).to(dy.dtype)
-    return layer.moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
+def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
+    """dy W [Note: Autocast]."""
+    return dy @ (weight.T if layer.transposed else weight).to(dy.dtype)
 
 
 def _weight_gradient(

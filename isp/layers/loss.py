@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 

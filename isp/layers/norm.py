@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.layers.compiled import lazily_compiled, widened
 from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm import host_memory
 from isp.layers.compiled import lazily_compiled
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType

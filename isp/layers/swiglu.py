@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.layers.compiled import lazily_compiled, widened
 
 __all__ = ["silu_and_multiply"]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from isp.autograd import once_differentiable
 from isp.comm import Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import ParallelLinear, Wanted, wanted

@@ -79,6 +79,10 @@ class ParameterLayout:
         length = sum(stop - start for start, stop in self.intervals())
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
+    def joined(self, pieces: Tensor) -> Tensor:
+        """The global tensor: a view of all pieces as they travel, one behind the other."""
+        return pieces[: self.global_shape[self.dim]].movedim(0, self.dim)
+
     def shard(self, full: Tensor) -> Tensor:
         """This rank's part of the global tensor; a view if it is in one piece."""
         if tuple(full.shape) != self.global_shape:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from isp.autograd import once_differentiable
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 from isp.parallel import Mode

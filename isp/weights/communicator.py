@@ -20,7 +20,7 @@ last reduce-scatter: no compute is left when it is launched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -94,8 +94,14 @@ class _ErrorLatch:
             ) from self.error
 
 
+_NO_PLAN = object()
+
+
 class _Visit:
-    """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds."""
+    """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds.
+
+    The plan is followed as long as the communicator has the visit's cursor.
+    """
 
     __slots__ = (
         "_ahead",
@@ -117,9 +123,9 @@ class _Visit:
 
     def __enter__(self) -> _Visit:
         communicator = self._communicator
-        self._step = communicator._arrive(id(self._layer), self._phase)
-        self._cursor = communicator._cursor
-        self._ahead = () if self._step is None else self._step.before
+        self._step = step = communicator._arrive(id(self._layer), self._phase)
+        self._cursor = _NO_PLAN if step is None else communicator._cursor
+        self._ahead = () if step is None else step.before
         # A backward has the weight gradient to compute before it reads the weight.
         if self._phase is Phase.BACKWARD and communicator.overlap:
             self._launch_ahead()
@@ -129,7 +135,8 @@ class _Visit:
     def weight(self) -> Tensor:
         weight = self._wait(GatheredLayer.weight)
         # Only now: what is needed at once does not share the wire with what is needed next.
-        self._launch_ahead()
+        if self._ahead:
+            self._launch_ahead()
         return weight
 
     @property
@@ -144,22 +151,23 @@ class _Visit:
             except Exception as failed:
                 communicator._latch.error = failed
                 raise
-        if error is None and self._step is not None and self._cursor is communicator._cursor:
-            communicator._execute(self._step.after)
+        step, followed = self._step, self._cursor is communicator._cursor
+        if error is None and followed and step is not None and step.after:
+            communicator._free(step.after)
 
     def _launch_ahead(self) -> None:
         acts, self._ahead = self._ahead, ()
         # Waits come first, and are the layer's own.
         if acts and acts[-1].kind is not ActKind.WAIT:
             communicator = self._communicator
-            if self._cursor is communicator._cursor:  # the plan is still followed
-                communicator._execute(acts)
+            if self._cursor is communicator._cursor:
+                communicator._launch(acts)
 
     def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
         communicator = self._communicator
         try:
             if self._held is None:
-                planned = self._step is not None and self._cursor is communicator._cursor
+                planned = self._cursor is communicator._cursor
                 self._held = communicator._hold(self._layer, planned, self._with_bias)
             return what(self._held)
         except Exception as failed:
@@ -210,7 +218,7 @@ class ISPCommunicator(WPCommunicator):
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
         self._stream = streams.new(config.device)
         """Of the gathers, so that these wait for what published a weight, and compute does not."""
-        self._gather = partial(gather, channel=channel, pool=self.pool, stream=self._stream)
+        self._gather = partial(gather, channel=channel, pool=self.pool)
         self._reducer = GradientReducer(
             reduce_channel or channel,
             self.reduce_pool,
@@ -221,6 +229,7 @@ class ISPCommunicator(WPCommunicator):
         self._chunks: Chunks = ()
         self._states: list[ISPOverlapState] = []
         self._names: dict[int, str] = {}
+        """The name of each layer's weight, by the id of the layer."""
         self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
         """Store, layer and block of each weight; of its first visit, if there are several."""
         self._keys: dict[Site, Hashable] = {}
@@ -247,13 +256,13 @@ class ISPCommunicator(WPCommunicator):
         self._declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(self._declared)
         self._states = [ISPOverlapState() for _ in self._declared]
-        self._names = weight_names(self._declared)
+        names = weight_names(self._declared)
         for site, block, visit in declared_visits(self._declared):
             key = site[1:] if visit.layer is None else id(visit.layer)
             self._keys.update((site._replace(phase=phase), key) for phase in Phase)
             self._forward.append(key)
             if visit.layer is not None:
-                name = self._names[id(visit.layer.weight)]
+                name = self._names[id(visit.layer)] = names[id(visit.layer.weight)]
                 home = self._states[site.chunk], visit.layer, block.module
                 self._homes.setdefault(name, home)
             elif visit.at is not None:
@@ -355,18 +364,19 @@ class ISPCommunicator(WPCommunicator):
         self.drain()
         self._cursor = cursor = PlanCursor(self.plan(actions), self._keys.__getitem__)
         streams.follow(self._stream)  # what is queued now, such as an update of the weights
-        self._execute(cursor.plan.start)
+        self._launch(cursor.plan.start)
         return cursor
 
     def _pass_by(self, key: Hashable, *_: object) -> None:
         """A launch point without a weight, as a module's hook."""
         if (step := self._arrive(key, Phase.FORWARD)) is not None:
-            self._execute(step.before)
-            self._execute(step.after)
+            self._launch(step.before)
+            self._free(step.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a visit; what was planned on the way to it is done."""
-        self._latch.check()
+        if self._latch.error is not None:
+            self._latch.check()
         if phase is Phase.FORWARD and self._recomputing:  # a layer does not know that it is
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
@@ -377,8 +387,8 @@ class ISPCommunicator(WPCommunicator):
         step, skipped = found
         assert self.model_chunk in (None, step.site.chunk), (self.model_chunk, step.site)
         for passed in skipped:
-            self._execute(passed.before)
-            self._execute(passed.after)
+            self._launch(passed.before)
+            self._free(passed.after)
         return step
 
     def _begin_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
@@ -395,32 +405,40 @@ class ISPCommunicator(WPCommunicator):
 
     # -- what is launched, held and freed ----------------------------------------------------
 
-    def _execute(self, acts: Iterable[Act]) -> None:
-        """Do what the plan says; a wait is the layer's own, and what is done already is left."""
+    def _launch(self, acts: Sequence[Act]) -> None:
+        """Gather what the plan says, if it is not there; a wait is the layer's own."""
         ready = None
+        # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
+        # buffer, and what published the weight. It does not wait for compute queued before it.
         try:
-            for kind, name, bias in acts:
-                if kind is ActKind.WAIT:
-                    continue
-                state, layer, block = self._homes[name]
-                if kind is ActKind.FREE:
-                    if (gathered := state.gathered.pop(name, None)) is not None:
-                        gathered.let_go()
-                elif name not in state.gathered:
-                    if block is not ready:
-                        self._make_ready(block)
-                        ready = block
-                    state.gathered[name] = self._gather(layer, with_bias=bias is not None)
+            with streams.on(self._stream):
+                for kind, name, bias in acts:
+                    state, layer, block = self._homes[name]
+                    if kind is ActKind.GATHER and name not in state.gathered:
+                        if block is not ready:
+                            self._make_ready(block)
+                            ready = block
+                        state.gathered[name] = self._gather(layer, with_bias=bias is not None)
+        except Exception as failed:
+            self._latch.error = failed
+            raise
+
+    def _free(self, acts: Sequence[Act]) -> None:
+        """Drop what the plan frees, if it is there."""
+        try:
+            for _, name, _ in acts:
+                gathered = self._homes[name][0].gathered.pop(name, None)
+                if gathered is not None:
+                    gathered.let_go()
         except Exception as failed:
             self._latch.error = failed
             raise
 
     def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
         """What a visit reads, there until it lets go: as planned, or gathered for it alone."""
-        name = self._names.get(id(layer.weight))
+        name = self._names.get(id(layer))
         if name is None:  # nobody has declared this layer
-            streams.follow(self._stream)
-            return self._gather(layer, with_bias=with_bias)
+            return self._gather_now(layer, with_bias)
         state, _, block = self._homes[name]
         found = state.gathered.get(name)
         if found is not None and found.stale:
@@ -428,14 +446,21 @@ class ISPCommunicator(WPCommunicator):
             found = None
         if found is not None and (not with_bias or found.has_bias):
             return found.hold()
-        streams.follow(self._stream)  # what has written the weight is queued before the reader
         stays = planned and found is None
-        self._make_ready(block)
         with_bias = with_bias or (stays and self._reads_bias(layer, name))
-        own = self._gather(layer, with_bias=with_bias)
+        own = self._gather_now(layer, with_bias, block)
         if stays:
             state.gathered[name] = own.hold()
         return own
+
+    def _gather_now(
+        self, layer: WeightHolder, with_bias: bool, block: nn.Module | None = None
+    ) -> GatheredLayer:
+        streams.follow(self._stream)  # what has written the weight is queued before the reader
+        with streams.on(self._stream):
+            if block is not None:
+                self._make_ready(block)
+            return self._gather(layer, with_bias=with_bias)
 
     def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
         """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""
@@ -444,6 +469,5 @@ class ISPCommunicator(WPCommunicator):
 
     def _make_ready(self, block: nn.Module) -> None:
         """Wait for what has to come before a gather of weights of `block`."""
-        with streams.on(self._stream):
-            for fn in self._prerequisites:
-                fn(block)
+        for fn in self._prerequisites:
+            fn(block)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -48,11 +48,11 @@ class GatheredLayer:
     nobody sees: that is for `begin` and `drain`.
     """
 
-    __slots__ = ("_full", "_holders", "_leases", "_shards", "_versions")
+    __slots__ = ("_full", "_holders", "_leases", "_shards", "_version")
 
-    def __init__(self, shards: list[nn.Parameter]) -> None:
+    def __init__(self, shards: tuple[nn.Parameter, ...]) -> None:
         self._shards = shards
-        self._versions = _versions(shards)
+        self._version = _version(shards)
         self._full: list[Pending] = []
         self._leases: list[Lease] = []
         self._holders = 1
@@ -60,7 +60,7 @@ class GatheredLayer:
     @property
     def stale(self) -> bool:
         """Whether a shard may have changed since its gather was launched."""
-        return _versions(self._shards) != self._versions
+        return _version(self._shards) != self._version
 
     @property
     def has_bias(self) -> bool:
@@ -91,57 +91,41 @@ class GatheredLayer:
 
 
 def gather(
-    layer: WeightHolder,
-    channel: Channel,
-    pool: MemoryPool,
-    *,
-    with_bias: bool,
-    stream: streams.Stream | None = None,
+    layer: WeightHolder, channel: Channel, pool: MemoryPool, *, with_bias: bool
 ) -> GatheredLayer:
     """Set the full weight of `layer` on its way into a buffer of `pool`; its bias, if asked for.
 
     Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
     no copy. Elsewhere see [Note: Pieces].
     """
-    shards = [layer.weight]
-    if with_bias:
-        assert layer.bias is not None
-        shards.append(layer.bias)
-    gathered = GatheredLayer(shards)
-    for local, shard in zip(("weight", "bias"), shards, strict=False):
+    weight, bias = layer.weight, layer.bias if with_bias else None
+    gathered = GatheredLayer((weight,) if bias is None else (weight, bias))
+    for local, shard in zip(("weight", "bias"), gathered._shards, strict=False):
         if channel.size == 1:
             gathered._full.append(Pending.ready(shard.detach()))
             continue
-        # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
-        # buffer, and what published the weight. It does not wait for compute queued before it.
-        with streams.on(stream):
-            full, lease = _gather_shard(shard.detach(), layer, local, channel, pool)
-        gathered._full.append(full)
+        layout = layer.layouts[local]
+        rows, *rest = layout.piece_shape
+        lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
         gathered._leases.append(lease)
+        cargo = Cargo(Purpose.WEIGHT, layer.name, local)
+        piece = shard.detach()
+        if layout.travels_as_it_lies:
+            full = channel.all_gather_into(lease.tensor, piece.contiguous(), cargo=cargo)
+        else:
+            piece = pad_rows(piece.movedim(layout.dim, 0), rows)
+            full = channel.all_gather_into(lease.tensor, piece, cargo=cargo).then(layout.joined)
+        gathered._full.append(full)
     return gathered
 
 
-def _gather_shard(
-    shard: Tensor, layer: WeightHolder, local: str, channel: Channel, pool: MemoryPool
-) -> tuple[Pending, Lease]:
-    layout = layer.layouts[local]
-    rows, *rest = layout.piece_shape
-    lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
-    cargo = Cargo(Purpose.WEIGHT, layer.name, local)
-    if layout.travels_as_it_lies:
-        return channel.all_gather_into(lease.tensor, shard.contiguous(), cargo=cargo), lease
-    piece = pad_rows(shard.movedim(layout.dim, 0), rows)
-    pending = channel.all_gather_into(lease.tensor, piece, cargo=cargo)
-    length = layout.global_shape[layout.dim]
-    return pending.then(lambda full: full[:length].movedim(0, layout.dim)), lease
+_writes = attrgetter("_version")
 
 
-_version = attrgetter("_version")
-
-
-def _versions(shards: list[nn.Parameter]) -> list[int]:
-    """Numbers of which one changes with each visible write [Note: Versions]."""
-    return [*map(_version, shards), *_optimizer_steps()]
+def _version(shards: tuple[nn.Parameter, ...]) -> int:
+    """A number that grows with each visible write [Note: Versions]."""
+    writes: int = sum(map(_writes, shards))
+    return writes + _optimizer_steps()[0]
 
 
 @cache
@@ -199,8 +183,6 @@ class _Sum(NamedTuple):
     layout: ParameterLayout
     pending: Pending
     leases: list[Lease]
-    num_bytes: int
-    """Of the full gradient as it travels, which is kept until the transfer is over."""
 
     def shard(self) -> Tensor:
         """The shard, without padding; waits for it."""
@@ -232,12 +214,14 @@ class GradientReducer:
     ) -> None:
         self.channel = channel
         self.pool = pool
-        self.dtype = dtype
+        self._summed_in = partial(_wider, torch.bool if dtype is None else dtype)
+        """The dtype of the sum of gradients of a dtype; any is wider than bool."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0
         """Of the full gradients that are kept until their sums have arrived."""
         self.sink: GradientSink = ParameterGradients()
-        self._in_flight: deque[tuple[nn.Parameter, _Sum]] = deque()
+        self._in_flight: deque[tuple[nn.Parameter, int, _Sum]] = deque()
+        """Of each the bytes of the full gradient as it travels, kept until its sum is there."""
 
     def launch(
         self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo
@@ -246,10 +230,10 @@ class GradientReducer:
         if self.channel.size == 1:
             self.sink.add(parameter, grad)
             return
-        num_bytes = self._num_bytes(grad)
+        num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
         while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        self._in_flight.append((parameter, self._send(grad, layout, cargo)))
+        self._in_flight.append((parameter, num_bytes, self._send(grad, layout, cargo)))
         self.bytes_in_flight += num_bytes
 
     def reduce(self, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo) -> Tensor:
@@ -284,17 +268,11 @@ class GradientReducer:
         pending = self.channel.reduce_scatter_into(
             leases[0].tensor, pieces, received=received, cargo=cargo
         )
-        return _Sum(layout, pending, leases, self._num_bytes(grad))
-
-    def _num_bytes(self, grad: Tensor) -> int:
-        return grad.numel() * self.travels_in(grad.dtype).itemsize
-
-    def _summed_in(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.dtype is None else _wider(dtype, self.dtype)
+        return _Sum(layout, pending, leases)
 
     def _deliver_oldest(self) -> None:
-        parameter, arriving = self._in_flight.popleft()
-        self.bytes_in_flight -= arriving.num_bytes
+        parameter, num_bytes, arriving = self._in_flight.popleft()
+        self.bytes_in_flight -= num_bytes
         self.sink.add(parameter, arriving.shard())
         arriving.release()
 
