@@ -101,6 +101,8 @@ class TrainingConfig:
     """Use deterministic kernels only: the same run gives the same bits."""
     max_norm: NotNegative = 1.0
     """Clip the global gradient norm to this; 0: do not clip."""
+    gc_freq: CountOrZero = 50
+    """Steps between Python's garbage collections, on all ranks at once; 0: when Python likes to."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Computing device; auto: cuda where there is one, else cpu."""
 

@@ -22,6 +22,7 @@ from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
+from isp.run.garbage import collected_every
 from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
@@ -131,11 +132,15 @@ class Trainer:
         self.step, self.tokens = self._checkpoints.begin(self.start)
         stopped: str | None = None
         folder, host = self.start.folder, self.mesh.host
-        with StepOutputs(self.config, folder, host, last_step=self.step) as outputs:
+        with (
+            StepOutputs(self.config, folder, host, last_step=self.step) as outputs,
+            collected_every(self.config.training.gc_freq) as collect_garbage,
+        ):
             self._meter.restart()
             first = self.step + 1
             while self.step < self.config.training.steps and stopped is None:
                 stopped = self._train_step(outputs)
+                collect_garbage(self.step)
                 if self.step == first:
                     offloaded = self.train_step.built.host
                     if offloaded.reserved_bytes:
