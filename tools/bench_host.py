@@ -1,4 +1,4 @@
-"""Host time a layer: ours in every mode beside the same decoder in plain torch.
+"""Host time a layer: ours in every mode beside plain torch's, alone and under `fully_shard`.
 
     python tools/bench_host.py --rounds 30
 
@@ -34,6 +34,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench_world1 import Plain, PlainBlock
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +53,7 @@ from isp.train.step import TrainStep
 from model.config import ModelConfig
 
 TOKENS = 16
-PLAIN, RECOMPUTED = "plain torch", ", recomputed"
+PLAIN, SHARDED, RECOMPUTED = "plain torch", "fully_shard over 2", ", recomputed"
 SHORT, LONG = 2, 10
 """Layers of the two models, whose difference is shown."""
 OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("isp", "model"))
@@ -73,8 +75,6 @@ class Pass(NamedTuple):
     backward: Callable[[Tensor], None]
     before: Callable[[], None]
     """What a step has to do beside these."""
-    collectives: Callable[[], int] = lambda: 0
-    """Those launched so far."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,21 @@ class Row:
 
     name: str
     parallel: ParallelConfig | None = None
-    """None: plain torch."""
+    """None: plain torch, or `fully_shard`."""
     recompute: bool = False
     metered: bool = False
     """Whether the log keeps what is launched, as for the lines that the trainer writes."""
 
     def build(self, layers: int) -> Pass:
         config = replace(CONFIG, num_layers=layers, checkpoint=float(self.recompute))
-        return _plain(config) if self.parallel is None else _ours(config, self)
+        if self.parallel is not None:
+            return _ours(config, self)
+        return _plain(config, sharded=self.name.startswith(SHARDED))
 
 
 def rows() -> list[Row]:
     """Plain torch first; all with and without recompute."""
-    plain = [Row(PLAIN)]
+    plain = [Row(PLAIN), Row(SHARDED)]
     isp = {f"isp, tensor {t}, weight 2": _parallel(Mode.ISP, t, 2) for t in (1, 2)}
     others = {f"{mode}, tensor 2": _parallel(mode, 2, 1) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)}
     ours = [Row(name, parallel) for name, parallel in {**isp, **others}.items()]
@@ -115,10 +117,14 @@ class _Recomputed(PlainBlock):
         return checkpoint(super().forward, *args, use_reentrant=False)
 
 
-def _plain(config: ModelConfig) -> Pass:
+def _plain(config: ModelConfig, *, sharded: bool) -> Pass:
     model = Plain(config)
     if config.checkpoint:
         model.layers = nn.ModuleList(_Recomputed(config) for _ in range(config.num_layers))
+    if sharded:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
     batch = _batch()
 
     def forward() -> Tensor:
@@ -149,10 +155,7 @@ def _ours(config: ModelConfig, row: Row) -> Pass:
         step.backward(loss, last=True)
         step.hook.after_step()
 
-    def collectives() -> int:
-        return sum(sum(channel.progress().values()) for channel in mesh.opened)
-
-    return Pass(lambda: step.forward(work, 0), backward, before, collectives)
+    return Pass(lambda: step.forward(work, 0), backward, before)
 
 
 def _batch() -> MicroBatch:
@@ -209,7 +212,7 @@ class Counts(NamedTuple):
 
     collectives: float
     ops: float
-    """Of torch, as the dispatcher counts them."""
+    """Of torch, as the dispatcher counts them, collectives among them."""
     calls: float
     """Of Python functions."""
     own_calls: float
@@ -219,10 +222,11 @@ class Counts(NamedTuple):
 
 
 class _Ops(TorchDispatchMode):
-    count = 0
+    count = collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.collectives += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
 
@@ -237,10 +241,8 @@ def counted(step: Pass) -> Counts:
     alive = sys.getallocatedblocks() - blocks
     step.backward(loss)
     step.before()
-    before = step.collectives()
     with _Ops() as ops:
         step.backward(step.forward())
-    collectives = step.collectives() - before
     step.before()
     calls = own_calls = 0
 
@@ -255,7 +257,7 @@ def counted(step: Pass) -> Counts:
         step.backward(step.forward())
     finally:
         sys.setprofile(None)
-    return Counts(collectives, ops.count, calls, own_calls, alive)
+    return Counts(ops.collectives, ops.count, calls, own_calls, alive)
 
 
 def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT) -> Counts:
