@@ -34,6 +34,7 @@ _Group = dist.ProcessGroup
 _Method = Callable[..., dist.Work]
 _all_gather: _Method = getattr(_Group, "all_gather_single", _Group._allgather_base)
 _reduce_scatter: _Method = getattr(_Group, "reduce_scatter_single", _Group._reduce_scatter_base)
+_all_to_all: _Method = _Group.alltoall_base
 
 
 class Channel:
@@ -158,7 +159,7 @@ class Channel:
                 "reduce_scatter",
                 cargo,
                 x.nbytes // self.size * (self.size - 1),
-                lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=True),
+                lambda: _all_to_all(self.group, parts, x, [], []),
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
@@ -194,14 +195,7 @@ class Channel:
             "all_to_all",
             cargo,
             x.nbytes - own,
-            lambda: dist.all_to_all_single(
-                out,
-                x,
-                None if out_rows is None else list(out_rows),
-                None if in_rows is None else list(in_rows),
-                group=self.group,
-                async_op=True,
-            ),
+            lambda: _all_to_all(self.group, out, x, list(out_rows or ()), list(in_rows or ())),
             out,
             keep=(x, out),
         )

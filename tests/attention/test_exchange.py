@@ -108,6 +108,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 
 
 def _run_failure(rank: int, world: int) -> list[str]:
+    dist.barrier()  # both are connected
     if rank == 1:
         dist.destroy_process_group()
         return []  # gone before its part of the exchange
