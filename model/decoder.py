@@ -27,7 +27,7 @@ from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
 from isp.layers.grouped_attention import GroupedAttention
 from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
-from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.rotary import RotaryEmbedding, apply_rotary, split_heads
 from isp.layers.swiglu import silu_and_multiply
 from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
@@ -97,11 +97,10 @@ class Attention(nn.Module):
         """Split `wqkv`'s output -> q [B, S', H', d], k and v [B, S', K', d], q and k rotated."""
         num_q, num_kv = self.heads
         heads = fused.unflatten(-1, (-1, self.head_size))  # [B, S', H' + 2K', d]
+        if self.q_norm is None or self.k_norm is None:
+            return split_heads(heads, num_q, num_kv, *rotary, compiled=self.compiled)
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        else:
-            v = v.contiguous()  # attention keeps v, and a view of it would be all of `fused`
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rotary(x, *rotary, compiled=self.compiled) for x in (q, k))
         return q, k, v
 

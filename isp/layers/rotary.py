@@ -19,7 +19,7 @@ from isp.comm import host_memory
 from isp.layers.compiled import lazily_compiled
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 
-__all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
+__all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies", "split_heads"]
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
@@ -126,6 +126,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False)
     return out
 
 
+def split_heads(
+    fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, *, compiled: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a fused projection, q and k turned as by `apply_rotary`, in one go each way.
+
+    fused [B, S, H + 2K, d] -> q [B, S, H, d], k and v [B, S, K, d], none of which holds on to
+    `fused`. Backward writes the three gradients where they belong in that of `fused`.
+    """
+    if not (compiled or torch.is_grad_enabled()):
+        return _split_heads(fused, num_q, num_kv, cos, sin, compiled)
+    q, k, v = _SplitHeads.apply(fused, num_q, num_kv, cos, sin, compiled)
+    return q, k, v
+
+
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
@@ -141,11 +155,47 @@ class _Turn(torch.autograd.Function):
         return dx, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.compiled = compiled
+        return _split_heads(fused, num_q, num_kv, cos, sin, compiled)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        if ctx.compiled:
+            return _joined_back(dq, dk, dv, cos, sin), None, None, None, None, None
+        sizes = dq.shape[2], dk.shape[2], dv.shape[2]
+        dfused = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
+        to_q, to_k, to_v = dfused.split(sizes, dim=2)
+        _turn(dq, cos, sin, -1, out=to_q)
+        _turn(dk, cos, sin, -1, out=to_k)
+        to_v.copy_(dv)
+        return dfused, None, None, None, None, None
+
+
+def _split_heads(
+    fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    turned, v = fused.split((num_q + num_kv, num_kv), dim=2)
+    turned = _turned(turned, cos, sin) if compiled else _turn(turned, cos, sin, 1)
+    q, k = turned.split((num_q, num_kv), dim=2)
+    return q, k, v.contiguous()
+
+
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, direction: int, *, out: Tensor | None = None
+) -> Tensor:
     """Computed in the dtype of cos and sin, of which no more than half a copy of x is made."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
     a, b = x.chunk(2, dim=-1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     left, right = out.chunk(2, dim=-1)
     torch.addcmul(a * cos, b, sin, value=-direction, out=left)
     torch.addcmul(b * cos, a, sin, value=direction, out=right)
@@ -164,3 +214,11 @@ def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     a, b = dy.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).to(dy.dtype)
+
+
+@lazily_compiled
+def _joined_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = [x.chunk(2, dim=-1) for x in (dq, dk)]
+    back = [torch.cat((a * cos + b * sin, b * cos - a * sin), -1) for a, b in turned]
+    return torch.cat((*(x.to(dv.dtype) for x in back), dv), dim=2)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from isp.comm import Channel
 from isp.layers import compiled
 from isp.layers.norm import RMSNorm
-from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.rotary import RotaryEmbedding, apply_rotary, split_heads
 from isp.layers.swiglu import silu_and_multiply
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
@@ -57,13 +57,16 @@ def _run(
             compute: Callable[..., Tensor | tuple[Tensor, ...]] = norm
         case "norm of sum":
             inputs, compute = [draw(HEADS * SIZE), draw(HEADS * SIZE)], norm.of_sum
-        case "rotation":  # of a part of a fused tensor, as a model has it
+        case "rotation" | "heads":  # of a part of a fused tensor, as a model has it
             angles = RotaryEmbedding(SIZE)(
                 torch.arange(2 * length, device=device).view(2, length), dtype=dtype
             )
             inputs = [draw(3 * HEADS, SIZE)]
             turn = partial(apply_rotary, compiled=compiled)
+            split = partial(split_heads, compiled=compiled)
             compute = lambda x: turn(x[:, :, :HEADS], *angles)  # noqa: E731
+            if layer == "heads":
+                compute = lambda x: split(x, HEADS, HEADS, *angles)  # noqa: E731
         case _:
             inputs = [draw(2 * SIZE)]
             compute = partial(silu_and_multiply, compiled=compiled)
@@ -88,11 +91,12 @@ def _check(layer: str, length: int, dtype: torch.dtype, device: torch.device = C
         assert float((a - b).norm() / b.norm()) < tolerance
     rows = [x.numel() for x in kept if x.shape[:2] == (2, length)]
     row, width = 2 * length, HEADS * SIZE
-    one = {"rotation": [row * SIZE // 2] * 2, "swiglu": [row * 2 * SIZE]}
+    angles = [row * SIZE // 2] * 2
+    one = {"rotation": angles, "heads": angles, "swiglu": [row * 2 * SIZE]}
     assert rows == one.get(layer, [row * width, row])
 
 
-LAYERS = ("norm", "norm of sum", "rotation", "swiglu")
+LAYERS = ("norm", "norm of sum", "rotation", "heads", "swiglu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -107,7 +111,7 @@ def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
 @pytest.mark.timeout(600)  # compilers take their time on a busy machine
 @pytest.mark.parametrize(
     ("layer", "dtype"),
-    [("norm of sum", torch.bfloat16), ("rotation", torch.float32), ("swiglu", torch.bfloat16)],
+    [("norm of sum", torch.bfloat16), ("heads", torch.float32), ("swiglu", torch.bfloat16)],
 )
 def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
     """Catches a kernel that computes something else, and one that is compiled for each length."""
