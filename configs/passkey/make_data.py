@@ -34,7 +34,7 @@ def main() -> None:
             # Short ones are learned first and help with the others; long ones need most examples.
             room = (args.longest - kind.shortest) * rng.random() ** rng.choice((0.4, 2))
             length = kind.shortest + int(room)
-            passkey = kind.make(kind.draw(rng), length=length, depth=rng.random())
+            passkey = kind.draw(rng, length=length, depth=rng.random())
             example = {"input_ids": encode(text(passkey)).tolist(), "labels": labels(passkey)}
             file.write(json.dumps(example) + "\n")
 

@@ -76,7 +76,7 @@ def find_passkeys(
 
     def found(length: int, depth: float) -> int:
         rng, count = random.Random(f"{seed} {length} {depth}"), max(1, batch_tokens // length)
-        cell = [prompts.make(prompts.draw(rng), length=length, depth=depth) for _ in range(keys)]
+        cell = [prompts.draw(rng, length=length, depth=depth) for _ in range(keys)]
         batches = (cell[i : i + count] for i in range(0, keys, count))
         return sum(count_found(engine, source, batch) for batch in batches)
 

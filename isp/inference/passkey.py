@@ -42,26 +42,28 @@ class PasskeyPrompts:
     def __init__(self, encode: Callable[[str], Sequence[int]], *, digits: int) -> None:
         self._encode = encode
         self.digits = digits
-        self._sentences: dict[int, int] = {}
+        self._sentences: dict[tuple[int, int], int] = {}
 
     @property
     def shortest(self) -> int:
         """Tokens of a prompt without filler, with its answer."""
-        return len(self._encode("".join(_passkey("0" * self.digits, 0, 0.0)[1:])))
+        return len(self._encode("".join(_passkey("0" * self.digits, 0, 0, 0.0)[1:])))
 
-    def draw(self, rng: random.Random) -> str:
-        """A key."""
-        return "".join(rng.choices("0123456789", k=self.digits))
+    def draw(self, rng: random.Random, *, length: int, depth: float) -> Passkey:
+        """A prompt with some key, whose filler begins with some sentence; see `make`."""
+        key = "".join(rng.choices("0123456789", k=self.digits))
+        return self.make(key, rng.randrange(len(_FILLER)), length=length, depth=depth)
 
-    def make(self, key: str, *, length: int, depth: float) -> Passkey:
+    def make(self, key: str, first: int = 0, *, length: int, depth: float) -> Passkey:
         """The prompt with `key` behind the part `depth` of its filler; within `length` tokens.
 
-        Raises ValueError if not even one without filler is.
+        `first`: the number of the sentence with which the filler begins. Raises ValueError if not
+        even a prompt without filler is within `length`.
         """
-        count = self._sentences.get(length)
+        count = self._sentences.get((length, first))
         if count is None:
-            count = self._sentences[length] = self._most_sentences(length)
-        while not self._fits(found := _passkey(key, count, depth), length):
+            count = self._sentences[length, first] = self._most_sentences(length, first)
+        while not self._fits(found := _passkey(key, first, count, depth), length):
             count -= 1  # this key has more tokens
             if count < 0:
                 raise ValueError(
@@ -70,12 +72,12 @@ class PasskeyPrompts:
                 )
         return found
 
-    def _most_sentences(self, length: int) -> int:
+    def _most_sentences(self, length: int, first: int) -> int:
         """By bisection: sentences of filler that fit."""
         key, low, high = "0" * self.digits, 0, length
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits(_passkey(key, middle, 0.0), length):
+            if self._fits(_passkey(key, first, middle, 0.0), length):
                 low = middle
             else:
                 high = middle - 1
@@ -85,9 +87,9 @@ class PasskeyPrompts:
         return len(self._encode(passkey.prompt + passkey.answer)) <= length
 
 
-def _passkey(key: str, sentences: int, depth: float) -> Passkey:
+def _passkey(key: str, first: int, sentences: int, depth: float) -> Passkey:
     before = round(depth * sentences)
-    filler = [_FILLER[i % len(_FILLER)] for i in range(sentences)]
+    filler = [_FILLER[i % len(_FILLER)] for i in range(first, first + sentences)]
     needle = _NEEDLE.format(key=key)
     prompt = "".join([*filler[:before], needle, *filler[before:], _QUESTION])
     return Passkey(key, prompt, _ANSWER.format(key=key))

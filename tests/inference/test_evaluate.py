@@ -174,8 +174,8 @@ def byte_prompts(digits: int) -> PasskeyPrompts:
 def test_prompts_are_as_long_as_they_can_be() -> None:
     prompts = byte_prompts(3)
     for length in (prompts.shortest, 150, 1000):
-        for depth in (0.0, 0.3, 1.0):
-            key, prompt, answer = prompts.make("407", length=length, depth=depth)
+        for first, depth in enumerate((0.0, 0.3, 1.0)):
+            key, prompt, answer = prompts.make("407", first, length=length, depth=depth)
             assert length - len("There and back again. ") < len(prompt + answer) <= length
             assert prompt.count(key) == 2
             assert prompt.endswith("The pass key is")
@@ -185,13 +185,20 @@ def test_prompts_are_as_long_as_they_can_be() -> None:
         prompts.make("407", length=prompts.shortest - 1, depth=0.0)
 
 
+def test_fillers_begin_with_any_sentence() -> None:
+    """Else the prompts of a cell differ in their keys alone, and are found all or not at all."""
+    drawn = [byte_prompts(3).draw(random.Random(i), length=300, depth=1.0) for i in range(40)]
+    assert len({passkey.prompt.split(".")[0] for passkey in drawn}) == 5
+    assert len({passkey.key for passkey in drawn}) > 20
+
+
 def test_prompts_fit_in_tokens_of_several_letters() -> None:
     """Of a byte-pair encoding in which keys have one to five tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     prompts = byte_prompts(5)
     rng = random.Random(0)
-    texts = [prompts.make(prompts.draw(rng), length=400, depth=0.5).prompt for _ in range(20)]
+    texts = [prompts.draw(rng, length=400, depth=0.5).prompt for _ in range(20)]
     encoding = Tokenizer(models.BPE())
     encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoding.decoder = decoders.ByteLevel()
@@ -204,7 +211,7 @@ def test_prompts_fit_in_tokens_of_several_letters() -> None:
 
     prompts, sizes = PasskeyPrompts(encode, digits=5), set()
     for _ in range(20):
-        passkey = prompts.make(prompts.draw(rng), length=200, depth=rng.random())
+        passkey = prompts.draw(rng, length=200, depth=rng.random())
         sizes.add(len(encode(passkey.answer)))
         used = len(encode(passkey.prompt + passkey.answer))
         assert 200 - len(encode("There and back again. ")) - 5 <= used <= 200
