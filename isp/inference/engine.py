@@ -12,6 +12,7 @@ has shards that are cut in both ways: with all ranks in one weight group, 2 / p 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -85,12 +86,18 @@ class Engine:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> Tensor:
         """The logits [n, V] behind each prompt; what follows may make it `capacity` tokens long."""
-        lengths = [len(prompt) for prompt in prompts]
-        with self.cache.prefill(lengths, capacity):
-            tokens = torch.tensor([token for prompt in prompts for token in prompt])
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            ends = torch.tensor(lengths).cumsum(0)
-            return self._reads.logits(tokens, positions, lengths, rows=ends - 1)
+        with self.cache.prefill([len(prompt) for prompt in prompts], capacity):
+            return self.logits(prompts, [1] * len(prompts))
+
+    @torch.inference_mode()
+    def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        """The logits [sum of counts, V] behind the last tokens, so many, of each document."""
+        lengths = [len(document) for document in documents]
+        tokens = torch.tensor([token for document in documents for token in document])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = itertools.accumulate(lengths)
+        rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+        return self._reads.logits(tokens, positions, lengths, rows=rows)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:

@@ -101,7 +101,5 @@ def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int
         SamplingConfig(),
         Ends(longest, source.ends),
     )
-    texts = [""] * len(batch)
-    for piece in generation:
-        texts[piece.document] += piece.text
-    return sum(found_key(text) == passkey.key for text, passkey in zip(texts, batch, strict=True))
+    told = zip(generation.texts(), batch, strict=True)
+    return sum(found_key(text) == passkey.key for text, passkey in told)

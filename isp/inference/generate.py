@@ -113,6 +113,13 @@ class Generation:
                 return
             logits = self.engine.decode(chosen)
 
+    def texts(self) -> list[str]:
+        """All of the text of each document."""
+        found = [""] * len(self.prompts)
+        for piece in self:
+            found[piece.document] += piece.text
+        return found
+
     def _piece(self, document: int, token: int, stream: TextStream) -> Piece:
         tokens = self.tokens[document]
         tokens.append(token)
