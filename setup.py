@@ -37,6 +37,7 @@ setup(
     extras_require={
         "flash": ["flash-attn"],
         "hf": HF,
+        "lm-eval": ["lm-eval"],
         "report": REPORT,
         "tensorboard": TENSORBOARD,
         "dev": [

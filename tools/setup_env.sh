@@ -3,7 +3,8 @@
 #
 #   bash tools/setup_env.sh             what a run needs
 #   bash tools/setup_env.sh report hf   and what these extras of setup.py need: `isp report`,
-#                                       Hugging Face tokenizers (others: tensorboard, flash)
+#                                       Hugging Face tokenizers (others: tensorboard, flash,
+#                                       lm-eval)
 #   bash tools/setup_env.sh dev         and what tests, lints and types need
 #
 # PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,
@@ -11,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-known="$(sed -n '/extras_require/,/^    }/s/^        "\([a-z]*\)": .*/\1/p' setup.py | xargs)"
+known="$(sed -n '/extras_require/,/^    }/s/^        "\([a-z-]*\)": .*/\1/p' setup.py | xargs)"
 for extra in "$@"; do
     case " $known " in
         *" $extra "*) ;;

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks, task_words
 from isp.cli.options import add_nproc, add_reading, not_negative, positive
 
 if TYPE_CHECKING:
@@ -61,18 +62,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where evaluation.json is written (default: RUN/evaluation; of others, nowhere)",
+        help="where evaluation.json, or tasks.json, is written (default: RUN/evaluation; of others,"
+        " nowhere)",
     )
     parser.add_argument(
         "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
     add_nproc(parser)
     add_reading(parser)
+    add_task_options(parser)
     parser.usage = (
         "isp evaluate RUN|STEP|HF_FOLDER [--data FILE ...] [--lengths N,N,...] [--rows N]"
         " [--keys N] [--digits N] [--depths N] [--seed N] [--batch-tokens N] [--output FOLDER]"
         " [--html] [--nproc N] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
         " [--parallel.key value ...]"
+        " [--tasks NAME,NAME,... [--include-path FOLDER] [--num-fewshot N] [--limit N]"
+        " [--max-length N]]"
     )
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"
@@ -106,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
     if layout.ranks < ranks and args.nproc is None:
         raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
     check_device(args.device, 1 if args.nproc is None else layout.ranks)
-    args.lengths = _checked(args.lengths, source)
+    if args.tasks:
+        check_tasks(args, source)
+        args.rows = args.keys = 0
+    else:
+        args.lengths = _checked(args.lengths, source)
     args.output = _output(args, path)
     notes, rows = [layout.note], None
     if args.rows:
@@ -159,7 +168,8 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
 def _words(args: argparse.Namespace) -> list[str]:
     """The command line of each rank."""
-    words = [args.path, f"--lengths={','.join(map(str, args.lengths))}", f"--device={args.device}"]
+    words = [args.path, f"--device={args.device}", *task_words(args)]
+    words += [f"--lengths={','.join(map(str, args.lengths))}"] if args.lengths else []
     words += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in _NUMBERS]
     for name in ("output", "dtype", "tokenizer"):
         if (value := getattr(args, name)) is not None:
@@ -185,9 +195,14 @@ def _evaluate(
     from isp.train.run import device_of
 
     device, text, passkeys = device_of(args.device), None, None
+    command = shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *_words(args)])
     with World(device) as world:
         mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
         engine = source.engine(layout.parallel, mesh, device)
+        if args.tasks:
+            about = {"dtype": source.dtype, "layout": layout.describe(source.model)}
+            run_tasks(args, engine, source, rank=world.rank, about={**about, "command": command})
+            return
         if rows is not None:
             text = text_losses(
                 engine,
@@ -216,7 +231,7 @@ def _evaluate(
         dtype=source.dtype,
         layout=layout.describe(source.model),
         trained_length=source.trained_length,
-        command=shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *_words(args)]),
+        command=command,
         text=text,
         passkeys=passkeys,
     )

@@ -4,6 +4,7 @@ prompt that is too long, a key that was not told."""
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,12 @@ def test_losses_that_are_not_finite_are_none() -> None:
 
 
 def test_faults_are_told_in_a_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
     gpt2, short = saved("gpt2", tmp_path / "gpt2"), tmp_path / "short.txt"
     short.write_text("short")
     capsys.readouterr()
@@ -246,6 +251,7 @@ def test_faults_are_told_in_a_line(
         ((str(run), f"--output={short}"), "File exists"),
         ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
         ((str(run), "--optimizer.lr=1"), "optimizer"),
+        ((str(run), "--tasks=arc_easy"), "bash tools/setup_env.sh lm-eval"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()

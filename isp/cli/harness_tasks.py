@@ -1,0 +1,118 @@
+"""`isp evaluate --tasks`: tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isp.cli.options import not_negative, positive
+
+if TYPE_CHECKING:
+    from isp.inference.engine import Engine
+    from isp.inference.source import Source
+
+__all__ = ["add_task_options", "check_tasks", "run_tasks", "task_words"]
+
+_FILE = "tasks.json"
+_MAX_LENGTH = 2048
+"""Tokens that are read, where a model does not say; as of the harness's own `hf` model."""
+_NAMES = ("include_path", "num_fewshot", "limit", "max_length")
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the tasks and, under the harness's names, how they are asked."""
+    group = parser.add_argument_group(
+        "tasks of lm-evaluation-harness, instead of text and passkeys"
+    )
+    group.add_argument(
+        "--tasks", type=lambda text: text.split(","), metavar="NAME,NAME,...", help="their names"
+    )
+    for name, metavar, kind, told in (
+        ("include-path", "FOLDER", str, "of their YAML files (default: those of the harness)"),
+        ("num-fewshot", "N", not_negative, "examples before each question (default: as they say)"),
+        ("limit", "N", positive, "questions of each task, at most (default: all)"),
+        ("max-length", "N", positive, "tokens to read (default: the trained length)"),
+    ):
+        names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        group.add_argument(*names, metavar=metavar, type=kind, help=told)
+
+
+def task_words(args: argparse.Namespace) -> list[str]:
+    """These options on the command line of a rank."""
+    if not args.tasks:
+        return []
+    given = ((name, getattr(args, name)) for name in _NAMES)
+    return [
+        f"--tasks={','.join(args.tasks)}",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None),
+    ]
+
+
+def check_tasks(args: argparse.Namespace, source: Source) -> None:
+    """Raise ValueError, in a line, for what cannot be; sets `max_length`."""
+    if args.html or args.data or args.lengths:
+        raise ValueError("--tasks: leave out --html, --data and --lengths, which are for no tasks")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            "--tasks needs the lm-eval package: bash tools/setup_env.sh lm-eval (or pip install"
+            " lm-eval)"
+        )
+    limit = source.position_limit
+    args.max_length = args.max_length or source.trained_length or _MAX_LENGTH
+    if limit is not None and args.max_length > limit:
+        raise ValueError(
+            f"--max-length {args.max_length}: the model has a table of {limit:,} positions"
+        )
+    from isp.inference import harness
+
+    harness.check_tasks(args.tasks, args.include_path)
+
+
+def run_tasks(
+    args: argparse.Namespace, engine: Engine, source: Source, *, rank: int, about: dict[str, str]
+) -> None:
+    """Print what was found, and write it, `about` the model, too; on each rank."""
+    from isp.inference.harness import HarnessModel, evaluate_tasks
+
+    results = evaluate_tasks(
+        HarnessModel(engine, source, max_length=args.max_length, batch_tokens=args.batch_tokens),
+        args.tasks,
+        args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        quiet=rank != 0,
+    )
+    if rank != 0:
+        return
+    assert results is not None, "the first rank of all is the first of its machine"
+    from lm_eval.utils import handle_non_serializable
+
+    from isp.profile.table import aligned
+
+    print(aligned(list(_table(results["results"]))))
+    if args.output is not None:
+        results["config"].update(about, model=source.title)
+        file = Path(args.output) / _FILE
+        text = json.dumps(results, indent=1, default=handle_non_serializable)
+        file.write_text(f"{text}\n", encoding="utf-8")
+        print(f"\nwrote {file}")
+
+
+def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A line for each metric; its key is `name,filter`."""
+    yield "task", "questions", "metric", "value", "stderr"
+    for task, found in results.items():
+        for key, value in found.items():
+            metric, _, through = key.partition(",")
+            if through and not metric.endswith("_stderr"):
+                error = found.get(f"{metric}_stderr,{through}", "N/A")
+                name = metric if through == "none" else f"{metric} ({through})"
+                yield task, str(found.get("sample_len", "")), name, *map(_number, (value, error))
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
