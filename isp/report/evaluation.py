@@ -76,7 +76,9 @@ def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}" if value < 1000 else f"{value:.3e}"
 
 
 def _text_section(text: TextLosses, trained: int | None) -> Section:

@@ -26,7 +26,7 @@ EVALUATION = Evaluation(
         length=1024,
         buckets=(
             Bucket(begin=0, end=256, tokens=512, loss=2.0),
-            Bucket(begin=256, end=512, tokens=256, loss=5.0),
+            Bucket(begin=256, end=512, tokens=256, loss=10.0),
             Bucket(begin=512, end=1024, tokens=1024, loss=None),
         ),
     ),
@@ -49,7 +49,7 @@ def test_page_needs_no_network_and_has_the_numbers(trained: int | None) -> None:
     assert "://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
     assert page.tags["b"] == 0
     assert page.tags["svg"] == 4  # two pictures, for desktops and phones
-    assert "256-511 256 5.0000 148.4132 3.0000" in page.text  # (512 x 2 + 256 x 5) / 768
+    assert "256-511 256 10.0000 2.203e+04 4.6667" in page.text  # (512 x 2 + 256 x 10) / 768
     assert "512 tokens, depth 0%: 1 of 4 keys found" in page.hovers
     if trained is None:
         assert "67% of the passkeys found at all lengths." in page.text  # 16 of 24
