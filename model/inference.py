@@ -20,6 +20,7 @@ from isp.layers.inference import (
     InferenceVocabParallelEmbedding,
 )
 from isp.layers.norm import RMSNorm
+from isp.layers.rotary import apply_rotary
 from isp.layers.workspace import InferenceWorkspace, Residual
 from model.decoder import Block, Decoder, Rotary
 
@@ -108,6 +109,7 @@ class _Block:
 
     def __init__(self, block: Block, next_norm: RMSNorm, workspace: InferenceWorkspace) -> None:
         self.attention, self.mlp = block.attention, block.feed_forward
+        self.core = block.attention.core.attention
         self.ffn_norm, self.next_norm = block.ffn_norm, next_norm
         self.wqkv = InferenceLayerNormColumnParallelLinear(
             block.attention.wqkv, workspace, norm=block.attention_norm, slot="wqkv"
@@ -123,7 +125,18 @@ class _Block:
     ) -> Tensor:
         """The residual or its norm [T, D], to be added to -> the next block's norm of it [T, D]."""
         fused = self.wqkv(x).unsqueeze(0)  # [1, T, (H' + 2K') d]
-        heads = self.attention.core(*self.attention.to_heads(fused, rotary), mask)
+        heads = self.core(*self._to_heads(fused, rotary), mask=mask)
         normed = self.wo.add_norm(heads[0].flatten(1), residual, self.ffn_norm)  # [T, D]
         inner = self.mlp.activation(self.w13(normed))  # [T, F']
         return self.w2.add_norm(inner, residual, self.next_norm)
+
+    def _to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Attention.to_heads`; q and k are turned at once where they have no norm."""
+        attention, (num_q, num_kv) = self.attention, self.attention.heads
+        if attention.q_norm is not None:
+            return attention.to_heads(fused, rotary)
+        heads = fused.unflatten(-1, (-1, attention.head_size))  # [1, T, H' + 2K', d]
+        turned, v = heads.split((num_q + num_kv, num_kv), dim=2)
+        turned = apply_rotary(turned, *rotary, compiled=attention.compiled)
+        q, k = turned.split((num_q, num_kv), dim=2)
+        return q, k, v

@@ -1,11 +1,11 @@
 """Decoding on one rank beside `transformers` with its own caches, on the same weights.
 
-    python tools/bench_generate.py [--models tiny,100m] [--tokens 64] [--prompt 128] [--rounds 5]
+    python tools/bench_generate.py [--models tiny,100m] [--tokens 16] [--prompt 128] [--rounds 15]
 
 Each round measures every way once, one after another, so that what else the machine does meets all
-of them; the ratios are those of a round, and their median is told. `cpu` is processor time of the
-process, `wall` time by the clock; both are of decoding alone, without the prefill. Weights are
-random, numbers float32.
+of them. A round's time is the median of its tokens', behind the first, which the prefill gives; the
+ratios are those of a round, and their least and median are told. `cpu` is processor time of the
+process, `wall` time by the clock. Weights are random, numbers float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,18 +37,26 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class Spent(NamedTuple):
-    """Milliseconds a token."""
+    """Milliseconds."""
 
     cpu: float
     wall: float
+
+    @staticmethod
+    def now() -> Spent:
+        return Spent(time.process_time() * 1e3, time.perf_counter() * 1e3)
+
+
+Way = Callable[[int, Callable[[], None]], list[int]]
+"""Gives so many tokens; it calls what it is given behind each of them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="tiny,100m")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -64,19 +74,17 @@ def _compare(name: str, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-        own = _own(Path(folder))
-        traced = _traced(model, folder)
         prompt = (torch.arange(args.prompt) * 7 % 500).unsqueeze(0)
-        ways: dict[str, Callable[[int], list[int]]] = {
-            "isp, decoder": lambda count: _by_isp(own, prompt, count),
-            "isp, traced": lambda count: _by_isp(traced, prompt, count),
-            "transformers, dynamic": lambda count: _generated(model, prompt, count, "dynamic"),
-            "transformers, static": lambda count: _generated(model, prompt, count, "static"),
-            "transformers, bare loop": lambda count: _bare_loop(model, prompt, count),
+        ways: dict[str, Way] = {
+            "isp, decoder": partial(_by_isp, _own(Path(folder)), prompt),
+            "isp, traced": partial(_by_isp, _traced(model, folder), prompt),
+            "transformers, dynamic": partial(_generated, model, prompt, "dynamic"),
+            "transformers, static": partial(_generated, model, prompt, "static"),
+            "transformers, bare loop": partial(_bare_loop, model, prompt),
         }
-        spent: dict[str, list[Spent]] = {way: [] for way in ways}
-        tokens = {way: run(8) for way, run in ways.items()}  # which also warms up
+        tokens = {way: run(8, lambda: None) for way, run in ways.items()}  # which also warms up
         assert len({tuple(found) for found in tokens.values()}) == 1, tokens
+        spent: dict[str, list[Spent]] = {way: [] for way in ways}
         for _ in range(args.rounds):
             for way, run in ways.items():
                 spent[way].append(_decoding(run, args.tokens))
@@ -90,27 +98,23 @@ def _tell(
         f"{name}: {parameters:,} parameters, {args.tokens} tokens behind {args.prompt},"
         f" {args.rounds} rounds, {args.threads} thread"
     )
-    print(f"  {'':24} {'cpu ms':>8} {'wall ms':>8}   times the decoder: cpu    wall")
+    print(f"  {'':23} {'ms a token':>16}   {'times the decoder, least and median':>36}")
+    print(f"  {'':23} {'cpu':>8} {'wall':>8} {'cpu':>17} {'wall':>17}")
     own = spent["isp, decoder"]
     for way, rounds in spent.items():
-        cpu, wall = (statistics.median(x) for x in zip(*rounds, strict=True))
-        ratios = [
-            statistics.median(a[i] / b[i] for a, b in zip(rounds, own, strict=True)) for i in (0, 1)
-        ]
-        print(f"  {way:24} {cpu:8.2f} {wall:8.2f} {ratios[0]:26.2f} {ratios[1]:7.2f}")
+        told = [f"{statistics.median(x):8.2f}" for x in zip(*rounds, strict=True)]
+        for i in (0, 1):
+            ratios = [a[i] / b[i] for a, b in zip(rounds, own, strict=True)]
+            told.append(f"{min(ratios):11.2f} {statistics.median(ratios):5.2f}")
+        print(f"  {way:23} {' '.join(told)}")
 
 
-def _decoding(run: Callable[[int], list[int]], count: int) -> Spent:
-    """Milliseconds a decoded token: those of a long answer less those of a short one."""
-    whole, first = _timed(run, count + 1), _timed(run, 1)
-    cpu, wall = ((a - b) / count * 1e3 for a, b in zip(whole, first, strict=True))
-    return Spent(cpu, wall)
-
-
-def _timed(run: Callable[[int], list[int]], count: int) -> tuple[float, float]:
-    cpu, wall = time.process_time(), time.perf_counter()
-    run(count)
-    return time.process_time() - cpu, time.perf_counter() - wall
+def _decoding(run: Way, count: int) -> Spent:
+    """A decoded token's: the median."""
+    ends: list[Spent] = []
+    run(count + 1, lambda: ends.append(Spent.now()))
+    clocks = zip(*ends, strict=True)
+    return Spent(*(statistics.median(b - a for a, b in pairwise(clock)) for clock in clocks))
 
 
 def _own(folder: Path) -> Engine:
@@ -130,19 +134,36 @@ def _traced(model: Any, folder: str) -> Engine:
     return source.engine(parallel, Mesh(Topology.create(1, parallel), 0), torch.device("cpu"))
 
 
-def _by_isp(engine: Engine, prompt: torch.Tensor, count: int) -> list[int]:
+def _by_isp(
+    engine: Engine, prompt: torch.Tensor, count: int, done: Callable[[], None]
+) -> list[int]:
     """As `isp generate` does, without text."""
     sampler, found = Sampler(SamplingConfig(), 1), []
     logits = engine.prefill(prompt.tolist(), prompt.shape[1] + count)
     for number in range(count):
         chosen = engine.agree(sampler(logits))
         found += chosen.tolist()
+        done()
         if number < count - 1:
             logits = engine.decode(chosen)
     return found
 
 
-def _generated(model: Any, prompt: torch.Tensor, count: int, cache: str) -> list[int]:
+class _Streamer:
+    """What `generate` gives the prompt first, then each token."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._calls = chain([lambda: None], repeat(done))
+
+    def put(self, _: torch.Tensor) -> None:
+        next(self._calls)()
+
+    def end(self) -> None: ...
+
+
+def _generated(
+    model: Any, prompt: torch.Tensor, cache: str, count: int, done: Callable[[], None]
+) -> list[int]:
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -150,12 +171,13 @@ def _generated(model: Any, prompt: torch.Tensor, count: int, cache: str) -> list
         do_sample=False,
         cache_implementation=cache,
         disable_compile=True,
+        streamer=_Streamer(done),
     )
     return out[0, prompt.shape[1] :].tolist()
 
 
 @torch.inference_mode()
-def _bare_loop(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
+def _bare_loop(model: Any, prompt: torch.Tensor, count: int, done: Callable[[], None]) -> list[int]:
     """The model with its cache and nothing of `generate` around it."""
     from transformers import DynamicCache
 
@@ -164,6 +186,7 @@ def _bare_loop(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(-1, keepdim=True)
         found.append(int(ids))
+        done()
     return found
 
 

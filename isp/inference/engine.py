@@ -117,14 +117,6 @@ class Engine:
         return channel.broadcast_(tokens, cargo=Cargo(tensor="tokens")).wait()
 
 
-def _reader(chunk: Decoder | TracedChunk, mesh: Mesh) -> _Reader:
-    """What reads by the weights of a model that is one chunk: the inference layers, if they can."""
-    facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
-    if isinstance(chunk, Decoder) and facts.splits_features:
-        return InferenceDecoder(chunk, tensor, split_tokens=facts.splits_sequence)
-    return chunk
-
-
 class _Layout:
     """A model as it is split over a mesh, and what all ranks know of its logits."""
 
@@ -137,7 +129,13 @@ class _Layout:
         self._built = built
         self._device = device
         self._chunk = chunk
-        self._reader = _reader(chunk, mesh)
+        facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
+        self._reader: _Reader = chunk
+        self._padded_to = tensor.size if facts.splits_sequence else 1
+        """Tokens of a call are a multiple of it."""
+        if isinstance(chunk, Decoder) and (facts.splits_features or tensor.size == 1):
+            self._reader = InferenceDecoder(chunk, tensor, split_tokens=facts.splits_sequence)
+            self._padded_to = 1
 
     def logits(
         self,
@@ -152,7 +150,7 @@ class _Layout:
         """
         facts, tensor = self.mesh.topology.mode.facts, self.mesh[Axis.TENSOR]
         count, num = tokens.shape[0], tokens.shape[0] if rows is None else rows.shape[0]
-        padding = -count % tensor.size if facts.splits_sequence else 0
+        padding = -count % self._padded_to
         if padding:
             tokens, positions = (F.pad(x, (0, padding)) for x in (tokens, positions))
         ends = None
