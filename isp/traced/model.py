@@ -269,7 +269,8 @@ class TracedModel:
             plan=plan,
             loss_chunk_tokens=self.loss_chunk_tokens,
         )
-        if self.loss_chunk_tokens and not chunk.loss_chunk_tokens and layers.device.type != "meta":
+        trains = layers.device.type != "meta" and layers.cache is None
+        if trains and self.loss_chunk_tokens and not chunk.loss_chunk_tokens:
             logger.warning(
                 "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding: %s",
                 type(self.model).__name__,

@@ -78,6 +78,12 @@ def test_traced_models_write_what_transformers_writes(family: str) -> None:
     check(greedy(engine, PROMPTS[1:2], 4), [Written(alone.tokens[:4], alone.logits[:4])])
 
 
+def test_nothing_is_said_of_training(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as that logits exist as a whole, where features are split."""
+    traced_engine("gemma2", parallel_of(Mode.MTP, 1), 0)
+    assert not caplog.text
+
+
 def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tensor]:
     family, parallel = case
     engine = traced_engine(family, parallel, rank)
