@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from isp.cli import launch as launch_module
 from isp.cli import main
@@ -84,15 +85,20 @@ def test_faults_are_told_in_a_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt2 = saved("gpt2", tmp_path / "gpt2")
-    capsys.readouterr()
     no_text, wide = tmp_path / "no_text", tmp_path / "wide.json"
     no_text.write_bytes(b"\xff")
-    Tokenizer(WordLevel({"x": 258, "</s>": 0}, "x")).save(str(wide))
+    tokenizer = Tokenizer(WordLevel({"x": 258, "</s>": 0, "<s>": 1}, "x"))
+    tokenizer.save(str(wide))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
+    llama = saved("llama", tmp_path / "llama")
+    tokenizer.save(str(llama / "tokenizer.json"))
+    capsys.readouterr()
     bytes_ = ("--tokenizer", "bytes")
     for words, told in (
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
-        ((str(checkpoint), "--prompt", ""), "--prompt number 1 is empty"),
+        ((str(llama), "--prompt", ""), "the prompt '' is empty"),
+        ((str(llama), "--prompt", "x"), "token 258 of the prompt, and the model has 258"),
         ((str(checkpoint), "--prompt", str(no_text)), "no_text is a file that is no text"),
         ((str(checkpoint), "--prompt", "x", f"--tokenizer={wide}"), "has 259 entries"),
         ((str(gpt2), "--prompt", "x", f"--tokenizer={wide}"), "and the model 258"),

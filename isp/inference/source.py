@@ -76,17 +76,21 @@ class Source:
         return self.model.trace.vocab_size  # type: ignore[attr-defined, no-any-return]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
-            return self.tokenizer.encode_prompt(text)
+        """The tokens of a prompt; raises ValueError if it is empty, or the model has them not."""
         found: list[int] = self.tokenizer.encode(text).tolist()
+        if not found:
+            raise ValueError(f"the prompt {text!r} is empty: give it at least one token")
+        if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
+            found = self.tokenizer.encode_prompt(text)
+        if (largest := max(found)) >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes token {largest:,} of the prompt, and the model has"
+                f" {self.vocab_size:,}: name the tokenizer that it was trained with by --tokenizer"
+            )
         return found
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
         """Raise ValueError for what cannot be read; a warning in words, or nothing."""
-        for number, prompt in enumerate(prompts, start=1):
-            if not prompt:
-                raise ValueError(f"--prompt number {number} is empty: give it at least one token")
         longest = max(map(len, prompts))
         needed, limit = longest + new_tokens - 1, self.position_limit  # the last one is not read
         if limit is not None and needed > limit:
