@@ -29,6 +29,8 @@ __all__ = ["InferenceDecoder"]
 
 _SPARE = 8
 """Buffers are at most for so many times the tokens of a call."""
+_TILE_TOKENS = 4096
+"""An MLP's inner features exist for at most so many tokens at a time."""
 
 
 class InferenceDecoder:
@@ -116,7 +118,10 @@ class _Block:
         )
         self.wo = InferenceRowParallelLinear(block.attention.wo, workspace)
         self.w13 = InferenceLayerNormColumnParallelLinear(
-            block.feed_forward.w13, workspace, slot="w13"
+            block.feed_forward.w13,
+            workspace,
+            slot="w13",
+            max_tokens=min(workspace.max_tokens, _TILE_TOKENS),
         )
         self.w2 = InferenceRowParallelLinear(block.feed_forward.w2, workspace)
 
@@ -127,8 +132,13 @@ class _Block:
         fused = self.wqkv(x).unsqueeze(0)  # [1, T, (H' + 2K') d]
         heads = self.core(*self._to_heads(fused, rotary), mask=mask)
         normed = self.wo.add_norm(heads[0].flatten(1), residual, self.ffn_norm)  # [T, D]
-        inner = self.mlp.activation(self.w13(normed))  # [T, F']
-        return self.w2.add_norm(inner, residual, self.next_norm)
+        if len(normed) <= _TILE_TOKENS:
+            return self.w2.add_norm(self._inner(normed), residual, self.next_norm)
+        tiles = map(self._inner, normed.split(_TILE_TOKENS))
+        return self.w2.add_norm(tiles, residual, self.next_norm)
+
+    def _inner(self, normed: Tensor) -> Tensor:
+        return self.mlp.activation(self.w13(normed))  # [T, F']
 
     def _to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """As `Attention.to_heads`; q and k are turned at once where they have no norm."""

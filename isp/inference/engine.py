@@ -154,9 +154,9 @@ class _Layout:
         if padding:
             tokens, positions = (F.pad(x, (0, padding)) for x in (tokens, positions))
         ends = None
-        if lengths is not None:
-            all_lengths = [*lengths, padding] if padding else lengths
-            ends = F.pad(torch.tensor(all_lengths).cumsum(0), (1, 0)).to(torch.int32)
+        if lengths is not None and (padding or len(lengths) > 1):
+            documents = [*lengths, padding] if padding else lengths
+            ends = F.pad(torch.tensor(documents).cumsum(0), (1, 0)).to(torch.int32)
         rows = None if rows is None else host_memory.send(rows, self._device)
 
         def pick(x: Tensor) -> Tensor:

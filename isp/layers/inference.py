@@ -16,7 +16,7 @@ Source: Megatron-LM, core/tensor_parallel/inference_layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +94,19 @@ class InferenceRowParallelLinear(nn.Module):
             y.add_(self._own.bias)
         return y.view(-1, *tokens[1:], y.shape[-1])
 
-    def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
-        """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O]."""
-        self._partial(x)
+    def add_norm(self, x: Tensor | Iterable[Tensor], residual: Residual, norm: Norm) -> Tensor:
+        """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O].
+
+        x may come in pieces along S, each made when those before it are multiplied.
+        """
+        if isinstance(x, Tensor):
+            self._partial(x)
+        else:
+            partial, begin = self.workspace.partial(residual.tokens), 0
+            for piece in x:
+                end = begin + piece.shape[:-1].numel()
+                _multiply(piece, self._own.weight, None, partial[begin:end])
+                begin = end
         bias, layer = self._own.bias, self.linear.name
         return self.workspace.add_norm(residual, norm, bias=bias, layer=layer)
 

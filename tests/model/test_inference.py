@@ -15,6 +15,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.module import init_weights
 from isp.parallel import Mode
 from isp.weights.wp import LocalWeights
+from model import inference
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.inference import InferenceDecoder
@@ -38,6 +39,8 @@ CONFIGS = {
 }
 LENGTHS = [[5, 11], [3], [9, 8], [1]]
 """Documents of a call; 16 tokens are split over 2 and 4 ranks, the others are not."""
+TILE = 6
+"""Tokens of an MLP at a time."""
 CASES = {f"{name}, {mode}": (name, mode) for name in CONFIGS for mode in (Mode.MTP, Mode.MSP)}
 
 
@@ -96,6 +99,9 @@ def test_buffers_of_a_prompt_are_not_kept_while_decoding() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_logits_are_those_of_the_training_layers(world: int) -> None:
+def test_logits_are_those_of_the_training_layers(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a norm or residual of another block, tokens of another rank, a buffer too early."""
+    monkeypatch.setattr(inference, "_TILE_TOKENS", TILE)
     run_each(world, _as_trained, CASES)
