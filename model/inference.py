@@ -74,6 +74,10 @@ class InferenceDecoder:
         assert decoder.head is not None
         return F.linear(rows, decoder.head.weight).unsqueeze(0)
 
+    def buffer_bytes(self, tokens: int) -> int:
+        """Memory of the buffers for a call of so many tokens; makes them."""
+        return self._made_for(tokens).workspace.num_bytes
+
     def _made_for(self, tokens: int) -> _Layers:
         made = self._layers
         if made is None or not made.max_tokens <= _SPARE * tokens <= _SPARE * made.max_tokens:
@@ -89,7 +93,7 @@ class _Layers:
         assert decoder.norm is not None
         table = decoder.embedding.weight
         self.max_tokens = max_tokens
-        workspace = InferenceWorkspace(
+        self.workspace = workspace = InferenceWorkspace(
             model.tensor,
             decoder.config.hidden_size,
             max_tokens=max_tokens,

@@ -56,10 +56,10 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         super().__init__()
         _check(linear, workspace, dim=0)
         self.linear, self.norm, self.workspace = linear, norm, workspace
-        self.slot: object = slot or self
+        rows = workspace.max_tokens if max_tokens is None else max_tokens
+        self._buffer = workspace.output(slot or self, linear.weight.shape[0], rows)
         self._own = _Own(linear)
         self._out: Tensor | None = None
-        self.max_tokens = workspace.max_tokens if max_tokens is None else max_tokens
 
     def forward(self, x: Residual | Tensor) -> Tensor:
         """The residual or its norm [S, B, I] -> y [S, B, O/p]."""
@@ -69,8 +69,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
         out, tokens = self._out, x.shape[:-1]
         if out is None or out.shape[:-1] != tokens:
-            features = self.linear.weight.shape[0]
-            out = self._out = self.workspace.output(self.slot, tokens, features, self.max_tokens)
+            out = self._out = self.workspace.first(self._buffer, tokens)
         _multiply(x, self._own.weight, self._own.bias, out)
         return out
 
@@ -126,9 +125,8 @@ class InferenceVocabParallelEmbedding(nn.Module):
         super().__init__()
         _check(table, workspace, dim=0)
         self.table, self.workspace = table, workspace
-        count, device = workspace.max_tokens, workspace.device
-        self._wanted, self._row = torch.zeros(2, count, dtype=torch.long, device=device)
-        self._foreign = torch.zeros(count, 1, dtype=torch.bool, device=device)
+        self._wanted, self._row = (workspace.buffer(1, torch.long).view(-1) for _ in range(2))
+        self._foreign = workspace.buffer(1, torch.bool)
 
     def forward(self, ids: Tensor) -> Residual:
         """Ids [S, B] -> the residual of their rows."""

@@ -73,9 +73,8 @@ class _Exchange(Protocol):
 class _ByChannel:
     """The collectives by the channel, with the bits of the training layers' (see `_Exchange`)."""
 
-    def __init__(self, channel: Channel, rows: Tensor) -> None:
-        self.channel, self.rows = channel, rows
-        self._received = torch.empty_like(rows) if channel.sums_locally else None
+    def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
+        self.channel, self.rows, self._received = channel, rows, received
 
     def reduce_scatter(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
         received = None if self._received is None else self._received[: len(x)]
@@ -115,15 +114,19 @@ class InferenceWorkspace:
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
             raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
+        self.num_bytes = 0
+        """Memory of the buffers."""
         self._exchange: _Exchange
         if reason or symmetric_memory is False:
-            self._exchange = _ByChannel(group, self._rows(size))
+            received = self.buffer(size) if split_tokens and group.sums_locally else None
+            self._exchange = _ByChannel(group, self.buffer(size), received)
         else:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
-        self._residual, self._part = self._rows(size), self._rows(size)
+            self.num_bytes += self._exchange.rows.nbytes
+        self._residual, self._part = self.buffer(size), self.buffer(size)
         wide = torch.promote_types(dtype, torch.float32)
-        self._wide = None if wide == dtype or compiled else self._rows(size, wide)
-        self._scale = self._rows(1, wide)
+        self._wide = None if wide == dtype or compiled else self.buffer(size, wide)
+        self._scale = self.buffer(1, wide)
         self._outputs: dict[object, Tensor] = {}
         self._views: _Views | None = None
 
@@ -180,13 +183,28 @@ class InferenceWorkspace:
             self._exchange.all_gather(views.normed, views.partial, cargo)
         return views.out
 
-    def output(self, slot: object, tokens: Sequence[int], features: int, most: int) -> Tensor:
-        """Where the column linears of a slot write, [S, B, O/p]; made for `most` tokens."""
-        count, key = self._count(tokens, most), (slot, features)
+    def output(self, slot: object, features: int, rows: int) -> Tensor:
+        """Where the column linears of a slot write: [rows, O/p]."""
+        key = slot, features
         if key not in self._outputs:
-            self._outputs[key] = self._rows(features, rows=most)
+            self._outputs[key] = self.buffer(features, rows=rows)
+        return self._outputs[key]
+
+    def buffer(
+        self, columns: int, dtype: torch.dtype | None = None, rows: int | None = None
+    ) -> Tensor:
+        """Memory for [rows, columns], by default of all tokens."""
+        rows = self.max_tokens if rows is None else rows
         with _plainly():
-            return self._outputs[key][:count].view(*tokens, features)
+            made = torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
+        self.num_bytes += made.nbytes
+        return made
+
+    def first(self, buffer: Tensor, tokens: Sequence[int]) -> Tensor:
+        """What tokens [S, B] take of a buffer: [S, B, columns]."""
+        count = self._count(tokens, len(buffer))
+        with _plainly():
+            return buffer[:count].view(*tokens, -1)
 
     def _norm(self, views: _Views, norm: Norm) -> None:
         """`F.rms_norm` of the residual, in float32 at least and, as written, its bits."""
@@ -209,8 +227,8 @@ class InferenceWorkspace:
                 self._views = _Views(self, tuple(tokens))
         return self._views
 
-    def _count(self, tokens: Sequence[int], most: int | None = None) -> int:
-        count, most = prod(tokens), self.max_tokens if most is None else most
+    def _count(self, tokens: Sequence[int], most: int) -> int:
+        count = prod(tokens)
         if count > most:
             raise ValueError(
                 f"{count} tokens at once are more than max_tokens={most}, for which the buffers"
@@ -218,20 +236,13 @@ class InferenceWorkspace:
             )
         return count
 
-    def _rows(
-        self, columns: int, dtype: torch.dtype | None = None, rows: int | None = None
-    ) -> Tensor:
-        rows = self.max_tokens if rows is None else rows
-        with _plainly():
-            return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
-
 
 class _Views:
     """What tokens [S, B] take of a workspace's buffers."""
 
     def __init__(self, workspace: InferenceWorkspace, tokens: tuple[int, ...]) -> None:
         group, size = workspace.group, workspace.size
-        count = workspace._count(tokens)
+        count = workspace._count(tokens, workspace.max_tokens)
         self.tokens = tokens
         self.splits = workspace.split_tokens and group.size > 1 and tokens[0] % group.size == 0
         self.partial, part = workspace._exchange.rows[:count], workspace._part[:count]

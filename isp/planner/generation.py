@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
+from isp.attention import CpuAttention
+from isp.comm.channel import DryChannel
+from isp.layers.factory import LayerFactory
 from isp.models.decoding import decoding_layout
 from isp.parallel import Mode, ParallelConfig, Topology
 from isp.planner.case import Case
+from isp.planner.declared import bare
+from isp.planner.dry import META
 from isp.planner.fabric import DeviceSpec
 from isp.planner.memory import states
+from isp.planner.tape import TapeRecorder
+from isp.weights.wp import LocalWeights
+from model.config import ModelConfig
+from model.inference import InferenceDecoder
 
-__all__ = ["Generation", "plan_generation"]
+__all__ = ["Generation", "buffer_bytes", "plan_generation"]
 
 
 class Generation(NamedTuple):
@@ -23,6 +34,8 @@ class Generation(NamedTuple):
     """Bytes."""
     cache: int
     """Bytes of the keys and values of one document."""
+    buffers: int
+    """Bytes that the inference layers write to as it is read; 0 where those of training read."""
     seconds: float
     """Least time of its next token: that in which weights and cache are read once."""
 
@@ -38,4 +51,29 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     heads = (tensor.size, 1) if splits else (1, tensor.size)
     cache = case.item_bytes * model.cache_numbers(length, *heads)
     speed = device.gb_per_second * 1e9 * device.memory_efficiency
-    return Generation(parallel.tensor.mode, tensor.size, weights, cache, (weights + cache) / speed)
+    buffers = 0
+    if case.model.hf is None and (splits or tensor.size == 1):
+        buffers = buffer_bytes(case.model, parallel, length, dtype=case.dtype, on_cpu=case.on_cpu)
+    seconds = (weights + cache) / speed
+    return Generation(parallel.tensor.mode, tensor.size, weights, cache, buffers, seconds)
+
+
+def buffer_bytes(
+    model: ModelConfig, parallel: ParallelConfig, tokens: int, *, dtype: str, on_cpu: bool
+) -> int:
+    """Memory of the buffers of the decoder's inference layers for so many tokens at once."""
+    mode, size = parallel.tensor.mode, parallel.tensor.size
+    tensor = DryChannel("tensor", size, 0, TapeRecorder(), sum_locally=on_cpu and size > 1)
+    layers = LayerFactory(
+        mode=mode,
+        tensor=tensor,
+        weight=tensor,
+        communicator=LocalWeights(),
+        device=META,
+        dtype=getattr(torch, dtype),
+    )
+    (chunk,) = replace(bare(model), num_layers=1).build(layers, attention=CpuAttention())
+    assert chunk.norm is not None
+    chunk.norm.compiled = not on_cpu if model.compile == "auto" else model.compile
+    reader = InferenceDecoder(chunk, tensor, split_tokens=mode.facts.splits_sequence)
+    return reader.buffer_bytes(tokens)

@@ -153,10 +153,11 @@ def _verdict(said: Said) -> str:
 def _generation(said: Said) -> str:
     found, length = said.generation, said.planned.config.data.seq_len
     ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks in {found.mode}"
+    buffers = f" and {_gib(found.buffers)} GiB to read a prompt" if found.buffers else ""
     return (
         f"generation by {ranks}: keys and values of {length:,} tokens take {_gib(found.cache)} GiB"
-        f" of a rank,\nbeside {_gib(found.weights)} GiB of weights, and the next token at least"
-        f" {found.seconds * 1e3:.3g} ms, in which both are read"
+        f" of a rank,\nbeside {_gib(found.weights)} GiB of weights{buffers}, and the next token at"
+        f" least {found.seconds * 1e3:.3g} ms,\nin which keys, values and weights are read"
     )
 
 
