@@ -240,7 +240,7 @@ def _evaluate(
         return
     folder = Path(args.output)
     file = folder / EVALUATION_FILE
-    file.write_text(evaluation.to_json(), encoding="utf-8")
+    file.write_text(evaluation.to_json(indent=1), encoding="utf-8")
     written = f"wrote {file}"
     if args.html:
         from isp.report import write_report

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from isp.settings.result_file import Result
 
 __all__ = ["EVALUATION_FILE", "Bucket", "Evaluation", "Passkeys", "TextLosses", "perplexity"]
 
 EVALUATION_FILE = "evaluation.json"
-VERSION = 1
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -76,12 +73,13 @@ class Passkeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Result):
     """Result of `isp evaluate`."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    newest = 1
+    name, again = "an evaluation", "evaluate the model again"
 
-    version: int = VERSION
+    version: int = newest
     model: str
     """Where the weights are from, in words."""
     dtype: str
@@ -92,23 +90,3 @@ class Evaluation:
     command: str
     text: TextLosses | None
     passkeys: Passkeys | None
-
-    def to_json(self) -> str:
-        """The text of `evaluation.json`."""
-        return TypeAdapter(Evaluation).dump_json(self, indent=1).decode() + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Evaluation:
-        """What `to_json` wrote to `path`.  Raises ValueError for anything else, or OSError."""
-        try:
-            found = TypeAdapter(Evaluation).validate_json(path.read_bytes())
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the text"
-            raise ValueError(f"{path}: not an evaluation: {where}: {first['msg']}") from error
-        if found.version != VERSION:
-            raise ValueError(
-                f"{path}: an evaluation of version {found.version}, and this program reads version"
-                f" {VERSION}: evaluate the model again"
-            )
-        return found

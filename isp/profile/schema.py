@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import ClassVar
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from isp.comm.cargo import BETWEEN_TWO, Purpose
 from isp.parallel.phase import Phase
+from isp.settings.result_file import Result
 
 __all__ = [
     "Cause",
@@ -34,8 +31,6 @@ __all__ = [
     "Totals",
     "Wait",
 ]
-
-VERSION = 2
 
 
 class Cost(StrEnum):
@@ -318,12 +313,13 @@ class ModeProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Result):
     """Result of `isp profile`: one run of a few steps in each mode, on the same data."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    newest = 2
+    name, again = "a profile", "profile the run again"
 
-    version: int = VERSION
+    version: int = newest
     created: str
     """Date and time, ISO 8601."""
     torch: str
@@ -347,41 +343,6 @@ class Profile:
         """Of two modes in one step, relative to the loss; infinite if only one is finite."""
         steps = zip(*(mode.losses for mode in self.modes), strict=True)
         return max(map(_spread, steps), default=0.0)
-
-    def to_json(self) -> str:
-        """The text of `profile.json`."""
-        return TypeAdapter(Profile).dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Profile:
-        """The profile that `to_json` wrote.  Raises ValueError if `text` is anything else."""
-        try:
-            version = TypeAdapter(_Head).validate_json(text).version
-            if version == VERSION:
-                return TypeAdapter(Profile).validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the text"
-            raise ValueError(f"not a profile: {where}: {first['msg']}") from error
-        raise ValueError(
-            f"a profile of version {version}, this program reads version {VERSION}:"
-            f" profile the run again"
-        )
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """The profile in the file at `path`.  Raises ValueError if it holds none, or OSError."""
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The part of a profile that can be read of any version."""
-
-    version: int = VERSION
 
 
 def _spread(losses: tuple[float | None, ...]) -> float:

@@ -67,10 +67,10 @@ def test_report_reads_the_file_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name in ("loss_by_place", "passkeys"):
         png = (tmp_path / "report" / f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG")
-    file.write_text(EVALUATION.to_json().replace('"version": 1', '"version": 9'))
+    file.write_text(EVALUATION.to_json(indent=1).replace('"version": 1', '"version": 9'))
     assert main(["report", str(tmp_path)]) == 2
     assert "an evaluation of version 9" in capsys.readouterr().err
-    file.write_text("{}")
+    file.write_text('{"version": 1}')
     assert main(["report", str(tmp_path)]) == 2
     assert "not an evaluation: model: Field required" in capsys.readouterr().err
 

@@ -1,0 +1,58 @@
+"""Results of commands in files of JSON, which other commands read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+__all__ = ["Result"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The part of a result that can be read of any version."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Head):
+    """A result; of each kind a dataclass, with a `version` of its own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    newest: ClassVar[int]
+    """The version that is written and read."""
+    name: ClassVar[str]
+    """Such as `a profile`."""
+    again: ClassVar[str]
+    """How one of another version is made anew."""
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The text of the file."""
+        return TypeAdapter(type(self)).dump_json(self, indent=indent).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The result that `to_json` wrote.  Raises ValueError if `text` is anything else."""
+        try:
+            version = TypeAdapter(_Head).validate_json(text).version
+            if version == cls.newest:
+                return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise ValueError(f"not {cls.name}: {where}: {first['msg']}") from error
+        raise ValueError(
+            f"{cls.name} of version {version}, this program reads version {cls.newest}: {cls.again}"
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The result in the file at `path`.  Raises ValueError if it holds none, or OSError."""
+        try:
+            return cls.from_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
