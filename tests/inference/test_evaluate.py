@@ -111,15 +111,19 @@ def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float 
 
 
 def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> None:
-    """Of the decoder, and of a folder that is read as it is; 2 ranks do not divide the rows."""
-    models = {"decoder": run, "gemma": saved("gemma3_text", tmp_path)}
-    alone = {name: of_layout(0, (path, text, 1, [])) for name, path in models.items()}
-    cases = {
-        f"{name} {mode}": (path, text, 2, [f"--parallel.tensor.mode={mode}"])
-        for name, path in models.items()
-        for mode in ("mtp", "msp", "isp")
+    """Of a run, and of folders read by the decoder and as they are; 4 ranks do not divide rows."""
+    models = {
+        "run": (run, ("mtp", "isp")),
+        "qwen3": (saved("qwen3", tmp_path / "qwen3"), ("fsp", "isp")),
+        "gemma": (saved("gemma3_text", tmp_path / "gemma"), ("msp", "isp")),
     }
-    for name, of_ranks in run_each(2, of_layout, cases, timeout_seconds=100).items():
+    alone = {name: of_layout(0, (path, text, 1, [])) for name, (path, _) in models.items()}
+    cases = {
+        f"{name} {mode}": (path, text, 4, [f"--parallel.tensor.mode={mode}"])
+        for name, (path, modes) in models.items()
+        for mode in modes
+    }
+    for name, of_ranks in run_each(4, of_layout, cases, timeout_seconds=100).items():
         for found in of_ranks:
             assert found == pytest.approx(alone[name.split()[0]], rel=0, abs=1e-9), name
 
