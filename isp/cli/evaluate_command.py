@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks, task_words
-from isp.cli.options import add_nproc, add_reading, not_negative, positive
+from isp.cli.options import not_negative, positive
+from isp.cli.reading import Reading, add_reading, option_words
 
 if TYPE_CHECKING:
-    from isp.inference.layout import Layout
     from isp.inference.passkey import PasskeyPrompts
     from isp.inference.rows import Rows
     from isp.inference.source import Source
@@ -32,11 +30,7 @@ _NUMBERS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what is read, how much of it, and the ranks."""
-    parser.add_argument(
-        "path",
-        metavar="RUN|STEP|HF_FOLDER",
-        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
-    )
+    add_reading(parser)
     parser.add_argument(
         "--data",
         nargs="+",
@@ -68,8 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
-    add_nproc(parser)
-    add_reading(parser)
     add_task_options(parser)
     parser.usage = (
         "isp evaluate RUN|STEP|HF_FOLDER [--data FILE ...] [--lengths N,N,...] [--rows N]"
@@ -94,30 +86,23 @@ def _lengths(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and write it."""
-    from isp.cli.launch import launch, reports_for_ranks, world_size
-    from isp.inference.layout import choose_layout
+    from isp.cli.launch import launch
     from isp.inference.passkey import PasskeyPrompts
     from isp.inference.rows import open_rows
-    from isp.inference.source import open_source
-    from isp.train.run import check_device
 
-    ranks, path = world_size(args.nproc), Path(args.path)
     if args.html:
         from isp.report import require_packages
 
         require_packages()
-    source = open_source(path, dtype=args.dtype, tokenizer=args.tokenizer)
-    layout = choose_layout(source.model, ranks, args.overrides)
-    if layout.ranks < ranks and args.nproc is None:
-        raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
-    check_device(args.device, 1 if args.nproc is None else layout.ranks)
+    reading, path = Reading.of(args), Path(args.path)
+    source = reading.source
     if args.tasks:
         check_tasks(args, source)
         args.rows = args.keys = 0
     else:
         args.lengths = _checked(args.lengths, source)
     args.output = _output(args, path)
-    notes, rows = [layout.note], None
+    notes, rows = list[str](), None
     if args.rows:
         rows = open_rows(
             path, source, files=args.data, tokenizer=args.tokenizer, length=args.lengths[-1]
@@ -129,13 +114,10 @@ def run(args: argparse.Namespace) -> int:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
     if args.output is not None:
         Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
-    if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
-        for note in filter(None, notes):
-            print(f"note: {note}", file=sys.stderr)
-        print(f"{source.title}, {source.dtype}, {layout.describe(source.model)}", file=sys.stderr)
-    if args.nproc is not None and layout.ranks > 1:
-        return launch(layout.ranks, ["-m", "isp", "evaluate", *_words(args)])
-    _evaluate(args, source, layout, rows, prompts)
+    reading.describe(*notes)
+    if args.nproc is not None and reading.layout.ranks > 1:
+        return launch(reading.layout.ranks, ["-m", "isp", "evaluate", *_words(args)])
+    _evaluate(args, reading, rows, prompts)
     return 0
 
 
@@ -168,40 +150,27 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
 def _words(args: argparse.Namespace) -> list[str]:
     """The command line of each rank."""
-    words = [args.path, f"--device={args.device}", *task_words(args)]
+    words = [args.path, *task_words(args), *option_words(args, (*_NUMBERS, "output"))]
     words += [f"--lengths={','.join(map(str, args.lengths))}"] if args.lengths else []
-    words += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in _NUMBERS]
-    for name in ("output", "dtype", "tokenizer"):
-        if (value := getattr(args, name)) is not None:
-            words.append(f"--{name}={value}")
     words += ["--html"] * args.html
     words += ["--data", *args.data] if args.data else []
     return [*words, *args.overrides]
 
 
 def _evaluate(
-    args: argparse.Namespace,
-    source: Source,
-    layout: Layout,
-    rows: Rows | None,
-    prompts: PasskeyPrompts,
+    args: argparse.Namespace, reading: Reading, rows: Rows | None, prompts: PasskeyPrompts
 ) -> None:
     """On each rank."""
-    from isp.comm import Mesh, World
     from isp.inference.evaluate import find_passkeys, text_losses
     from isp.inference.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
-    from isp.parallel import Topology
-    from isp.train.run import device_of
 
-    device, text, passkeys = device_of(args.device), None, None
+    source, layout, text, passkeys = reading.source, reading.layout, None, None
     command = shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *_words(args)])
-    with World(device) as world:
-        mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
-        engine = source.engine(layout.parallel, mesh, device)
+    with reading.engine() as (engine, rank):
         if args.tasks:
             about = {"dtype": source.dtype, "layout": layout.describe(source.model)}
-            run_tasks(args, engine, source, rank=world.rank, about={**about, "command": command})
+            run_tasks(args, engine, source, rank=rank, about={**about, "command": command})
             return
         if rows is not None:
             text = text_losses(
@@ -224,7 +193,7 @@ def _evaluate(
                 seed=args.seed,
                 batch_tokens=args.batch_tokens,
             )
-        if world.rank != 0:
+        if rank != 0:
             return
     evaluation = Evaluation(
         model=source.title,

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, add_reading, not_negative, positive
+from isp.cli.options import not_negative, positive
+from isp.cli.reading import Reading, add_reading, option_words
 
 if TYPE_CHECKING:
     from isp.inference.generate import Generation
-    from isp.inference.layout import Layout
     from isp.inference.sampling import SamplingConfig
-    from isp.inference.source import Source
 
 __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what is read, how it goes on, and the ranks."""
-    parser.add_argument(
-        "path",
-        metavar="RUN|STEP|HF_FOLDER",
-        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
-    )
+    add_reading(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -34,7 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT|FILE",
         help="what to go on with: a text, or a file of it; several times: a batch of prompts",
     )
-    add_nproc(parser)
     _option(
         parser, "max-new-tokens", "N", positive, 128, "tokens to write for each prompt, at most"
     )
@@ -66,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be given several times. The end of a document ends, too",
     )
-    add_reading(parser)
     parser.usage = (
         "isp generate RUN|STEP|HF_FOLDER --prompt TEXT|FILE [--nproc N] [--max-new-tokens N]"
         " [--temperature T] [--top-k K] [--top-p P] [--seed N] [--stop TEXT] [--dtype DTYPE]"
@@ -96,31 +88,19 @@ def _option(
 
 def run(args: argparse.Namespace) -> int:
     """Print what follows the prompts, as it comes."""
-    from isp.cli.launch import launch, reports_for_ranks, world_size
-    from isp.inference.layout import choose_layout
+    from isp.cli.launch import launch
     from isp.inference.sampling import SamplingConfig
-    from isp.inference.source import open_source
-    from isp.train.run import check_device
 
-    ranks = world_size(args.nproc)
     sampling = SamplingConfig(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
     texts = [_text_of(prompt) for prompt in args.prompt]
-    source = open_source(Path(args.path), dtype=args.dtype, tokenizer=args.tokenizer)
-    prompts = [source.encode(text) for text in texts]
-    warning = source.check_lengths(prompts, args.max_new_tokens)
-    layout = choose_layout(source.model, ranks, args.overrides)
-    if layout.ranks < ranks and args.nproc is None:
-        raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
-    check_device(args.device, 1 if args.nproc is None else layout.ranks)
-    if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
-        for note in filter(None, (warning, layout.note)):
-            print(f"note: {note}", file=sys.stderr)
-        print(f"{source.title}, {source.dtype}, {layout.describe(source.model)}", file=sys.stderr)
-    if args.nproc is not None and layout.ranks > 1:
-        return launch(layout.ranks, ["-m", "isp", "generate", *_words(args)])
-    _generate(args, source, layout, prompts, texts, sampling)
+    reading = Reading.of(args)
+    prompts = [reading.source.encode(text) for text in texts]
+    reading.describe(reading.source.check_lengths(prompts, args.max_new_tokens))
+    if args.nproc is not None and reading.layout.ranks > 1:
+        return launch(reading.layout.ranks, ["-m", "isp", "generate", *_words(args)])
+    _generate(args, reading, prompts, texts, sampling)
     return 0
 
 
@@ -128,11 +108,7 @@ def _words(args: argparse.Namespace) -> list[str]:
     """The command line of each rank."""
     words = [args.path, *(f"--prompt={prompt}" for prompt in args.prompt)]
     words += [f"--stop={stop}" for stop in args.stop]
-    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device"):
-        words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
-    for name in ("dtype", "tokenizer"):
-        if (value := getattr(args, name)) is not None:
-            words.append(f"--{name}={value}")
+    words += option_words(args, ("max-new-tokens", "temperature", "top-k", "top-p", "seed"))
     return [*words, *args.overrides]
 
 
@@ -152,25 +128,19 @@ def _text_of(prompt: str) -> str:
 
 def _generate(
     args: argparse.Namespace,
-    source: Source,
-    layout: Layout,
+    reading: Reading,
     prompts: list[list[int]],
     texts: list[str],
     sampling: SamplingConfig,
 ) -> None:
     """On each rank."""
-    from isp.comm import Mesh, World
     from isp.inference.generate import Ends, Generation
-    from isp.parallel import Topology
-    from isp.train.run import device_of
 
-    device = device_of(args.device)
-    with World(device) as world:
-        mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
-        engine = source.engine(layout.parallel, mesh, device)
+    source = reading.source
+    with reading.engine() as (engine, rank):
         ends = Ends(args.max_new_tokens, source.ends, tuple(args.stop))
         generation = Generation(engine, source.tokenizer, prompts, sampling, ends)
-        if world.rank == 0:
+        if rank == 0:
             _print_one(generation) if len(prompts) == 1 else _print_all(generation, texts)
             print(generation.speed.describe(), file=sys.stderr)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_nproc", "add_reading", "not_negative", "positive"]
+__all__ = ["add_nproc", "not_negative", "positive"]
 
 _LARGEST = 2**20
 """More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
@@ -17,21 +17,6 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
-    )
-
-
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add how a trained model is read."""
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="of weights and cache (default: that of the checkpoint)",
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
     )
 
 

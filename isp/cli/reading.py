@@ -1,0 +1,97 @@
+"""What the commands that read a trained model share: their options, its ranks, its engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from isp.cli.options import add_nproc
+
+if TYPE_CHECKING:
+    from isp.inference.engine import Engine
+    from isp.inference.layout import Layout
+    from isp.inference.source import Source
+
+__all__ = ["Reading", "add_reading", "option_words"]
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add what is read, how, and the ranks."""
+    parser.add_argument(
+        "path",
+        metavar="RUN|STEP|HF_FOLDER",
+        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
+    )
+    add_nproc(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="of weights and cache (default: that of the checkpoint)",
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
+    )
+
+
+def option_words(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Options that were given, and those of `add_reading`, as on a command line."""
+    words = []
+    for name in (*names, "dtype", "device", "tokenizer"):
+        if (value := getattr(args, name.replace("-", "_"))) is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+class Reading(NamedTuple):
+    """A trained model, and how it is read."""
+
+    source: Source
+    layout: Layout
+    device: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Reading:
+        """As the command line says; raises ValueError, in a line, for what cannot be."""
+        from isp.cli.launch import world_size
+        from isp.inference.layout import choose_layout
+        from isp.inference.source import open_source
+        from isp.train.run import check_device
+
+        ranks = world_size(args.nproc)
+        source = open_source(Path(args.path), dtype=args.dtype, tokenizer=args.tokenizer)
+        layout = choose_layout(source.model, ranks, args.overrides)
+        if layout.ranks < ranks and args.nproc is None:
+            raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
+        check_device(args.device, 1 if args.nproc is None else layout.ranks)
+        return cls(source, layout, args.device)
+
+    def describe(self, *notes: str) -> None:
+        """Tell the user what is read, and these notes; one process does."""
+        from isp.cli.launch import reports_for_ranks
+
+        if os.environ.get("RANK", "0") != "0" or reports_for_ranks():
+            return
+        for note in filter(None, (*notes, self.layout.note)):
+            print(f"note: {note}", file=sys.stderr)
+        layout = self.layout.describe(self.source.model)
+        print(f"{self.source.title}, {self.source.dtype}, {layout}", file=sys.stderr)
+
+    @contextmanager
+    def engine(self) -> Iterator[tuple[Engine, int]]:
+        """The model on this rank, and which it is; a collective."""
+        from isp.comm import Mesh, World
+        from isp.parallel import Topology
+        from isp.train.run import device_of
+
+        device, parallel = device_of(self.device), self.layout.parallel
+        with World(device) as world:
+            mesh = Mesh(Topology.create(self.layout.ranks, parallel), world.rank)
+            yield self.source.engine(parallel, mesh, device), world.rank
