@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isp.metrics.evaluation import Evaluation, Passkeys, TextLosses, perplexity
+from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, TextLosses
 from isp.profile.table import aligned
 
 __all__ = ["describe"]
@@ -31,20 +31,12 @@ def _text_head(text: TextLosses) -> str:
 
 
 def _text(text: TextLosses, trained: int | None) -> Iterator[tuple[str, ...]]:
-    yield "places", "tokens", "loss", "perplexity", "loss so far", ""
+    yield *BUCKET_COLUMNS, ""
     for bucket in text.buckets:
         yield (
-            f"{bucket.begin:,}-{bucket.end - 1:,}",
-            f"{bucket.tokens:,}",
-            _number(bucket.loss),
-            _number(perplexity(bucket.loss)),
-            _number(text.loss_within(bucket.end)),
+            *text.shown(bucket),
             _BEYOND if trained is not None and bucket.begin >= trained else "",
         )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3e}"
 
 
 def _passkey_head(passkeys: Passkeys) -> str:

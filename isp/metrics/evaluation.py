@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from isp.settings.result_file import Result
 
-__all__ = ["EVALUATION_FILE", "Bucket", "Evaluation", "Passkeys", "TextLosses", "perplexity"]
+__all__ = ["BUCKET_COLUMNS", "EVALUATION_FILE", "Bucket", "Evaluation", "Passkeys", "TextLosses"]
 
 EVALUATION_FILE = "evaluation.json"
-
-
-def perplexity(loss: float | None) -> float | None:
-    """e to the loss."""
-    return None if loss is None else math.exp(min(loss, 700.0))
+BUCKET_COLUMNS = ("places", "tokens", "loss", "perplexity", "loss so far")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +24,11 @@ class Bucket:
     """Over all rows."""
     loss: float | None
     """Their mean cross-entropy, in nats; None where there are none, or it is not finite."""
+
+    @property
+    def places(self) -> str:
+        """The first and the last one."""
+        return f"{self.begin:,}-{self.end - 1:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,13 @@ class TextLosses:
         if not tokens or any(bucket.tokens and bucket.loss is None for bucket in inside):
             return None
         return sum((bucket.loss or 0.0) * bucket.tokens for bucket in inside) / tokens
+
+    def shown(self, bucket: Bucket) -> tuple[str, ...]:
+        """A bucket as `BUCKET_COLUMNS`; the last is the mean from the beginning to its end."""
+        loss, so_far = bucket.loss, self.loss_within(bucket.end)
+        perplexity = None if loss is None else math.exp(min(loss, 700.0))
+        numbers = map(_number, (loss, perplexity, so_far))
+        return bucket.places, f"{bucket.tokens:,}", *numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +98,7 @@ class Evaluation(Result):
     command: str
     text: TextLosses | None
     passkeys: Passkeys | None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3e}"

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
-from isp.metrics.evaluation import Bucket, Evaluation, Passkeys, TextLosses, perplexity
+from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, TextLosses
 from isp.report.page import Column, Page, Section, Table, numbers
 from isp.report.style import (
     BLACK,
@@ -62,7 +62,8 @@ def _lead(evaluation: Evaluation) -> list[str]:
                 told.append(f"{rate:.0%} of the passkeys found {of}.")
     if evaluation.text is not None:
         loss = evaluation.text.loss_within(evaluation.text.length)
-        told.append(f"Loss {_number(loss)} over rows of {evaluation.text.length:,} tokens.")
+        shown = "not finite" if loss is None else f"{loss:.4f}"
+        told.append(f"Loss {shown} over rows of {evaluation.text.length:,} tokens.")
     return told
 
 
@@ -75,33 +76,16 @@ def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "not finite"
-    return f"{value:.4f}" if value < 1000 else f"{value:.3e}"
-
-
 def _text_section(text: TextLosses, trained: int | None) -> Section:
-    rows = tuple(
-        (
-            _places(bucket),
-            f"{bucket.tokens:,}",
-            _number(bucket.loss),
-            _number(perplexity(bucket.loss)),
-            _number(text.loss_within(bucket.end)),
-        )
-        for bucket in text.buckets
-        if bucket.tokens
-    )
+    rows = tuple(text.shown(bucket) for bucket in text.buckets if bucket.tokens)
+    places, *measured = BUCKET_COLUMNS
     return Section(
         title="Loss by place",
         texts=(
             f"{text.rows} rows of {text.length:,} tokens, {text.source}. The place of a token is"
             f" the number of tokens before it in its row.",
         ),
-        table=Table(
-            (Column("places"), *numbers("tokens", "loss", "perplexity", "loss so far")), rows
-        ),
+        table=Table((Column(places), *numbers(*measured)), rows),
         pictures=(
             Picture(
                 name="loss_by_place",
@@ -114,10 +98,6 @@ def _text_section(text: TextLosses, trained: int | None) -> Section:
     )
 
 
-def _places(bucket: Bucket) -> str:
-    return f"{bucket.begin:,}-{bucket.end - 1:,}"
-
-
 def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
     figure, axes = new_axes(size, xlabel="places in the row", ylabel="loss (nats a token)")
     shown = [bucket for bucket in text.buckets if bucket.tokens]
@@ -127,7 +107,7 @@ def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
             axes.text(index, 0, "not finite", ha="center", va="bottom")
             continue
         beyond = trained is not None and bucket.begin >= trained
-        hover = f"{_places(bucket)}: loss {bucket.loss:.4f}, {bucket.tokens:,} tokens"
+        hover = f"{bucket.places}: loss {bucket.loss:.4f}, {bucket.tokens:,} tokens"
         add_bar(
             axes,
             index - 0.4,
@@ -140,7 +120,7 @@ def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
         axes.text(index, bucket.loss + 0.01 * top, f"{bucket.loss:.2f}", ha="center", va="bottom")
     axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.set_ylim(0, 1.12 * top)
-    _name_columns(axes, [_places(bucket) for bucket in shown], size)
+    _name_columns(axes, [bucket.places for bucket in shown], size)
     axes.grid(visible=False, axis="x")
     if trained is not None:
         handles = [key(f"within {trained:,} tokens", _WITHIN), key("beyond", _BEYOND)]
