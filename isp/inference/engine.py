@@ -24,7 +24,6 @@ from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.data.batch import MicroBatch
-from isp.data.dataset import IGNORE_INDEX
 from isp.models.build import BuiltModel
 from isp.models.decoding import decoding_layout
 from isp.models.protocol import LanguageModel
@@ -130,6 +129,8 @@ class _Layout:
         self._device = device
         self._chunk = chunk
         facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
+        self._sliced = facts.slices_batch and tensor.size > 1
+        self._splits_logits = facts.splits_features and tensor.size > 1
         self._reader: _Reader = chunk
         self._padded_to = tensor.size if facts.splits_sequence else 1
         """Tokens of a call are a multiple of it."""
@@ -148,11 +149,8 @@ class _Layout:
 
         `lengths` of the documents that are packed; None: each token goes on with its own.
         """
-        facts, tensor = self.mesh.topology.mode.facts, self.mesh[Axis.TENSOR]
         count, num = tokens.shape[0], tokens.shape[0] if rows is None else rows.shape[0]
         padding = -count % self._padded_to
-        if padding:
-            tokens, positions = (F.pad(x, (0, padding)) for x in (tokens, positions))
         ends = None
         if lengths is not None and (padding or len(lengths) > 1):
             documents = [*lengths, padding] if padding else lengths
@@ -164,38 +162,33 @@ class _Layout:
                 return x[:, :num] if rows is None else x.index_select(1, rows)
             return self._joined(x, torch.arange(num, device=x.device) if rows is None else rows)
 
-        own = [x.unsqueeze(0) for x in (tokens, positions)]
-        if facts.slices_batch and tensor.size > 1:
-            own = [x.chunk(tensor.size, dim=1)[tensor.rank] for x in own]
-        tokens, positions = (host_memory.send(x, self._device) for x in own)
-        self._announce()
+        tokens, positions = self._given(tokens[None], positions[None], padding=padding)
         logits = self._reader.logits_of(tokens, positions, ends, pick)[:, :num]
-        if facts.splits_features and tensor.size > 1:
+        if self._splits_logits:
             logits = self._whole(logits)
         return logits[0]
 
     def losses(self, batch: MicroBatch) -> Tensor:
         """See `Engine`; by the layers of training."""
-        tensor, facts = self.mesh[Axis.TENSOR], self.mesh.topology.mode.facts
-        num_tokens = batch.tokens.shape[1]
-        padding = -num_tokens % tensor.size if facts.splits_sequence else 0
-        labels = F.pad(batch.labels, (0, padding), value=IGNORE_INDEX)
-        rows = [F.pad(batch.tokens, (0, padding)), F.pad(batch.positions, (0, padding)), labels]
-        if sliced := facts.slices_batch and tensor.size > 1:
-            rows = [x.chunk(tensor.size, dim=1)[tensor.rank].contiguous() for x in rows]
-        tokens, positions, labels = (host_memory.send(x, self._device) for x in rows)
-        self._announce()
+        tensor, num_tokens = self.mesh[Axis.TENSOR], batch.tokens.shape[1]
+        tokens, positions, labels = self._given(
+            batch.tokens, batch.positions, batch.labels, padding=-num_tokens % tensor.size
+        )
         losses = self._chunk.losses(self._chunk(tokens, positions, None), labels)
-        if sliced:
+        if self._sliced:
             losses = tensor.all_gather(losses, dim=1, cargo=Cargo(tensor="losses")).wait()
         return losses[:, :num_tokens]
 
-    def _announce(self) -> None:
-        """One forward follows: weights that travel begin to."""
-        communicator = self._built.communicator
-        if communicator is not None:
+    def _given(self, *rows: Tensor, padding: int) -> list[Tensor]:
+        """This rank's part of rows [B, T] and their padding; one forward of them follows."""
+        tensor, communicator = self.mesh[Axis.TENSOR], self._built.communicator
+        if communicator is not None:  # weights that travel begin to
             communicator.begin(sequential_actions(1, training=False))
             communicator.switch_current_model_chunk(0)
+        own = [F.pad(x, (0, padding)) if padding else x for x in rows]
+        if self._sliced:
+            own = [x.chunk(tensor.size, dim=1)[tensor.rank].contiguous() for x in own]
+        return [host_memory.send(x, self._device) for x in own]
 
     def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The tokens at `rows` [n] of all T, of which x [1, T/p, F] are this rank's: [1, n, F]."""
