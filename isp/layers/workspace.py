@@ -109,7 +109,7 @@ class InferenceWorkspace:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group, self.size, self.max_tokens = group, size, max_tokens
-        self.split_tokens, self.compiled = split_tokens, compiled
+        self.split_tokens, self.compiled = split_tokens and group.size > 1, compiled
         self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
@@ -118,12 +118,13 @@ class InferenceWorkspace:
         """Memory of the buffers."""
         self._exchange: _Exchange
         if reason or symmetric_memory is False:
-            received = self.buffer(size) if split_tokens and group.sums_locally else None
+            received = self.buffer(size) if self.split_tokens and group.sums_locally else None
             self._exchange = _ByChannel(group, self.buffer(size), received)
         else:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
             self.num_bytes += self._exchange.rows.nbytes
-        self._residual, self._part = self.buffer(size), self.buffer(size)
+        self._residual = self.buffer(size)
+        self._part = self.buffer(size, rows=max_tokens // group.size * self.split_tokens)
         wide = torch.promote_types(dtype, torch.float32)
         self._wide = None if wide == dtype or compiled else self.buffer(size, wide)
         self._scale = self.buffer(1, wide)
@@ -244,17 +245,15 @@ class _Views:
         group, size = workspace.group, workspace.size
         count = workspace._count(tokens, workspace.max_tokens)
         self.tokens = tokens
-        self.splits = workspace.split_tokens and group.size > 1 and tokens[0] % group.size == 0
-        self.partial, part = workspace._exchange.rows[:count], workspace._part[:count]
+        self.splits = workspace.split_tokens and tokens[0] % group.size == 0
+        self.partial = self.summed = self.normed = workspace._exchange.rows[:count]
+        self.out = self.partial.view(*tokens, size)
         own = list(tokens)
         if self.splits:
             own[0] //= group.size
             count //= group.size
-            self.summed, self.out = part[:count], self.partial
+            self.summed = workspace._part[:count]
             self.normed = self.partial.chunk(group.size)[group.rank]  # which no other rank reads
-        else:
-            self.summed, self.out, self.normed = self.partial, part, part
-        self.out = self.out.view(*tokens, size)
         self.rows = workspace._residual[:count]
         """The residual."""
         self.residual = Residual(self.rows.view(*own, size), tokens)
