@@ -3,9 +3,9 @@
     python tools/bench_generate.py [--models tiny,100m] [--tokens 16] [--prompt 128] [--rounds 15]
 
 Each round measures every way once, one after another, so that what else the machine does meets all
-of them. A round's time is the median of its tokens', behind the first, which the prefill gives; the
-ratios are those of a round, and their least and median are told. `cpu` is processor time of the
-process, `wall` time by the clock. Weights are random, numbers float32.
+of them. A round's time is the median of its tokens', behind the first, which the prefill gives. The
+ratios are that of the least rounds, and the median of those of a round. `cpu` is processor time of
+the process, `wall` time by the clock. Weights are random, numbers float32.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _tell(
         told = [f"{statistics.median(x):8.2f}" for x in zip(*rounds, strict=True)]
         for i in (0, 1):
             ratios = [a[i] / b[i] for a, b in zip(rounds, own, strict=True)]
-            told.append(f"{min(ratios):11.2f} {statistics.median(ratios):5.2f}")
+            least = min(a[i] for a in rounds) / min(b[i] for b in own)
+            told.append(f"{least:11.2f} {statistics.median(ratios):5.2f}")
         print(f"  {way:23} {' '.join(told)}")
 
 
