@@ -1,4 +1,4 @@
-"""The decoder over the inference layers, in mtp and msp: norms, sums and collectives between them.
+"""The decoder over the inference layers, where weights stay: norms, sums, collectives between them.
 
 T tokens, D hidden size, V vocabulary; H', F', V' the heads, inner features and logits of this rank.
 """

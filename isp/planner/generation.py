@@ -44,7 +44,7 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     """The last token of a document of the case's length, by its tensor ranks."""
     model, tensor = case.language_model, case.parallel.tensor
     parallel = decoding_layout(model, ParallelConfig(tensor=tensor))
-    splits = parallel.tensor.mode.facts.splits_features
+    splits = parallel.tensor.mode.facts.splits_features or tensor.size == 1
     decoding = replace(case, parallel=parallel, topology=Topology.create(tensor.size, parallel))
     weights = states(decoding, decoding.place(0)).weights
     length = case.tokens // case.documents
@@ -52,7 +52,7 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     cache = case.item_bytes * model.cache_numbers(length, *heads)
     speed = device.gb_per_second * 1e9 * device.memory_efficiency
     buffers = 0
-    if case.model.hf is None and (splits or tensor.size == 1):
+    if case.model.hf is None and splits:
         buffers = buffer_bytes(case.model, parallel, length, dtype=case.dtype, on_cpu=case.on_cpu)
     seconds = (weights + cache) / speed
     return Generation(parallel.tensor.mode, tensor.size, weights, cache, buffers, seconds)
