@@ -20,7 +20,6 @@ from isp.layers.inference import (
     InferenceVocabParallelEmbedding,
 )
 from isp.layers.norm import RMSNorm
-from isp.layers.rotary import apply_rotary
 from isp.layers.workspace import InferenceWorkspace, Residual
 from model.decoder import Block, Decoder, Rotary
 
@@ -134,7 +133,7 @@ class _Block:
     ) -> Tensor:
         """The residual or its norm [T, D], to be added to -> the next block's norm of it [T, D]."""
         fused = self.wqkv(x).unsqueeze(0)  # [1, T, (H' + 2K') d]
-        heads = self.core(*self._to_heads(fused, rotary), mask=mask)
+        heads = self.core(*self.attention.to_heads(fused, rotary), mask=mask)
         normed = self.wo.add_norm(heads[0].flatten(1), residual, self.ffn_norm)  # [T, D]
         if len(normed) <= _TILE_TOKENS:
             return self.w2.add_norm(self._inner(normed), residual, self.next_norm)
@@ -143,14 +142,3 @@ class _Block:
 
     def _inner(self, normed: Tensor) -> Tensor:
         return self.mlp.activation(self.w13(normed))  # [T, F']
-
-    def _to_heads(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Attention.to_heads`; q and k are turned at once where they have no norm."""
-        attention, (num_q, num_kv) = self.attention, self.attention.heads
-        if attention.q_norm is not None:
-            return attention.to_heads(fused, rotary)
-        heads = fused.unflatten(-1, (-1, attention.head_size))  # [1, T, H' + 2K', d]
-        turned, v = heads.split((num_q + num_kv, num_kv), dim=2)
-        turned = apply_rotary(turned, *rotary, compiled=attention.compiled)
-        q, k = turned.split((num_q, num_kv), dim=2)
-        return q, k, v
