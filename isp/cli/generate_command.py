@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     )
     texts = [_text_of(prompt) for prompt in args.prompt]
     reading = Reading.of(args)
-    prompts = [reading.source.encode(text) for text in texts]
+    prompts = [reading.source.encode_prompt(text) for text in texts]
     reading.describe(reading.source.check_lengths(prompts, args.max_new_tokens))
     if args.nproc is not None and reading.layout.ranks > 1:
         return launch(reading.layout.ranks, ["-m", "isp", "generate", *_words(args)])

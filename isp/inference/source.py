@@ -76,18 +76,22 @@ class Source:
         return self.model.trace.vocab_size  # type: ignore[attr-defined, no-any-return]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt; raises ValueError if it is empty, or the model has them not."""
+        """The tokens of a text, with those that begin one; ValueError where the model has fewer."""
         found: list[int] = self.tokenizer.encode(text).tolist()
-        if not found:
-            raise ValueError(f"the prompt {text!r} is empty: give it at least one token")
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
             found = self.tokenizer.encode_prompt(text)
-        if (largest := max(found)) >= self.vocab_size:
+        if (largest := max(found, default=0)) >= self.vocab_size:
             raise ValueError(
                 f"the tokenizer makes token {largest:,} of the prompt, and the model has"
                 f" {self.vocab_size:,}: name the tokenizer that it was trained with by --tokenizer"
             )
         return found
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """As `encode`, and ValueError for a text without tokens of its own."""
+        if not len(self.tokenizer.encode(text)):
+            raise ValueError(f"the prompt {text!r} is empty: give it at least one token")
+        return self.encode(text)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
         """Raise ValueError for what cannot be read; a warning in words, or nothing."""
