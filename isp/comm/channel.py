@@ -137,7 +137,7 @@ class Channel:
             "all_gather",
             cargo,
             x.nbytes * (self.size - 1),
-            lambda: _all_gather(self.group, joined, x),
+            partial(_all_gather, self.group, joined, x),
             out,
             keep=(x, out),
         )
@@ -159,7 +159,7 @@ class Channel:
                 "reduce_scatter",
                 cargo,
                 x.nbytes // self.size * (self.size - 1),
-                lambda: _all_to_all(self.group, parts, x, [], []),
+                partial(_all_to_all, self.group, parts, x, [], []),
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
@@ -168,7 +168,7 @@ class Channel:
             "reduce_scatter",
             cargo,
             wide.nbytes // self.size * (self.size - 1),
-            lambda: _reduce_scatter(self.group, out, wide),
+            partial(_reduce_scatter, self.group, out, wide),
             out,
             keep=(wide, out),
         )
@@ -195,7 +195,7 @@ class Channel:
             "all_to_all",
             cargo,
             x.nbytes - own,
-            lambda: _all_to_all(self.group, out, x, list(out_rows or ()), list(in_rows or ())),
+            partial(_all_to_all, self.group, out, x, list(out_rows or ()), list(in_rows or ())),
             out,
             keep=(x, out),
         )
