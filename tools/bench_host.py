@@ -98,10 +98,11 @@ class Row:
 def rows() -> list[Row]:
     """Plain torch first; all with and without recompute."""
     plain = [Row(PLAIN), Row(SHARDED)]
-    isp = {f"isp, tensor {t}, weight 2": _parallel(Mode.ISP, t, 2) for t in (1, 2)}
+    sizes = ((1, 1), (1, 2), (2, 2))
+    isp = {f"isp, tensor {t}, weight {w}": _parallel(Mode.ISP, t, w) for t, w in sizes}
     others = {f"{mode}, tensor 2": _parallel(mode, 2, 1) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)}
     ours = [Row(name, parallel) for name, parallel in {**isp, **others}.items()]
-    metered = [replace(ours[1], name=f"{ours[1].name}, metered", metered=True)]
+    metered = [replace(ours[2], name=f"{ours[2].name}, metered", metered=True)]
     every = [*plain, *ours, *metered]
     return every + [replace(r, name=r.name + RECOMPUTED, recompute=True) for r in every[:-1]]
 
