@@ -95,6 +95,8 @@ class ContextAttention:
         if self.ring and mask.window is None and sinks is None:
             kernel = lse_kernel(self.local_attention, q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
+        if not routes[0].stays:
+            q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks)
         if routes[0].stays:
             out = self._attend(tokens, routes[0].mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.attention.context_cases import (
 )
 from tests.attention.reference import random_inputs
 from tests.ranks import run_ranks
+from tests.saved import saved_bytes
 
 TOLERANCE = 1e-9  # float64, sums in another order
 
@@ -217,6 +219,24 @@ def test_the_next_stripe_travels_while_one_is_attended_to() -> None:
         kv = [f"attention.kv.{i}" for i in range(3)]
         assert seen["stripes"] == [kv[0], kv[1] + " attend", kv[2] + " attend" * 2, *kv[::-1]]
         assert seen["stays"] == []
+
+
+def _kept(rank: int) -> list[int]:
+    channel = Channel(dist.group.WORLD, name="context")
+    (q, k, v), _ = random_inputs(1, 24, 4, 2)
+    mask, found = AttentionMask.of_documents([48]), []
+    for ring in (False, True):
+        attention = ContextAttention(CpuAttention(), channel, ((None, 1),), ring=ring)
+        for queries, keys in ((q, k), torch.cat((q, k), 2).split((4, 2), 2)):
+            attend = partial(attention, queries, keys, v, mask=mask)
+            found.append(saved_bytes(attend)[1])
+    return found
+
+
+def test_keys_beside_queries_are_not_kept() -> None:
+    """Catches views of one memory, as a projection gives them, of which only a part is needed."""
+    for gather, gather_views, ring, ring_views in run_ranks(2, _kept):
+        assert (gather, ring) == (gather_views, ring_views)
 
 
 def _refusals(rank: int) -> list[str]:
