@@ -32,9 +32,11 @@ __all__ = ["Channel", "DryChannel", "Listener"]
 
 _Group = dist.ProcessGroup
 _Method = Callable[..., dist.Work]
-_all_gather: _Method = getattr(_Group, "all_gather_single", _Group._allgather_base)
-_reduce_scatter: _Method = getattr(_Group, "reduce_scatter_single", _Group._reduce_scatter_base)
-_all_to_all: _Method = _Group.alltoall_base
+_all_gather: _Method = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
+_reduce_scatter: _Method = (
+    getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
+)
+_all_to_all: _Method = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base
 
 
 class Channel:
