@@ -134,7 +134,7 @@ def split_heads(
     fused [B, S, H + 2K, d] -> q [B, S, H, d], k and v [B, S, K, d], none of which holds on to
     `fused`. Backward writes the three gradients where they belong in that of `fused`.
     """
-    if not (compiled or torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return _split_heads(fused, num_q, num_kv, cos, sin, compiled)
     q, k, v = _SplitHeads.apply(fused, num_q, num_kv, cos, sin, compiled)
     return q, k, v
