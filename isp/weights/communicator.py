@@ -229,7 +229,7 @@ class ISPCommunicator(WPCommunicator):
         self._chunks: Chunks = ()
         self._states: list[ISPOverlapState] = []
         self._names: dict[int, str] = {}
-        """The name of each layer's weight, by the id of the layer."""
+        """The name of each weight, by the id of a layer that has it, and by its own."""
         self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
         """Store, layer and block of each weight; of its first visit, if there are several."""
         self._keys: dict[Site, Hashable] = {}
@@ -256,13 +256,13 @@ class ISPCommunicator(WPCommunicator):
         self._declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(self._declared)
         self._states = [ISPOverlapState() for _ in self._declared]
-        names = weight_names(self._declared)
+        self._names = weight_names(self._declared)
         for site, block, visit in declared_visits(self._declared):
             key = site[1:] if visit.layer is None else id(visit.layer)
             self._keys.update((site._replace(phase=phase), key) for phase in Phase)
             self._forward.append(key)
             if visit.layer is not None:
-                name = self._names[id(visit.layer)] = names[id(visit.layer.weight)]
+                name = self._names[id(visit.layer)] = self._names[id(visit.layer.weight)]
                 home = self._states[site.chunk], visit.layer, block.module
                 self._homes.setdefault(name, home)
             elif visit.at is not None:
@@ -436,7 +436,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
         """What a visit reads, there until it lets go: as planned, or gathered for it alone."""
-        name = self._names.get(id(layer))
+        name = self._names.get(id(layer)) or self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             return self._gather_now(layer, with_bias)
         state, _, block = self._homes[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
-from tests.weights.echo import CPU, Net, echo_layers, echo_net, leased_bytes, plain_linear
+from tests.weights.echo import CPU, D, Net, echo_layers, echo_net, leased_bytes, plain_linear
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
 ONE = sequential_actions(1)
@@ -331,6 +332,16 @@ def test_prerequisites_come_before_each_gather() -> None:
         while events[i - 1].startswith(f"gather {block}."):  # asked once for those that go together
             i -= 1
         assert events[i - 2 : i] == [f"first {block}", f"second {block}"]
+
+
+def test_prerequisites_of_a_weight_and_not_of_its_layer() -> None:
+    """Catches a layer that nobody has declared reading a declared weight before it is published."""
+    net, communicator, _ = echo_net()
+    asked: list[object] = []
+    communicator.register_prerequisite_for_forward_prefetch_hooks(asked.append)
+    with torch.no_grad():
+        copy(net.blocks[1].wo)(torch.zeros(1, 4, D, dtype=torch.float64))
+    assert asked == [net.blocks[1]]
 
 
 @pytest.mark.parametrize("fn", [None, "wait", 3])
