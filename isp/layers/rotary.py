@@ -202,23 +202,23 @@ def _turn(
     return out
 
 
-@lazily_compiled
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn_at_once(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `_turn`, in operations of which a compiler makes one; the other way with -sin."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 @lazily_compiled
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turn_at_once(x, cos, sin)
+
+
+@lazily_compiled
 def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    a, b = dy.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).to(dy.dtype)
+    return _turn_at_once(dy, cos, -sin)
 
 
 @lazily_compiled
 def _joined_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turned = [x.chunk(2, dim=-1) for x in (dq, dk)]
-    back = [torch.cat((a * cos + b * sin, b * cos - a * sin), -1) for a, b in turned]
-    return torch.cat((*(x.to(dv.dtype) for x in back), dv), dim=2)
+    return torch.cat((_turn_at_once(dq, cos, -sin), _turn_at_once(dk, cos, -sin), dv), dim=2)
