@@ -21,7 +21,8 @@ from isp.layers.inference import (
 )
 from isp.layers.norm import RMSNorm
 from isp.layers.workspace import InferenceWorkspace, Residual
-from model.decoder import Block, Decoder, Rotary
+from model.block import Block, Rotary
+from model.decoder import Decoder
 
 __all__ = ["InferenceDecoder"]
 
