@@ -142,7 +142,8 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         return min(own)
 
     waits, works = run_programs(2, train)
-    assert waits < SLEEP_SECONDS <= works, "what a rank waits for the other is not its own"
+    # both work alike beside the sleep, on a busy machine for longer than that
+    assert waits + SLEEP_SECONDS / 2 < works, "what a rank waits for the other is not its own"
     (run,) = run_folders(job)
     log = (run / "logs/rank_0.log").read_text()
     warnings = [line.split(": ", 1)[1] for line in log.splitlines() if " WARNING " in line]
