@@ -17,6 +17,7 @@ on CUDA the two kinds never meet, and each has far fewer than 32. Source: c10/cu
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,14 +43,20 @@ Event = torch.cuda.Event
 _HERE = nullcontext()
 
 
+@cache
+def _has_streams(device: torch.device) -> bool:
+    has: bool = device.type == "cuda"  # torch writes this word anew each time
+    return has
+
+
 def new(device: torch.device) -> Stream | None:
     """Another stream, ahead of compute [Note: Priorities]."""
-    return Stream(device, priority=-1) if device.type == "cuda" else None
+    return Stream(device, priority=-1) if _has_streams(device) else None
 
 
 def current(device: torch.device) -> Stream | None:
     """The stream on which things are queued now."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.cuda.current_stream(device) if _has_streams(device) else None
 
 
 def on(stream: Stream | None) -> AbstractContextManager[None]:
@@ -65,7 +72,7 @@ def follow(stream: Stream | None) -> None:
 
 def mark(device: torch.device, *, timed: bool = False) -> Event | None:
     """An event that is over when all that is queued on the current stream now is."""
-    if device.type != "cuda":
+    if not _has_streams(device):
         return None
     event = Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(device))

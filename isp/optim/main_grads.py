@@ -168,8 +168,9 @@ class MainGradients:
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
-        self._accumulate(self._of[id(parameter)], gradient)
-        self.withdraw(parameter)
+        found = self._of[id(parameter)]
+        self._accumulate(found, gradient)
+        self._keep_promise(found)
 
     def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         """Add the weight gradient dy^T x, as `add` does: dy [N, O], x [N, I].
@@ -180,13 +181,11 @@ class MainGradients:
         self._require_open(gradient)
         fresh = gradient.untouched
         weight_gradient(dy, x, into=gradient.open(), add=not fresh)
-        self.withdraw(parameter)
+        self._keep_promise(gradient)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back, or count it as kept."""
-        gradient = self._of[id(parameter)]
-        gradient.owed = max(0, gradient.owed - 1)
-        self._settle(gradient)
+        self._keep_promise(self._of[id(parameter)])
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, if there is one, and note that this backward pass is through.
@@ -255,6 +254,11 @@ class MainGradients:
                 f" what is delivered after a backward pass has to be promised; between steps"
                 f" torch.autograd.grad gives gradients that are not kept"
             )
+
+    def _keep_promise(self, gradient: _Gradient) -> None:
+        if gradient.owed:
+            gradient.owed -= 1
+        self._settle(gradient)
 
     def _settle(self, gradient: _Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""

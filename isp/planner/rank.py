@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.channel import DryChannel, Listener
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
 from isp.weights.communicator import ISPCommModelConfig
-from isp.weights.transfers import GradientReducer, MemoryPool, gather
+from isp.weights.transfers import GradientReducer, MemoryPool, ShardedParameter, gather
 
 __all__ = ["DryRank", "Heard"]
 
@@ -37,16 +34,6 @@ class Heard(list[Trip]):
         """A transfer sets off."""
         self.append(trip)
         return lambda: None
-
-
-@dataclass(eq=False)
-class _Layer:
-    """A gathered layer."""
-
-    name: str
-    layouts: dict[str, ParameterLayout]
-    weight: nn.Parameter
-    bias: nn.Parameter | None = None
 
 
 class DryRank:
@@ -99,10 +86,11 @@ class DryRank:
 
     def reduce(self, name: str) -> None:
         """Set the sum of the full gradient of parameter `name` on its way."""
-        layout, parameter = self.layouts[name], self.parameters[name]
-        full = torch.empty(layout.global_shape, dtype=parameter.dtype, device=META)
+        sharded = self._sharded(name)
+        parameter = sharded.parameter
+        full = torch.empty(sharded.layout.global_shape, dtype=parameter.dtype, device=META)
         self.reducer.sink.promise(parameter)
-        self.reducer.launch(parameter, full, layout, cargo=Cargo(Purpose.WEIGHT_GRADIENT, name))
+        self.reducer.launch(sharded, full)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:
         """Buckets may travel once the gradient of each parameter has come as often as it is used.
@@ -122,8 +110,7 @@ class DryRank:
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
-        layer = _Layer(name, {"weight": self.layouts[name]}, self.parameters[name])
-        gather(layer, self[Axis.WEIGHT], MemoryPool(), with_bias=False)
+        gather([self._sharded(name)], self[Axis.WEIGHT], MemoryPool())
 
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""
@@ -141,6 +128,9 @@ class DryRank:
         """Sum the gradient of a table that two stages have."""
         gradient = self.gradients.summed(self.parameters[name])
         self[Axis.EMBEDDING].all_reduce_(gradient, cargo=Cargo(Purpose.REPLICA_GRADIENT, name))
+
+    def _sharded(self, name: str) -> ShardedParameter:
+        return ShardedParameter(name, "weight", self.parameters[name], self.layouts[name])
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
         return DryChannel(

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, streams
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.cuda import Allocate
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.parallel.phase import Phase
@@ -42,7 +41,14 @@ from isp.weights.declare import (
 )
 from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
 from isp.weights.trace import Action, ActionKind, Chunks, Site
-from isp.weights.transfers import GatheredLayer, GradientReducer, GradientSink, MemoryPool, gather
+from isp.weights.transfers import (
+    GatheredLayer,
+    GradientReducer,
+    GradientSink,
+    MemoryPool,
+    ShardedParameter,
+    gather,
+)
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
@@ -95,6 +101,8 @@ class _ErrorLatch:
 
 
 _NO_PLAN = object()
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
+_GATHER, _WAIT = ActKind.GATHER, ActKind.WAIT
 
 
 class _Visit:
@@ -127,7 +135,7 @@ class _Visit:
         self._cursor = _NO_PLAN if step is None else communicator._cursor
         self._ahead = () if step is None else step.before
         # A backward has the weight gradient to compute before it reads the weight.
-        if self._phase is Phase.BACKWARD and communicator.overlap:
+        if self._phase is _BACKWARD and communicator.overlap:
             self._launch_ahead()
         return self
 
@@ -158,7 +166,7 @@ class _Visit:
     def _launch_ahead(self) -> None:
         acts, self._ahead = self._ahead, ()
         # Waits come first, and are the layer's own.
-        if acts and acts[-1].kind is not ActKind.WAIT:
+        if acts and acts[-1].kind is not _WAIT:
             communicator = self._communicator
             if self._cursor is communicator._cursor:
                 communicator._launch(acts)
@@ -230,7 +238,9 @@ class ISPCommunicator(WPCommunicator):
         self._states: list[ISPOverlapState] = []
         self._names: dict[int, str] = {}
         """The name of each weight, by the id of a layer that has it, and by its own."""
-        self._homes: dict[str, tuple[ISPOverlapState, WeightHolder, nn.Module]] = {}
+        self._sharded: dict[int, tuple[ShardedParameter, ...]] = {}
+        """Weight and bias of each layer, by its id."""
+        self._homes: dict[str, tuple[ISPOverlapState, tuple[ShardedParameter, ...], nn.Module]] = {}
         """Store, layer and block of each weight; of its first visit, if there are several."""
         self._keys: dict[Site, Hashable] = {}
         """The name that the visit at a site gives itself: of a layer, or a launch point."""
@@ -263,8 +273,8 @@ class ISPCommunicator(WPCommunicator):
             self._forward.append(key)
             if visit.layer is not None:
                 name = self._names[id(visit.layer)] = self._names[id(visit.layer.weight)]
-                home = self._states[site.chunk], visit.layer, block.module
-                self._homes.setdefault(name, home)
+                sharded = self._sharded[id(visit.layer)] = ShardedParameter.of(visit.layer)
+                self._homes.setdefault(name, (self._states[site.chunk], sharded, block.module))
             elif visit.at is not None:
                 visit.at.register_forward_pre_hook(partial(self._pass_by, key))
 
@@ -343,17 +353,13 @@ class ISPCommunicator(WPCommunicator):
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
         self._latch.check()
-        local = "bias" if is_bias else "weight"
-        parameter = module.bias if is_bias else module.weight
-        assert parameter is not None
-        layout = module.layouts[local]
-        cargo = Cargo(Purpose.WEIGHT_GRADIENT, module.name, f"{local}.grad")
+        sharded = self._shards(module)[is_bias]
         if returned:
             with self._latch:
-                return self._reducer.reduce(grad, layout, cargo=cargo)
-        self._reducer.sink.promise(parameter)  # a sink that refuses has not harmed the group
+                return self._reducer.reduce(sharded, grad)
+        self._reducer.sink.promise(sharded.parameter)  # one that refuses has not harmed the group
         with self._latch:
-            self._reducer.launch(parameter, grad, layout, cargo=cargo)
+            self._reducer.launch(sharded, grad)
             if not self.overlap:
                 self._reducer.finish()
         return None
@@ -377,10 +383,10 @@ class ISPCommunicator(WPCommunicator):
         """The planned step of a visit; what was planned on the way to it is done."""
         if self._latch.error is not None:
             self._latch.check()
-        if phase is Phase.FORWARD and self._recomputing:  # a layer does not know that it is
+        if self._recomputing and phase is _FORWARD:  # a layer does not know that it is
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
-        if phase is Phase.FORWARD and not self._announced and (found is None or found[1]):
+        if not self._announced and phase is _FORWARD and (found is None or found[1]):
             found = self._begin_pass(key)
         if found is None:
             return None
@@ -413,12 +419,13 @@ class ISPCommunicator(WPCommunicator):
         try:
             with streams.on(self._stream):
                 for kind, name, bias in acts:
-                    state, layer, block = self._homes[name]
-                    if kind is ActKind.GATHER and name not in state.gathered:
+                    state, shards, block = self._homes[name]
+                    if kind is _GATHER and name not in state.gathered:
                         if block is not ready:
                             self._make_ready(block)
                             ready = block
-                        state.gathered[name] = self._gather(layer, with_bias=bias is not None)
+                        shards = shards[:1] if bias is None else shards
+                        state.gathered[name] = self._gather(shards)
         except Exception as failed:
             self._latch.error = failed
             raise
@@ -441,7 +448,7 @@ class ISPCommunicator(WPCommunicator):
             return self._gather_now(layer, with_bias)
         state, _, block = self._homes[name]
         found = state.gathered.get(name)
-        if found is not None and found.stale:
+        if found is not None and found.is_stale():
             state.gathered.pop(name).let_go()
             found = None
         if found is not None and (not with_bias or found.has_bias):
@@ -460,7 +467,11 @@ class ISPCommunicator(WPCommunicator):
         with streams.on(self._stream):
             if block is not None:
                 self._make_ready(block)
-            return self._gather(layer, with_bias=with_bias)
+            shards = self._shards(layer)
+            return self._gather(shards if with_bias else shards[:1])
+
+    def _shards(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+        return self._sharded.get(id(layer)) or ShardedParameter.of(layer)
 
     def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
         """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""

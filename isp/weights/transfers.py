@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,10 +33,41 @@ __all__ = [
     "GradientSink",
     "MemoryPool",
     "ParameterGradients",
+    "ShardedParameter",
     "gather",
 ]
 
 # -- weights ---------------------------------------------------------------------------------
+
+
+class ShardedParameter:
+    """A layer's weight or bias, and what is the same each time that it travels."""
+
+    __slots__ = ("buffer_shape", "cargo", "gradient_cargo", "layout", "parameter")
+
+    def __init__(
+        self, layer: str, local: str, parameter: nn.Parameter, layout: ParameterLayout
+    ) -> None:
+        self.parameter, self.layout = parameter, layout
+        length, *rest = layout.piece_shape
+        self.buffer_shape = (layout.parts * length, *rest)
+        """That of all pieces as they travel, one behind the other."""
+        self.cargo = Cargo(Purpose.WEIGHT, layer, local)
+        self.gradient_cargo = Cargo(Purpose.WEIGHT_GRADIENT, layer, f"{local}.grad")
+
+    @classmethod
+    def of(cls, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+        """The weight of `layer`, and its bias if it has one."""
+        weight = cls(layer.name, "weight", layer.weight, layer.layouts["weight"])
+        if layer.bias is None:
+            return (weight,)
+        return weight, cls(layer.name, "bias", layer.bias, layer.layouts["bias"])
+
+    def as_it_travels(self, x: Tensor, length: int) -> Tensor:
+        """A shard, or a full tensor, in `length` rows [Note: Pieces]."""
+        if self.layout.travels_as_it_lies:
+            return x.contiguous()
+        return pad_rows(x.movedim(self.layout.dim, 0), length)
 
 
 class GatheredLayer:
@@ -50,17 +81,16 @@ class GatheredLayer:
 
     __slots__ = ("_full", "_holders", "_leases", "_shards", "_version")
 
-    def __init__(self, shards: tuple[nn.Parameter, ...]) -> None:
+    def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._shards = shards
-        self._version = _version(shards)
+        self._version = self._now()
         self._full: list[Pending] = []
         self._leases: list[Lease] = []
         self._holders = 1
 
-    @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a shard may have changed since its gather was launched."""
-        return _version(self._shards) != self._version
+        return self._now() != self._version
 
     @property
     def has_bias(self) -> bool:
@@ -89,43 +119,32 @@ class GatheredLayer:
             for lease in self._leases:
                 lease.release()
 
+    def _now(self) -> int:
+        """A number that grows with each visible write [Note: Versions]."""
+        number: int = _optimizer_steps()[0]
+        for shard in self._shards:
+            number += shard.parameter._version
+        return number
 
-def gather(
-    layer: WeightHolder, channel: Channel, pool: MemoryPool, *, with_bias: bool
-) -> GatheredLayer:
-    """Set the full weight of `layer` on its way into a buffer of `pool`; its bias, if asked for.
+
+def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPool) -> GatheredLayer:
+    """Set the full tensors of a layer's `shards` on their way into buffers of `pool`.
 
     Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
     no copy. Elsewhere see [Note: Pieces].
     """
-    weight, bias = layer.weight, layer.bias if with_bias else None
-    gathered = GatheredLayer((weight,) if bias is None else (weight, bias))
-    for local, shard in zip(("weight", "bias"), gathered._shards, strict=False):
+    gathered = GatheredLayer(shards)
+    for shard in shards:
+        piece, layout = shard.parameter.detach(), shard.layout
         if channel.size == 1:
-            gathered._full.append(Pending.ready(shard.detach()))
+            gathered._full.append(Pending.ready(piece))
             continue
-        layout = layer.layouts[local]
-        rows, *rest = layout.piece_shape
-        lease = pool.lease((channel.size * rows, *rest), shard.dtype, shard.device)
+        lease = pool.lease(shard.buffer_shape, piece.dtype, piece.device)
         gathered._leases.append(lease)
-        cargo = Cargo(Purpose.WEIGHT, layer.name, local)
-        piece = shard.detach()
-        if layout.travels_as_it_lies:
-            full = channel.all_gather_into(lease.tensor, piece.contiguous(), cargo=cargo)
-        else:
-            piece = pad_rows(piece.movedim(layout.dim, 0), rows)
-            full = channel.all_gather_into(lease.tensor, piece, cargo=cargo).then(layout.joined)
-        gathered._full.append(full)
+        piece = shard.as_it_travels(piece, layout.piece_shape[0])
+        full = channel.all_gather_into(lease.tensor, piece, cargo=shard.cargo)
+        gathered._full.append(full if layout.travels_as_it_lies else full.then(layout.joined))
     return gathered
-
-
-_writes = attrgetter("_version")
-
-
-def _version(shards: tuple[nn.Parameter, ...]) -> int:
-    """A number that grows with each visible write [Note: Versions]."""
-    writes: int = sum(map(_writes, shards))
-    return writes + _optimizer_steps()[0]
 
 
 @cache
@@ -180,13 +199,15 @@ class ParameterGradients:
 class _Sum(NamedTuple):
     """This rank's shard of a gradient's sum, on its way."""
 
-    layout: ParameterLayout
+    of: ShardedParameter
     pending: Pending
     leases: list[Lease]
+    num_bytes: int
+    """Of the full gradient as it travels, kept until its sum is there."""
 
     def shard(self) -> Tensor:
         """The shard, without padding; waits for it."""
-        layout, piece = self.layout, self.pending.wait()
+        layout, piece = self.of.layout, self.pending.wait()
         if layout.travels_as_it_lies:
             return piece
         return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
@@ -220,27 +241,24 @@ class GradientReducer:
         self.bytes_in_flight = 0
         """Of the full gradients that are kept until their sums have arrived."""
         self.sink: GradientSink = ParameterGradients()
-        self._in_flight: deque[tuple[nn.Parameter, int, _Sum]] = deque()
-        """Of each the bytes of the full gradient as it travels, kept until its sum is there."""
+        self._in_flight: deque[_Sum] = deque()
 
-    def launch(
-        self, parameter: nn.Parameter, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo
-    ) -> None:
+    def launch(self, parameter: ShardedParameter, grad: Tensor) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
         if self.channel.size == 1:
-            self.sink.add(parameter, grad)
+            self.sink.add(parameter.parameter, grad)
             return
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
         while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        self._in_flight.append((parameter, num_bytes, self._send(grad, layout, cargo)))
+        self._in_flight.append(self._send(parameter, grad, num_bytes))
         self.bytes_in_flight += num_bytes
 
-    def reduce(self, grad: Tensor, layout: ParameterLayout, *, cargo: Cargo) -> Tensor:
+    def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
         if self.channel.size == 1:
             return grad
-        sent = self._send(grad, layout, cargo)
+        sent = self._send(parameter, grad, 0)
         shard = sent.shard().clone()
         sent.release()
         return shard
@@ -254,26 +272,23 @@ class GradientReducer:
         while self._in_flight:
             self._deliver_oldest()
 
-    def _send(self, grad: Tensor, layout: ParameterLayout, cargo: Cargo) -> _Sum:
-        shape = layout.piece_shape
-        if layout.travels_as_it_lies:
-            pieces = grad.contiguous()
-        else:
-            pieces = pad_rows(grad.movedim(layout.dim, 0), layout.parts * shape[0])
-        leases = [self.pool.lease(shape, self._summed_in(grad.dtype), grad.device)]
+    def _send(self, parameter: ShardedParameter, grad: Tensor, num_bytes: int) -> _Sum:
+        pieces = parameter.as_it_travels(grad, parameter.buffer_shape[0])
+        shape, device = parameter.layout.piece_shape, grad.device
+        leases = [self.pool.lease(shape, self._summed_in(grad.dtype), device)]
         received = None
         if self.channel.sums_locally:
-            leases.append(self.pool.lease(tuple(pieces.shape), pieces.dtype, pieces.device))
+            leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, device))
             received = leases[1].tensor
         pending = self.channel.reduce_scatter_into(
-            leases[0].tensor, pieces, received=received, cargo=cargo
+            leases[0].tensor, pieces, received=received, cargo=parameter.gradient_cargo
         )
-        return _Sum(layout, pending, leases)
+        return _Sum(parameter, pending, leases, num_bytes)
 
     def _deliver_oldest(self) -> None:
-        parameter, num_bytes, arriving = self._in_flight.popleft()
-        self.bytes_in_flight -= num_bytes
-        self.sink.add(parameter, arriving.shard())
+        arriving = self._in_flight.popleft()
+        self.bytes_in_flight -= arriving.num_bytes
+        self.sink.add(arriving.of.parameter, arriving.shard())
         arriving.release()
 
 
@@ -284,13 +299,13 @@ _wider = cache(torch.promote_types)  # to torch, an operator
 # -- buffers ---------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
 class Lease:
     """The right to use a buffer until `release`; reading `tensor` afterwards raises."""
 
-    _tensor: Tensor
-    _pool: MemoryPool
-    _released: bool = False
+    __slots__ = ("_kind", "_pool", "_released", "_tensor")
+
+    def __init__(self, tensor: Tensor, kind: _Kind, pool: MemoryPool) -> None:
+        self._tensor, self._kind, self._pool, self._released = tensor, kind, pool, False
 
     @property
     def tensor(self) -> Tensor:
@@ -304,10 +319,20 @@ class Lease:
         if self._released:
             raise RuntimeError("this buffer was released already: it may be leased to another now")
         self._released = True
-        self._pool._take_back(self._tensor)
+        self._pool._take_back(self._tensor, self._kind)
 
 
-_Key = tuple[torch.dtype, torch.device, int]
+_Free = list[tuple[Tensor, tuple[int, ...], streams.Event | None]]
+"""Buffers nobody has, each with its shape and the end of its last use."""
+
+
+class _Kind(NamedTuple):
+    """What a pool knows of buffers of one shape, dtype and device."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    free: _Free
+    """Those of other shapes, too, of the same number of elements."""
 
 
 @dataclass(eq=False)
@@ -337,16 +362,20 @@ class MemoryPool:
     """Leases for which a new buffer had to be made."""
     reuses: int = 0
     """Leases served by a buffer that was there."""
-    _free: dict[_Key, list[tuple[Tensor, streams.Event | None]]] = field(
+    _kinds: dict[tuple[tuple[int, ...], torch.dtype, torch.device], _Kind] = field(
+        default_factory=dict
+    )
+    _free: defaultdict[tuple[torch.dtype, torch.device, int], _Free] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
         """A buffer of this shape, its contents undefined."""
-        key = dtype, device, math.prod(shape)
-        if waiting := self._free[key]:
-            buffer, last_use = waiting.pop()
-            if buffer.shape != shape:
+        kind = self._kinds.get((shape, dtype, device)) or self._new_kind(shape, dtype, device)
+        _, num_bytes, free = kind
+        if free:
+            buffer, last_shape, last_use = free.pop()
+            if last_shape != shape:
                 buffer = buffer.view(shape)
             if last_use is not None:
                 last_use.wait()
@@ -357,27 +386,35 @@ class MemoryPool:
                     buffer = self.allocate(math.prod(shape), dtype).view(shape)
                 else:
                     buffer = torch.empty(shape, dtype=dtype, device=device)
-            self.reserved_bytes += buffer.nbytes
+            self.reserved_bytes += num_bytes
             self.allocations += 1
-        self.leased_bytes += buffer.nbytes
-        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
-        return Lease(buffer, self)
+        self.leased_bytes += num_bytes
+        if self.leased_bytes > self.peak_leased_bytes:
+            self.peak_leased_bytes = self.leased_bytes
+        return Lease(buffer, kind, self)
 
     def reset_lazy_pools(self) -> None:
         """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
-        for buffer, last_use in (item for items in self._free.values() for item in items):
-            if last_use is not None:
-                last_use.synchronize()
-            self.reserved_bytes -= buffer.nbytes
-        self._free.clear()
+        for free in self._free.values():
+            for buffer, _, last_use in free:
+                if last_use is not None:
+                    last_use.synchronize()
+                self.reserved_bytes -= buffer.nbytes
+            free.clear()
 
-    def _take_back(self, tensor: Tensor) -> None:
-        self.leased_bytes -= tensor.nbytes
+    def _new_kind(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Kind:
+        numel = math.prod(shape)
+        free = self._free[dtype, device, numel]
+        kind = self._kinds[shape, dtype, device] = _Kind(shape, numel * dtype.itemsize, free)
+        return kind
+
+    def _take_back(self, tensor: Tensor, kind: _Kind) -> None:
+        shape, num_bytes, free = kind
+        self.leased_bytes -= num_bytes
         if self.poison and tensor.is_floating_point():
             tensor.fill_(math.nan)
-        if not self.reuse:
-            self.reserved_bytes -= tensor.nbytes
+        if self.reuse:
+            free.append((tensor, shape, streams.mark(tensor.device)))
+        else:
+            self.reserved_bytes -= num_bytes
             streams.in_use(tensor)
-            return
-        key = tensor.dtype, tensor.device, tensor.numel()
-        self._free[key].append((tensor, streams.mark(tensor.device)))

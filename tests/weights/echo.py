@@ -8,6 +8,7 @@ numbers are worth is tested on real ranks.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +97,10 @@ def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None
     """Note as well when the buffer of a gathered weight goes back to the pool."""
     take_back = communicator.pool._take_back
 
-    def noted(tensor: Tensor) -> None:
+    def noted(tensor: Tensor, kind: Any) -> None:
         if (name := channel.labels.pop(tensor.data_ptr(), "")) != "":
             channel.note(f"free {name}")
-        take_back(tensor)
+        take_back(tensor, kind)
 
     communicator.pool._take_back = noted  # type: ignore[method-assign]
 

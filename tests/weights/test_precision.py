@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh
-from isp.comm.cargo import UNNAMED
 from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
@@ -25,7 +24,12 @@ from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.rank import Heard
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.transfers import GradientReducer, MemoryPool, ParameterGradients
+from isp.weights.transfers import (
+    GradientReducer,
+    MemoryPool,
+    ParameterGradients,
+    ShardedParameter,
+)
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 
@@ -216,9 +220,10 @@ def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: in
     reducer = GradientReducer(channel, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit)
     layout = ParameterLayout(global_shape=(O, I), parts=WORLD, reduce_over=Axis.WEIGHT_DATA)
     weight = nn.Parameter(torch.empty(layout.local_shape, dtype=torch.bfloat16, device="meta"))
+    sharded = ShardedParameter("layer", "weight", weight, layout)
     for count in (1, 2, 2):
         grad = torch.empty(O, I, dtype=torch.bfloat16, device="meta")
-        reducer.launch(weight, grad, layout, cargo=UNNAMED)
+        reducer.launch(sharded, grad)
         assert reducer.bytes_in_flight == count * O * I * item_bytes
     reducer.finish()
     assert reducer.bytes_in_flight == 0
