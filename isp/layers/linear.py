@@ -121,12 +121,19 @@ def wanted(ctx: Any, index: int) -> Wanted:
     `backward(inputs=[x])` leave out the rest. The inputs before `index` have to be tensors.
     """
     if not ctx.needs_input_grad[index]:
-        return Wanted.NOTHING
+        return _NOTHING
     try:
         runs = torch._C._will_engine_execute_node(ctx.next_functions[index][0])
     except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
-        return Wanted.VALUE
-    return Wanted.FLOW if runs else Wanted.NOTHING
+        return _VALUE
+    return _FLOW if runs else _NOTHING
+
+
+# Python 3.11 looks a member up as slowly as a function is called.
+_NOTHING, _VALUE, _FLOW = Wanted
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
+_X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
+_DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 
 
 class WeightGradientRoute(Protocol):
@@ -180,15 +187,15 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
-        full_x = _moved(moves.x, x, Purpose.ACTIVATION, layer, "x")
-        with communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
+        full_x = _moved(moves.x, x, layer, _X)
+        with communicator.visit(layer, _FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
-        return _moved(moves.y, y, Purpose.ACTIVATION, layer, "y")
+        return _moved(moves.y, y, layer, _Y)
 
     @staticmethod
     @once_differentiable
@@ -197,10 +204,10 @@ class _Linear(torch.autograd.Function):
         want_x, want_w, want_b = wanted(ctx, 0), wanted(ctx, 1), wanted(ctx, 2)
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
-        visit = communicator.visit(layer, Phase.BACKWARD, weight) if want_x else _NO_VISIT
+        visit = communicator.visit(layer, _BACKWARD, weight) if want_x else _NO_VISIT
         dx = dw = db = dx_arriving = None
         with visit as full:
-            dy = _moved(moves.dy, dy, Purpose.OUTPUT_GRADIENT, layer, "dy")
+            dy = _moved(moves.dy, dy, layer, _DY)
             x_arriving = None
             if moves.regather_x and want_w:
                 again = Cargo(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
@@ -213,49 +220,57 @@ class _Linear(torch.autograd.Function):
                 dw = _weight_gradient(dy, full_x, layer, ctx.parameter, want_w)
             if want_b:
                 db = dy.flatten(0, -2).sum(0)
-                returned = want_b is Wanted.VALUE
+                returned = want_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
-                dx = _moved(moves.dx, dx, Purpose.INPUT_GRADIENT, layer, "dx")
+                dx = _moved(moves.dx, dx, layer, _DX)
         return dx if dx_arriving is None else dx_arriving.wait(), dw, db, None
 
 
 _NO_VISIT = nullcontext()
 
 
-def _moved(move: Collective, x: Tensor, purpose: Purpose, layer: LinearLayer, name: str) -> Tensor:
+def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
     """x, where it is multiplied or goes on; waits for it."""
-    return x if move is _stay else move(x, cargo=Cargo(purpose, layer.name, name)).wait()
+    if move is _stay:
+        return x
+    purpose, name = what
+    return move(x, cargo=Cargo(purpose, layer.name, name)).wait()
+
+
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; to torch, it is an operator even where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
     """dy W [Note: Autocast]."""
-    return dy @ (weight.T if layer.transposed else weight).to(dy.dtype)
+    return dy @ _in(weight.T if layer.transposed else weight, dy.dtype)
 
 
 def _weight_gradient(
     dy: Tensor, x: Tensor, layer: LinearLayer, parameter: nn.Parameter | None, want: Wanted
 ) -> Tensor | None:
     """dy^T x of all tokens [Note: Autocast], or None if it is taken care of."""
-    flat_dy, flat_x = dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype)
+    flat_dy, flat_x = dy.flatten(0, -2), _in(x.flatten(0, -2), dy.dtype)
     left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
     route = layer.weight_gradients
-    if route is None or parameter is None or want is not Wanted.FLOW:
+    if route is None or parameter is None or want is not _FLOW:
         dw: Tensor | None = gradient_of(layer, left, right)
     else:
         dw = route(layer, parameter, left, right)
     if dw is None:
         return None
-    return layer.communicator.grad_hook(dw, module=layer, returned=want is Wanted.VALUE)
+    return layer.communicator.grad_hook(dw, module=layer, returned=want is _VALUE)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
     """`_Linear`'s forward alone."""
-    x = _moved(layer.moves.x, x, Purpose.ACTIVATION, layer, "x")
-    with layer.communicator.visit(layer, Phase.FORWARD, weight, bias) as full:
+    x = _moved(layer.moves.x, x, layer, _X)
+    with layer.communicator.visit(layer, _FORWARD, weight, bias) as full:
         y = F.linear(x, full.weight.T if layer.transposed else full.weight, full.bias)
-    return _moved(layer.moves.y, y, Purpose.ACTIVATION, layer, "y")
+    return _moved(layer.moves.y, y, layer, _Y)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:

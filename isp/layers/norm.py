@@ -48,7 +48,8 @@ class RMSNorm(ParallelModule):
         if self.compiled:
             out: Tensor = _Norm.apply(x, self.weight, self.eps)
             return out
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and the norm of it: x and y [.., D] -> twice [.., D]."""

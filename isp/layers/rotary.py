@@ -172,7 +172,7 @@ class _SplitHeads(torch.autograd.Function):
             return _joined_back(dq, dk, dv, cos, sin), None, None, None, None, None
         sizes = dq.shape[2], dk.shape[2], dv.shape[2]
         dfused = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
-        to_q, to_k, to_v = dfused.split(sizes, dim=2)
+        to_q, to_k, to_v = dfused.split_with_sizes(sizes, dim=2)
         _turn(dq, cos, sin, -1, out=to_q)
         _turn(dk, cos, sin, -1, out=to_k)
         to_v.copy_(dv)
@@ -182,9 +182,9 @@ class _SplitHeads(torch.autograd.Function):
 def _split_heads(
     fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    turned, v = fused.split((num_q + num_kv, num_kv), dim=2)
+    turned, v = fused.split_with_sizes((num_q + num_kv, num_kv), dim=2)
     turned = _turned(turned, cos, sin) if compiled else _turn(turned, cos, sin, 1)
-    q, k = turned.split((num_q, num_kv), dim=2)
+    q, k = turned.split_with_sizes((num_q, num_kv), dim=2)
     return q, k, v.contiguous()
 
 
