@@ -194,8 +194,9 @@ def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
         process = context.Process(target=_save_until_killed, args=(tmp_path, mode, sender))
         process.start()
         sender.close()
+        begin = time.monotonic()
         assert receiver.poll(30), "nothing was saved"
-        time.sleep(chance.uniform(0, 0.1))
+        time.sleep(chance.uniform(0, 2) * (time.monotonic() - begin))  # of up to two saves
         process.kill()
         process.join()
         with suppress(EOFError):
