@@ -175,6 +175,11 @@ class JobConfig:
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )
+        else:
+            found += [
+                f"parallel.weight.{key} is not used with parallel.weight.size=1: no weight travels"
+                for key in self.parallel.weight.unused
+            ]
         two = self.parallel.sequence_2D
         if not mode.facts.slices_batch and two.enable:
             found.append(f"parallel.sequence_2D is not used in {mode} mode, which splits features")

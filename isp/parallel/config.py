@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -154,6 +154,13 @@ class WeightConfig:
     def reduces_apart(self) -> bool:
         """Whether gradients are reduced over a channel of their own."""
         return self.own_reduce_group or self.reduce_by != "auto"
+
+    @property
+    def unused(self) -> list[str]:
+        """Keys that differ from their defaults and mean nothing to weights that do not travel."""
+        alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
+        keys = (item.name for item in fields(self)) if self.size == 1 else ()
+        return [key for key in keys if getattr(self, key) != getattr(alone, key)]
 
     @property
     def prefetch(self) -> Prefetch:

@@ -253,6 +253,18 @@ def test_a_section_that_the_mode_ignores_is_named(write):
     assert "parallel.weight is not used in mtp mode" in note
 
 
+def test_keys_of_weights_that_travel_are_named_where_none_does(write):
+    """Catches buffers that are to be registered with NCCL and are never there."""
+    keys = "nccl_ub", "vocab_parallel_loss", "overlap=false"
+    words = [f"--parallel.weight.{key}" for key in keys]
+    found = load_config(write(MINIMAL), words).unused()
+    assert [note.split()[0] for note in found] == [
+        "parallel.weight.overlap",
+        "parallel.weight.nccl_ub",
+    ]
+    assert load_config(write(MINIMAL), [*words, "--parallel.weight.size=2"]).unused() == []
+
+
 def test_keys_of_another_update_rule_are_named(write):
     """Catches a number that is given and that the update rule never sees."""
     words = ["--optimizer.eps=1e-6", "--optimizer.beta2=0.99"]
