@@ -3,7 +3,8 @@
 Started by `bash tools/gpu.sh`. A step that fails or outlasts its limit is noted, and the next one
 begins. In the folder of the report each step has a log and a JSON file; the page,
 report/index.html, is made again after each of them. A step whose JSON says `passed` is not run
-again, unless it is named.
+again, unless it is named. With `--minutes` the first step takes what there is, and others begin
+where their limits fit into the rest.
 """
 
 from __future__ import annotations
@@ -163,6 +164,19 @@ def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
     return picked
 
 
+def in_turn(steps: Sequence[Step], found: dict[str, dict[str, Any]], *, named: bool) -> list[Step]:
+    """The steps that are to be run: unless they are `named`, those that have not passed, and first
+    of them those that have not been tried.
+    """
+    if named:
+        return list(steps)
+    for step in steps:
+        if step.name in found and found[step.name]["exit"] == 0:
+            print(f"{step.name}: passed before")
+    left = [step for step in steps if step.name not in found or found[step.name]["exit"]]
+    return sorted(left, key=lambda step: step.name in found)
+
+
 def main() -> int:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(
@@ -201,15 +215,13 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
         file = folder / f"{step.name}.json"
         if file.exists():
             found[step.name] = json.loads(file.read_text())
-    page = None
-    for step in chosen(options.names, machine):
-        if not options.names and found.get(step.name, {}).get("exit") == 0:
-            print(f"{step.name}: passed before, in {folder}")
-            continue
+    page, begun = None, False
+    for step in in_turn(chosen(options.names, machine), found, named=bool(options.names)):
         left = end - time.monotonic()
-        if left < 10:
+        if begun and left < 60 * step.minutes:
             print(f"{step.name}: left for the next time")
             continue
+        begun = True
         print(f"{step.name}: {step.asks} ...", flush=True)
         found[step.name] = run(step, machine, folder, min(60 * step.minutes, left))
         print(f"    {found[step.name]['result']}, {found[step.name]['seconds']} s", flush=True)

@@ -1,7 +1,6 @@
 """The steps of `bash tools/gpu.sh`, in the order of what they tell.
 
-A step prints what it finds. Those that want several GPUs come last,
-and are left out on one.
+A step prints what it finds. Those that want several GPUs are left out on one.
 """
 
 from __future__ import annotations
@@ -56,9 +55,6 @@ STEPS = (
         f"{PYTEST} --collect-only tests/test_rng.py tests/train/test_gpu.py",
     ),
     check("parity", "are 20 losses in float32 those of a CPU", 2),
-    check("deterministic", "do two deterministic runs give the same bits", 2),
-    check("syncs", "what makes the host wait for the device", 2),
-    check("attention", "how fast is each attention backend at 131,072 tokens", 3),
     Step(
         "mfu",
         "how fast is a step of qwen3-0.6b, beside transformers: the MFU",
@@ -68,61 +64,11 @@ STEPS = (
         f"{HF} --device cpu --presets tiny --lengths 64 --rounds 1",
     ),
     Step(
-        "mfu_8b",
-        "the same of four of the 32 layers of llama3.1-8b",
-        6,
-        f"{HF} --device cuda --presets llama3.1-8b --layers 4 --lengths 8192 32768 131072",
-        f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1",
-    ),
-    check("kernels", "which kernels is a step made of, and is the device ever idle", 2),
-    Step(
         "host",
         "what does the host of this machine need for a layer, beside plain torch",
         2,
         "{python} tools/bench_host.py --rounds 10",
         "{python} tools/bench_host.py --rounds 1",
-    ),
-    check("loss", "what memory does the loss take", 2),
-    check("collective", "what does a channel add to a collective on the host", 1),
-    check("efficiencies", "what shares of its peaks does the device reach, for isp plan", 2),
-    Step(
-        "calibrate",
-        "what does isp calibrate find",
-        2,
-        "{python} -m isp calibrate",
-        "{python} -m isp calibrate --quick",
-    ),
-    Step(
-        "slices",
-        "what do kernels lose by the slices of context ranks",
-        2,
-        "{python} tools/bench_slices.py --device cuda --tokens 32768",
-        "{python} tools/bench_slices.py --tokens 64 --rounds 1 --heads 2",
-    ),
-    Step(
-        "memory",
-        "does a rung of the memory ladder take what isp plan says, of four layers of llama3.1-8b",
-        6,
-        f"{MEMORY} --device cuda --lengths 65536,131072 {LLAMA} --model.num_layers 4",
-        f"{MEMORY} --lengths 64,128 --model.num_layers 2 --rungs 3",
-    ),
-    Step(
-        "profile",
-        "what does isp profile say of one rank",
-        2,
-        f"{{python}} -m isp profile {QWEN} --modes isp --steps 3"
-        " --job.dump_folder {folder}/profile",
-        f"{{python}} -m isp profile {SMALL} --steps 1 --job.dump_folder {{folder}}/profile"
-        " --parallel.tensor.size 1 --parallel.weight.size 1 --modes isp --no-torch",
-    ),
-    Step(
-        "memory_300k",
-        "do 300,000 tokens of eight of its layers fit as planned",
-        10,
-        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --model.num_layers 8"
-        " --only 'inputs on the host'",
-        f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'all blocks again'",
-        default=False,
     ),
     Step(
         "modes",
@@ -135,16 +81,32 @@ STEPS = (
         gpus=2,
     ),
     Step(
-        "nccl_ub",
-        "what do buffers that are registered with NCCL win (needs NVLink SHARP)",
-        3,
-        f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
-        " --modes isp --parallel.weight.size {ranks} --parallel.weight.nccl_ub"
-        " --job.dump_folder {folder}/nccl_ub",
+        "exposed",
+        "is the exposed time of a profile that of torch.profiler's trace",
+        4,
+        "{python} tools/check_with_torch.py {folder}/modes",
         "",
         gpus=2,
-        default=False,
     ),
+    Step(
+        "mfu_8b",
+        "what is the MFU of four of the 32 layers of llama3.1-8b",
+        6,
+        f"{HF} --device cuda --presets llama3.1-8b --layers 4 --lengths 8192 32768 131072",
+        f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1",
+    ),
+    check("syncs", "what makes the host wait for the device", 2),
+    check("attention", "how fast is each attention backend at 131,072 tokens", 3),
+    check("kernels", "which kernels is a step made of, and is the device ever idle", 2),
+    check("deterministic", "do two deterministic runs give the same bits", 2),
+    Step(
+        "memory",
+        "does a rung of the memory ladder take what isp plan says, of four layers of llama3.1-8b",
+        6,
+        f"{MEMORY} --device cuda --lengths 65536,131072 {LLAMA} --model.num_layers 4",
+        f"{MEMORY} --lengths 64,128 --model.num_layers 2 --rungs 3",
+    ),
+    check("loss", "what memory does the loss take", 2),
     Step(
         "collective_2",
         "what does a channel add to a collective between GPUs",
@@ -161,13 +123,50 @@ STEPS = (
         "{python} -m isp calibrate --nproc 2 --quick",
         gpus=2,
     ),
+    check("efficiencies", "what shares of its peaks does the device reach, for isp plan", 2),
     Step(
-        "exposed",
-        "is the exposed time of a profile that of torch.profiler's trace",
-        4,
-        "{python} tools/check_with_torch.py {folder}/modes",
+        "calibrate",
+        "what does isp calibrate find",
+        2,
+        "{python} -m isp calibrate",
+        "{python} -m isp calibrate --quick",
+    ),
+    Step(
+        "slices",
+        "what do kernels lose by the slices of context ranks",
+        2,
+        "{python} tools/bench_slices.py --device cuda --tokens 32768",
+        "{python} tools/bench_slices.py --tokens 64 --rounds 1 --heads 2",
+    ),
+    check("collective", "what does a channel add to a collective on the host", 1),
+    Step(
+        "profile",
+        "what does isp profile say of one rank",
+        2,
+        f"{{python}} -m isp profile {QWEN} --modes isp --steps 3"
+        " --job.dump_folder {folder}/profile",
+        f"{{python}} -m isp profile {SMALL} --steps 1 --job.dump_folder {{folder}}/profile"
+        " --parallel.tensor.size 1 --parallel.weight.size 1 --modes isp --no-torch",
+    ),
+    Step(
+        "memory_300k",
+        "do 300,000 tokens of eight layers of llama3.1-8b fit as planned",
+        10,
+        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --model.num_layers 8"
+        " --only 'inputs on the host'",
+        f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'all blocks again'",
+        default=False,
+    ),
+    Step(
+        "nccl_ub",
+        "what do buffers that are registered with NCCL win (needs NVLink SHARP)",
+        3,
+        f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
+        " --modes isp --parallel.weight.size {ranks} --parallel.weight.nccl_ub"
+        " --job.dump_folder {folder}/nccl_ub",
         "",
         gpus=2,
+        default=False,
     ),
 )
 

@@ -59,6 +59,18 @@ def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch):
     assert (tmp_path / "counts.json").stat().st_mtime_ns == log, "what has passed is done again"
 
 
+def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeypatch, capsys):
+    """Catches time spent on a step that cannot end in it, or on what failed before."""
+    steps = _step("fails", "exit(3)"), _step("long", "")._replace(minutes=9), _step("short", "")
+    monkeypatch.setattr(gpu_run, "STEPS", steps)
+    options = gpu_run.argparse.Namespace(names=[], minutes=5.0)
+    for begun in (["fails", "short"], ["long", "fails"]):
+        gpu_run.run_all(options, ONE_GPU, tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0] for line in lines if line.endswith("...")] == begun
+    assert json.loads((tmp_path / "long.json").read_text())["exit"] == 0
+
+
 def test_every_step_names_a_program_that_is_there():
     """Catches a tool that was renamed, and a step of the same name as another."""
     assert len({step.name for step in STEPS}) == len(STEPS)
