@@ -89,6 +89,14 @@ STEPS = (
         gpus=2,
     ),
     Step(
+        "fully_shard",
+        "is a step with weights split over the GPUs ahead of torch's fully_shard",
+        4,
+        f"{RANKS} tools/bench_fully_shard.py --json {{json}}",
+        f"{RANKS} tools/bench_fully_shard.py --json {{json}} --device cpu --quick",
+        gpus=2,
+    ),
+    Step(
         "mfu_8b",
         "what is the MFU of four of the 32 layers of llama3.1-8b",
         6,

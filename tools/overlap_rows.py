@@ -1,11 +1,11 @@
-"""The contestants of `bench_overlap`: a training step of one model, run in different ways."""
+"""A training step of one model, run in different ways; for `bench_overlap`, `bench_fully_shard`."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from paced import Paced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from isp.attention import DistributedAttention, make_local_attention
+from isp.attention import CpuAttention, DistributedAttention, LocalAttention
 from isp.comm import Channel, Mesh, Pending, Transfer
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.factory import LayerFactory
@@ -32,7 +32,17 @@ from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WP
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["Compute", "Row", "StepResult", "compute_alone", "mesh_of", "ours", "theirs", "traffic"]
+__all__ = [
+    "Compute",
+    "Row",
+    "StepResult",
+    "compare",
+    "compute_alone",
+    "mesh_of",
+    "ours",
+    "theirs",
+    "traffic",
+]
 
 CPU = torch.device("cpu")
 
@@ -57,7 +67,7 @@ class Row:
     """What weights are gathered into."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compute:
     """The work of a rank in a step: a model, tokens, and how long a matmul takes."""
 
@@ -68,19 +78,23 @@ class Compute:
     """Each matmul with a weight sleeps for as long as it would take at this speed on `paced_tokens`
     tokens, besides what it takes; 0: it does not."""
     paced_tokens: int = 0
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    attention: LocalAttention = field(default_factory=CpuAttention, repr=False)
 
-    def decoder(self, mesh: Mesh, communicator: WPCommunicator) -> Decoder:
-        """The model with the same weights in every contestant."""
+    def decoder(
+        self, mesh: Mesh, communicator: WPCommunicator, *, dtype: torch.dtype | None = None
+    ) -> Decoder:
+        """The model with the same weights in every contestant, of `dtype` if that is another."""
         layers = LayerFactory(
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],
             communicator=Paced(communicator, self.pause) if self.paced_gflops else communicator,
-            device=CPU,
-            dtype=torch.float32,
+            device=self.device,
+            dtype=dtype or self.dtype,
         )
-        attention = make_local_attention(device=CPU, dtype=torch.float32)
-        model = Decoder(self.model, layers, DistributedAttention(attention, Channel.solo()))
+        model = Decoder(self.model, layers, DistributedAttention(self.attention, Channel.solo()))
         init_weights(model, seed=1)
         return model
 
@@ -97,14 +111,35 @@ class Compute:
         """A pass over this rank's rows; the loss is the mean over the tokens of all ranks."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (self.rows, self.tokens + 1)
-        ids = torch.randint(self.model.vocab_size, shape, generator=generator)
-        positions = torch.arange(self.tokens).expand(self.rows, -1)
+        ids = torch.randint(self.model.vocab_size, shape, generator=generator).to(self.device)
+        positions = torch.arange(self.tokens, device=self.device).expand(self.rows, -1)
         scale = 1 / (self.rows * self.tokens * dist.get_world_size())
         hidden = model(ids[:, :-1], positions, None)
-        loss = scale * model.loss(hidden, ids[:, 1:], torch.tensor(scale))  # type: ignore[operator]
+        factor = torch.tensor(scale, device=self.device)
+        loss = scale * model.loss(hidden, ids[:, 1:], factor)  # type: ignore[operator]
         forward_ended = time.perf_counter()
         loss.backward()
         return StepResult(loss.detach(), forward_ended)
+
+
+def compare(alone: Row, rows: Sequence[Row], tolerance: float) -> None:
+    """Every row computes the loss and the gradients of `alone`, within `tolerance` of their norms.
+
+    Raises AssertionError.
+    """
+    expected = alone.step().loss
+    dist.all_reduce(expected)
+    wanted = alone.gradients()
+    for row in rows:
+        loss = row.step().loss
+        dist.all_reduce(loss)
+        assert (loss - expected).abs() <= tolerance * expected.abs(), (row.name, loss, expected)
+        for name, grad in row.gradients().items():
+            whole = wanted[name]
+            if grad.shape != whole.shape:  # fully_shard cuts the norms' weights, too
+                whole = whole.chunk(dist.get_world_size())[dist.get_rank()]
+            off = (grad.float() - whole.float()).norm()
+            assert off <= tolerance * whole.float().norm(), (row.name, name, off)
 
 
 def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
@@ -163,12 +198,18 @@ def move(moves: Sequence[Transfer], channel: Channel, at_once: int = 4) -> None:
         pending.wait()
 
 
-def ours(name: str, compute: Compute, mesh: Mesh, **prefetch: Any) -> Row:
-    """The step with an `ISPCommunicator`; `prefetch` are fields of `Prefetch`."""
+def ours(
+    name: str, compute: Compute, mesh: Mesh, *, apart: Channel | None = None, **prefetch: Any
+) -> Row:
+    """The step with an `ISPCommunicator`; `prefetch` are fields of `Prefetch`.
+
+    `apart`: a channel of their own for gradients.
+    """
     communicator = ISPCommunicator(
         mesh[Axis.WEIGHT],
-        ISPCommModelConfig(device=CPU),
+        ISPCommModelConfig(device=compute.device),
         prefetch=Prefetch(**prefetch),
+        reduce_channel=apart,
     )
     model = compute.decoder(mesh, communicator)
     communicator.declare([model.weight_blocks()])
@@ -206,10 +247,9 @@ class _Arriving(dist.Work):
 class _ThroughChannel:
     """fully_shard's collectives through a channel, so that link and log are the same for all."""
 
-    def __init__(self, channel: Channel, *, defers: bool = False) -> None:
+    def __init__(self, channel: Channel, deferred: list[Pending] | None = None) -> None:
         self.channel = channel
-        self.defers = defers
-        self.deferred: list[Pending] = []
+        self.deferred = deferred
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -243,39 +283,53 @@ class _ReduceScatter(_ThroughChannel):
         assert op == dist.ReduceOp.SUM
         cargo = Cargo(Purpose.WEIGHT_GRADIENT, "unit", "grad")
         pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, cargo=cargo)
-        if self.defers:
-            self.deferred.append(pending)
-        else:
+        if self.deferred is None:
             pending.wait()
+        else:
+            self.deferred.append(pending)
 
 
 def theirs(
-    name: str, compute: Compute, channel: Channel, *, prefetch: bool, defer_reduce: bool = False
+    name: str,
+    compute: Compute,
+    channel: Channel | None,
+    *,
+    prefetch: bool,
+    defer_reduce: bool = False,
 ) -> Row:
-    """The step with torch's `fully_shard`, on blocks and root.
+    """The step with torch's `fully_shard`, on blocks and root, through a channel or by itself.
 
+    Where the model computes in 16 bit it keeps its weights in float32, as is usual, and sums
+    gradients in float32, as ours does.
     `prefetch`: asynchronous unshard, each unit requested while the one before it runs, forward and
     backward, the first ones before the forward begins; embedding and head are units of their own.
     `defer_reduce`: gradients are reduced asynchronously too. fully_shard does so on a GPU alone; a
     custom reduce-scatter that nobody waits for until the step ends does it here.
     """
-    model: Any = compute.decoder(mesh_of(1, 0), LocalWeights())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = compute.decoder(mesh_of(1, 0), LocalWeights(), dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(compute.device.type, (dist.get_world_size(),))
+    }
+    if compute.dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(compute.dtype, torch.float32)
     chain: list[Any] = list(model.blocks())
     for block in chain:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, **options)
     if prefetch:
-        fully_shard(model.embedding, mesh=mesh)
-        fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+        fully_shard(model.embedding, **options)
+        fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
         chain = [model.embedding, *chain, model.norm]
-    fully_shard(model, mesh=mesh)
-    gather, reduce = _Gather(channel), _ReduceScatter(channel, defers=defer_reduce)
+    fully_shard(model, **options)
+    deferred: list[Pending] = []
     for unit in [*chain, *([] if prefetch else [model])]:
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(reduce)
+        if channel is not None:
+            unit.set_custom_all_gather(_Gather(channel))
+            unit.set_custom_reduce_scatter(
+                _ReduceScatter(channel, deferred if defer_reduce else None)
+            )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    if prefetch:
+    if prefetch and compute.device.type == "cpu":  # where there are no streams
         model._set_unshard_async_op(True)  # the one switch that is not public
         for unit, following in pairwise(chain):
             unit.set_modules_to_forward_prefetch([following])
@@ -287,8 +341,8 @@ def theirs(
             for unit in chain[:2]:
                 unit.unshard(async_op=True)
         result = compute.forward_and_backward(model)
-        while reduce.deferred:
-            reduce.deferred.pop(0).wait()
+        while deferred:
+            deferred.pop(0).wait()
         return result
 
     def gradients() -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -10,10 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import bench_fully_shard  # noqa: E402
 import bench_overlap  # noqa: E402
+
+CPU = torch.device("cpu")
 
 
 def test_quick_run_has_every_row(
@@ -31,6 +38,20 @@ def test_quick_run_has_every_row(
     assert not set(wanted) - set(names)
     assert names[-1] == "the bound"
     assert "reduce_scatter embedding.weight.grad" in said
+
+
+def _beside_fully_shard(rank: int) -> list[str]:
+    options = argparse.Namespace(quick=True, layers=1, lengths=[8, 16], rounds=1, dtype="bfloat16")
+    found = bench_fully_shard.measure(options, bench_fully_shard.mesh_of(2, rank), CPU)
+    return [str(one["who"]) for one in found]
+
+
+def test_all_compute_what_fully_shard_does_by_itself() -> None:
+    """Catches a contestant that no longer runs in 16 bit, or computes something else."""
+    names, others = run_ranks(2, _beside_fully_shard)
+    assert names == others
+    assert {"ours, own_reduce_group", "fully_shard, explicit prefetch"} < set(names)
+    assert len(names) == 2 * len(set(names))
 
 
 @pytest.mark.skipif(

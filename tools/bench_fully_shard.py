@@ -1,0 +1,144 @@
+"""A step whose weights are split over all GPUs, ours beside torch's fully_shard, in one run.
+
+    torchrun --nproc-per-node 8 tools/bench_fully_shard.py
+    torchrun --nproc-per-node 2 tools/bench_fully_shard.py --device cpu --quick
+
+The contestants are those of `bench_overlap`, over the links that there are: forward, backward and
+the sums of gradients of the same decoder, each rank on a row of its own, in bfloat16 with gradients
+summed in float32. fully_shard runs by itself, on its own streams. First all losses and gradients
+are compared; then they run in turn, a step each, the first one rotating. The slowest rank counts;
+shown are medians over the rounds, also over the time of the whole model on each rank, where nothing
+travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_rows import Compute, Row, compare, compute_alone, mesh_of, ours, theirs
+
+from isp.attention import make_local_attention
+from isp.comm import Mesh, World
+from isp.metrics import device_name
+from isp.parallel import Axis
+from isp.parallel.config import OverlapUnit
+from model.config import ModelConfig
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+"""Of losses and gradients, as shares of their norms: bfloat16 keeps 8 bits."""
+
+
+def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> Compute:
+    """The work of a rank at the first of the lengths; layers of the sizes of llama3.1-8b."""
+    dtype = getattr(torch, options.dtype)
+    hidden, heads = (128, 4) if options.quick else (4096, 32)
+    model = ModelConfig(
+        vocab_size=8 * hidden,
+        hidden_size=hidden,
+        num_layers=options.layers,
+        num_heads=heads,
+        num_kv_heads=heads // 4,
+        intermediate_size=hidden * 7 // 2,
+    )
+    attention = make_local_attention(
+        device=device, dtype=dtype, head_dim=hidden // heads, group=4, everyone=mesh.host
+    )
+    tokens = options.lengths[0]
+    return Compute(model, 1, tokens, device=device, dtype=dtype, attention=attention)
+
+
+def contestants(compute: Compute, mesh: Mesh) -> list[Row]:
+    """The model on every rank, then its weights split over all of them."""
+    apart = mesh.open(Axis.WEIGHT, "weight_reduce")
+    return [
+        compute_alone(compute),
+        ours("ours, no overlap", compute, mesh, overlap=False),
+        ours("ours", compute, mesh),
+        ours("ours, own_reduce_group", compute, mesh, apart=apart),
+        ours("ours, per module", compute, mesh, unit=OverlapUnit.MODULE),
+        theirs("fully_shard", compute, None, prefetch=False),
+        theirs("fully_shard, explicit prefetch", compute, None, prefetch=True),
+    ]
+
+
+def seconds(row: Row, device: torch.device) -> float:
+    """The time of a step of the slowest rank."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    dist.barrier()
+    wait()
+    begin = time.perf_counter()
+    row.step()
+    wait()
+    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def main() -> None:
+    """Compare all, then time them at every length."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="of a row")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args()
+    if options.quick:
+        options.layers, options.lengths, options.rounds = 2, [64], 2
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", index) if options.device == "cuda" else torch.device("cpu")
+    with World(device) as world:
+        if world.size == 1:
+            sys.exit("weights of one rank do not travel: torchrun --nproc-per-node 2, or more")
+        mesh = mesh_of(world.size, world.rank)
+        found = measure(options, mesh, device)
+        if world.rank == 0 and options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
+
+def measure(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
+    """A line of the table for each contestant and length; rank 0 prints it."""
+    compute = compute_of(options, mesh, device)
+    rows = contestants(compute, mesh)
+    compare(rows[0], rows[1:], TOLERANCE[compute.dtype])
+    found: list[dict[str, Any]] = []
+    for tokens in options.lengths:
+        compute.tokens = tokens
+        taken: dict[str, list[float]] = {row.name: [] for row in rows}
+        for turn in range(options.rounds + 1):
+            first = turn % len(rows)
+            for row in rows[first:] + rows[:first]:
+                taken[row.name].append(seconds(row, device))
+        # The first turn is to warm up.
+        medians = {name: statistics.median(times[1:]) for name, times in taken.items()}
+        alone = medians[rows[0].name]
+        found += [
+            {"who": name, "tokens": tokens, "ms": median * 1e3, "of_compute": median / alone}
+            for name, median in medians.items()
+        ]
+    if mesh.rank == 0:
+        ranks = mesh.topology.world_size
+        print(f"{ranks} x {device_name(device)}, torch {torch.__version__}, {options.dtype}\n")
+        print("| tokens a rank | who | ms a step | of compute |\n|---:|---|---:|---:|")
+        for one in found:
+            print("| {tokens:,} | {who} | {ms:.1f} | {of_compute:.3f} |".format(**one))
+    return found
+
+
+if __name__ == "__main__":
+    main()
