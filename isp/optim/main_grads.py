@@ -13,7 +13,6 @@ from isp.layers.module import NamedParameter
 from isp.layers.weight_gradients import weight_gradient
 from isp.optim.buckets import BucketManager, Channels, Place
 from isp.optim.rows import DEFAULT_BUCKET_BYTES
-from isp.parallel import Axis
 
 __all__ = ["MainGradients"]
 
@@ -111,14 +110,6 @@ class MainGradients:
     def scatters(self) -> bool:
         """Whether `summed` gives the rows of this rank alone."""
         return self._buckets.scatters
-
-    @property
-    def spread_over(self) -> Axis:
-        """The ranks that have every sum of the model once between them, by `summed`.
-
-        What is replicated in a weight group each of its ranks has.
-        """
-        return Axis.WORLD if self.scatters else Axis.MODEL
 
     def zero(self) -> None:
         """Begin a step: every gradient is zero, and no backward pass is the last one yet."""

@@ -80,8 +80,7 @@ class Zero1Optimizer:
     Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
     `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
 
-    Collectives, in this order on all ranks: the norm over MODEL, or WORLD where gradients are
-    scattered, the rows over ZERO1.
+    Collectives, in this order on all ranks: the norm over WORLD, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1.
     """
 
@@ -188,30 +187,32 @@ class Zero1Optimizer:
     def grad_norm(self) -> float:
         """The global norm of the reduced gradients, unscaled; synchronises with the device.
 
-        The same number in every layout. The ranks of a MODEL group (pipeline x weight), or of the
-        WORLD where each has the gradients of its rows alone, hold the model once, except for what
-        is replicated: a parameter that every rank of a weight group holds is counted by the group's
-        first rank, and one that two pipeline stages hold (tied weights) on the one that does not
-        have it among `counted_elsewhere`. Squares are added in float64, so the order of the
-        additions does not show.
+        The same number in every layout. A rank counts the rows that it updates, and the first
+        zero1 group of the replicas those of the model once, except for what is replicated: a
+        parameter that every rank of a weight group holds is counted by the group's first rank, and
+        one that two pipeline stages hold (tied weights) on the one that does not have it among
+        `counted_elsewhere`. Squares are added in float64, so the order of the additions does not
+        show.
         """
-        gradients, first = self._gradients, self._channels[Axis.WEIGHT].rank == 0
+        channels = self._channels
+        updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
+        first = channels[Axis.WEIGHT].rank == 0
         counted = [
-            gradients.summed(parameter)
-            for name, parameter, layout in gradients.parameters
-            if (layout.sharded or first) and name not in self._counted_elsewhere
+            shard.resting.grad
+            for shard in (self._shards if updates_first else ())
+            if (first or shard.item.layout.sharded)
+            and shard.item.name not in self._counted_elsewhere
+            and shard.resting.grad.numel()
         ]
-        counted = [gradient for gradient in counted if gradient.numel()]
         squares = torch.zeros(
-            (), dtype=torch.float64, device=gradients.parameters[0].parameter.device
+            (), dtype=torch.float64, device=self._gradients.parameters[0].parameter.device
         )
         if counted:
             # On CUDA without a wide copy of a gradient, which `vector_norm` would make.
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
-        channel = self._channels[gradients.spread_over]
-        norm = channel.all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait().sqrt().item()
-        return norm / (1.0 if self.scaler is None else self.scaler.scale)
+        squares = channels[Axis.WORLD].all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait()
+        return squares.sqrt().item() / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:

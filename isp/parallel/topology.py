@@ -58,14 +58,12 @@ class Axis(StrEnum):
     """Ranks at the same place of the first and the last stage; on those between, the rank alone."""
     STAGE = "stage"
     """All ranks of one pipeline stage: data x tensor = weight_data x weight."""
-    MODEL = "model"
-    """Ranks that together hold one copy of the whole model: pipeline x weight."""
     WORLD = "world"
     """All ranks."""
 
 
 _MAY_SHARE = (
-    (Axis.WORLD, Axis.MODEL, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
+    (Axis.WORLD, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
     (Axis.WEIGHT_DATA, Axis.ZERO1),
 )
 """Axes that share a process group if their ranks are the same [Note: Shared groups]."""
@@ -171,11 +169,6 @@ class Topology:
             case Axis.ZERO1:
                 replicas = self.groups(Axis.WEIGHT_DATA)
                 return [g for ranks in replicas for g in _consecutive(ranks, self.zero1)]
-            case Axis.MODEL:
-                return [
-                    [p * self.stage + r for p in range(self.pipeline) for r in copy]
-                    for copy in _consecutive(stages[0], self.weight)
-                ]
 
     def channel_axis(self, axis: Axis) -> Axis:
         """The axis whose channel serves `axis`: the tensor's, where head or context is all of it.

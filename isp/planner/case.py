@@ -187,6 +187,5 @@ class Case:
             Axis.WEIGHT: t.weight,
             Axis.WEIGHT_DATA: t.weight_data,
             Axis.ZERO1: t.zero1,
-            Axis.MODEL: t.weight * t.pipeline,
         }
         return sizes[axis]

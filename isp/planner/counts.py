@@ -179,7 +179,7 @@ def _ends_of_step(case: Case, place: Coordinates) -> Counter[Trip]:
         rank.add_tied(table)
     rank.publisher.launch()
     losses = Axis.DATA if rehearsal(case, place).splits_logits else Axis.STAGE
-    for axis in (Axis.DATA, rank.gradients.spread_over, losses, Axis.PIPELINE):
+    for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
         rank.all_reduce_number(axis)
     return Counter(heard)
 

@@ -146,10 +146,6 @@ class Fabric:
         """The spread of a group along `axis` over nodes."""
         size, stride = case.size(axis), _stride(case, axis)
         node = self.devices_per_node
-        if axis is Axis.MODEL:  # a weight group in each stage
-            inside = min(case.topology.weight, node)
-            stages = max(1, node // case.topology.stage)
-            return Spread(size, min(size, inside * stages))
         if (size - 1) * stride < node:
             return Spread(size, size)
         return Spread(size, max(1, node // stride))

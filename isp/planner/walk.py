@@ -292,5 +292,5 @@ class Walk:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self.clock.compute(self.costs.update)
-        for axis in (Axis.DATA, self.dry.gradients.spread_over, Axis.STAGE, Axis.PIPELINE):
+        for axis in (Axis.DATA, Axis.WORLD, Axis.STAGE, Axis.PIPELINE):
             self.dry.all_reduce_number(axis)

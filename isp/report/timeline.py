@@ -77,7 +77,6 @@ _LANES = {
     "weight_data": "ranks with the same part of the weights",
     "zero1": "ranks that share the optimizer states of a part of the weights",
     "stage": "all ranks of a pipeline stage",
-    "model": "ranks that together hold one copy of the whole model",
     "pipeline": "ranks at the same place of each stage",
     "embedding": "the first and the last stage, which share tied embeddings",
     "world": "all ranks",

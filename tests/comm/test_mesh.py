@@ -37,22 +37,20 @@ def _topology(
 
 
 LAYOUTS = {
-    "tensor, weight, stage = model = world": _topology(8, tensor=8, weight=8),
-    "tensor, weight, stage = model = world, gradients of weight": _topology(
+    "tensor, weight, stage = world": _topology(8, tensor=8, weight=8),
+    "tensor, weight, stage = world, gradients of weight": _topology(
         8, tensor=8, weight=8, apart=True
     ),
-    "tensor, data, weight, weight_data = zero1, stage = world, model": _topology(
-        8, tensor=2, weight=4
-    ),
-    "tensor = weight, data, weight_data, zero1, stage = world, model": _topology(
+    "tensor, data, weight, weight_data = zero1, stage = world": _topology(8, tensor=2, weight=4),
+    "tensor = weight, data, weight_data, zero1, stage = world": _topology(
         8, tensor=2, mode=Mode.MSP, zero1=2
     ),
     "data = stage = world, weight_data = zero1": _topology(8),
-    "tensor, weight, pipeline, embedding, stage, model = world": _topology(
+    "tensor, weight, pipeline, embedding, stage, world": _topology(
         8, tensor=2, weight=2, pipeline=4
     ),
-    "pipeline, embedding = model = world": _topology(2, pipeline=2),
-    "tensor, head, context, weight, weight_data = zero1, stage = world, model": _topology(
+    "pipeline, embedding = world": _topology(2, pipeline=2),
+    "tensor, head, context, weight, weight_data = zero1, stage = world": _topology(
         8, tensor=8, weight=4, context=2
     ),
     "it is alone": _topology(1),
@@ -119,7 +117,7 @@ def test_channels_of_a_group_have_numbers_of_their_own() -> None:
     topology = _topology(2, tensor=2, weight=2)
     for added, progress in run_ranks(2, _groups, topology):
         assert added == 2  # tensor and weight
-        one, names = "{} group [0, 1]", ("weight", "stage", "model", "world")
+        one, names = "{} group [0, 1]", ("weight", "stage", "world")
         assert progress == {one.format("tensor"): 2} | {one.format(name): 1 for name in names}
 
 

@@ -281,8 +281,9 @@ def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
 
 def test_weights_are_published_in_the_order_of_their_use():
     """Catches a wait for one block that waits for all, or for none."""
-    for labels, seen in run_ranks(2, _publish_by_buckets):
+    for (norm, *labels), seen in run_ranks(2, _publish_by_buckets):
         names = [spec.name for spec in SPECS[:3]]
+        assert norm == "all_reduce grad norm"
         assert labels == [f"all_gather weights {name} .. {name}" for name in names]
         assert seen == [[i < done for i in range(3)] for done in range(4)]
 

@@ -245,7 +245,7 @@ def test_every_lane_is_explained() -> None:
     """Catches a group of ranks whose name the page does not say."""
     isp = example_profile().modes[1]
     timeline = isp.ranks[0].timeline
-    lanes = ("weight", "model", "stage")
+    lanes = ("weight", "world", "stage")
     collectives = tuple(replace(timeline.collectives[0], channel=lane) for lane in lanes)
     rank = replace(isp.ranks[0], timeline=replace(timeline, collectives=collectives))
     section = timeline_section([replace(isp, ranks=(rank,))])
