@@ -302,5 +302,6 @@ def _own_channel(world: Channel, timeout_seconds: float) -> Channel:
         backend="gloo",
         timeout=timedelta(seconds=timeout_seconds),
         use_local_synchronization=True,
+        group_desc="checkpoint",
     )
     return Channel(group, name="checkpoint")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +13,12 @@ import torch.distributed as dist
 
 from isp.comm import CollectiveTimeout, Mesh, RollCall, World
 from isp.comm.cargo import Cargo
+from isp.config import load_config
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
+from isp.train import main as train
 from tests.ranks import run_programs, run_ranks
+from tests.train.jobs import write_job
 
 
 def _topology(
@@ -64,7 +70,7 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
     ranks are not those of its axes.
     """
     topology = LAYOUTS[said]
-    line = topology.describe().split("\n")[-1]
+    line = next(line for line in topology.describe().split("\n") if "process group" in line)
     number, _, named = line.partition(": ")
     assert (
         named.removesuffix(" (axes of the same ranks share one where none delays the other)")
@@ -142,3 +148,36 @@ def test_who_does_not_come_is_named_by_its_axis() -> None:
     said, _ = run_ranks(2, _late)
     assert "all_reduce of x in the stage group [0, 1] (number 1 there)" in said
     assert "rank 1 did not arrive" in said
+
+
+def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:
+    """What a run opens beside the default group: groups, host channels; and what it says."""
+    config, groups, hosts = load_config(job, ["--training.steps=1"]), list[str](), list[str]()
+    new_group, open_host = dist.new_group, Mesh.open_host
+
+    def making(*args: Any, **options: Any) -> Any:
+        groups.append(options["group_desc"])
+        return new_group(*args, **options)
+
+    def opening(mesh: Mesh, axis: Axis, name: str) -> Any:
+        hosts.append(name)
+        return open_host(mesh, axis, name)
+
+    with (
+        mock.patch.object(dist, "new_group", making),
+        mock.patch.object(Mesh, "open_host", opening),
+    ):
+        train(config)
+    return groups, hosts, config.topology(2).describe()
+
+
+def test_the_start_names_every_group(tmp_path: Path) -> None:
+    """Catches a group that a run opens and does not count, here or on GPUs."""
+    for groups, hosts, said in run_programs(2, _opened, write_job(tmp_path)):
+        assert groups == ["tensor", "weight", "checkpoint"]
+        lines = said.split("\n")[-2:]
+        assert lines[0].startswith("3 process groups a rank: tensor, weight, stage = world")
+        of_gpus = ", ".join([*hosts, groups[-1]])
+        assert lines[1] == (
+            f"a run has 1 more for values in CPU memory: checkpoint; on GPUs 3: {of_gpus}"
+        )
