@@ -13,13 +13,11 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trip
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.exchange import Arrival, Cut, Exchange, NothingToAttend, launch
+from isp.attention.exchange import Cut, Exchange, NothingToAttend, exchanged, launch
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
@@ -30,6 +28,9 @@ __all__ = ["DistributedAttention"]
 
 _TOGETHER_BELOW_BYTES = 4 << 20
 """Up to this size on a rank q, k and v travel as one message."""
+
+_MAX_EXCHANGES = 64
+"""Kept at most: sequences of ever other lengths would make ever more."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
 
@@ -58,7 +59,7 @@ class DistributedAttention:
         self.channel = channel
         self.together_below_bytes = together_below_bytes
         self._sent: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self.exchange = lru_cache(maxsize=64)(self._exchange)
+        self._exchanges: dict[tuple[str, int, tuple[tuple[range, ...], ...]], Exchange] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -72,12 +73,14 @@ class DistributedAttention:
         if self.channel.size == 1:
             return self._attend_here(q, k, v, mask, sinks)
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
-        size = sum(x.numel() * x.element_size() for x in (q, k, v))
+        length = q.shape[_SEQUENCE] * self.channel.size
+        size = q.nbytes + k.nbytes + v.nbytes
         if size <= self.together_below_bytes and k.shape == v.shape:
-            q, k, v = self._send((q, k, v), (plan.query, plan.kv, plan.kv), "qkv")()
+            together = self.exchange((plan.query, plan.kv, plan.kv), length, "qkv")
+            q, k, v = exchanged(together, q, k, v)
         else:
             trips = [
-                self._send((x,), (heads,), label)
+                launch(self.exchange((heads,), length, label), (x,))
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
             ]
             q, k, v = (arrive()[0] for arrive in trips)
@@ -93,19 +96,17 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+    def exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
         """The trip by which tensors spread their `heads` and join their tokens, S = `length`."""
-        spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
-        sequence = Cut.even(_SEQUENCE, length, self.channel.size)
-        cargo = Cargo(Purpose.HEADS, tensor=f"attention.{label}")
-        return Exchange(self.channel, spread, sequence, cargo)
-
-    def _send(
-        self, xs: tuple[Tensor, ...], heads: tuple[tuple[range, ...], ...], label: str
-    ) -> Arrival:
-        """xs [B, S/p, H, d] on their way to [B, S, h, d] by the heads of each rank."""
-        length = xs[0].shape[_SEQUENCE] * self.channel.size
-        return launch(self.exchange(heads, length, label), xs)
+        key = label, length, heads
+        if key not in self._exchanges:
+            if len(self._exchanges) == _MAX_EXCHANGES:
+                self._exchanges.clear()
+            spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
+            sequence = Cut.even(_SEQUENCE, length, self.channel.size)
+            cargo = Cargo(Purpose.HEADS, tensor=f"attention.{label}")
+            self._exchanges[key] = Exchange(self.channel, spread, sequence, cargo)
+        return self._exchanges[key]
 
     def _attend(
         self,
@@ -119,8 +120,7 @@ class DistributedAttention:
         """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
         out = self.attend_arrived(q, k, v, plan, mask, sinks)
         back = self.exchange((plan.query,), out.shape[_SEQUENCE], "out")
-        (out,) = launch(back, (out,), reverse=True)()
-        return out
+        return exchanged(back, out, reverse=True)[0]
 
     def attend_arrived(
         self,

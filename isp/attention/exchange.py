@@ -6,8 +6,8 @@ p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T token
 Departure packs and launches, arrival waits and unpacks; between them the trip is a `Pending`. In
 backward the arrival node launches the gradient's trip and the departure node waits for it, so what
 can run while x travels has its gradient computed while dx travels. Between the two nodes autograd
-sees only an empty ticket; every gradient goes through the trip. The synchronous form is the same
-two nodes, one after the other, hence the same bits.
+sees only an empty ticket; every gradient goes through the trip. The synchronous form is one node
+that does both at once each way, hence the same bits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "exchanged",
     "launch",
 ]
 
@@ -116,7 +117,7 @@ class Exchange:
 
         def unpack(received: Tensor) -> tuple[Tensor, ...]:
             joined = _joined(received, self.join, messages.received)
-            return tuple(joined.split(widths, dim))
+            return joined.split_with_sizes(widths, dim) if len(widths) > 1 else (joined,)
 
         return self._launch(send, messages, unpack)
 
@@ -177,7 +178,7 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
     size = len(shapes)
     if all(cut.is_even for cut in cuts):
         slices = [
-            x.unflatten(cut.dim, (size, -1)).movedim(cut.dim, 0)
+            torch.unflatten(x, cut.dim, (size, -1)).movedim(cut.dim, 0)
             for x, cut in zip(xs, cuts, strict=True)
         ]  # each [p, *slice]
         whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
@@ -200,18 +201,29 @@ def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
     """All messages joined along `join.dim`; a view if they are alike and all dims before are 1."""
     if join.is_even:
-        whole = received.view(len(shapes), *shapes[0])  # [p, .., S/p, ..]
-        return whole.movedim(0, join.dim).flatten(join.dim, join.dim + 1)
+        return _side_by_side(received.view(len(shapes), *shapes[0]), join.dim)
     return torch.cat(_messages(received, shapes), join.dim)
+
+
+def _side_by_side(x: Tensor, dim: int) -> Tensor:
+    """[p, .., n, ..] -> [.., p n, ..] along `dim` of the latter."""
+    joined: Tensor = x.movedim(0, dim).flatten(dim, dim + 1)
+    return joined
 
 
 def _assembled(
     received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
 ) -> tuple[Tensor, ...]:
     """Each tensor put together along its dim from the messages, summed where ranges overlap."""
+    dim = cuts[0].dim
+    if all(cut.is_even for cut in cuts):
+        whole = received.view(len(shapes), *shapes[0])  # [p, .., its heads of each, ..]
+        if len(cuts) == 1:
+            return (_side_by_side(whole, dim),)
+        of_each = whole.split_with_sizes([len(cut.ranges[0]) for cut in cuts], dim + 1)
+        return tuple(_side_by_side(x, dim) for x in of_each)
     messages = _messages(received, shapes)
     widths = [[len(cut.ranges[rank]) for cut in cuts] for rank in range(len(shapes))]
-    dim = cuts[0].dim
     parts = [message.split(w, dim) for message, w in zip(messages, widths, strict=True)]
     return tuple(
         torch.cat(slices, dim) if cut.is_partition else _summed(slices, cut)
@@ -300,6 +312,26 @@ def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) 
     return lambda: _Arrive.apply(trip, ticket)
 
 
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: RoundTrip, reverse: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.reverse = exchange, reverse
+        return (exchange.go_back if reverse else exchange.go_out)(xs)()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.exchange.go_out if ctx.reverse else ctx.exchange.go_back
+        return None, None, *back(dys)()
+
+
+def exchanged(exchange: RoundTrip, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
+    """xs, sent and arrived: as `launch`, in one node [Note: A trip is two autograd nodes]."""
+    if exchange.channel.size == 1:
+        return xs
+    ys: tuple[Tensor, ...] = _Exchanged.apply(exchange, reverse, *xs)
+    return ys
+
+
 class NothingToAttend(torch.autograd.Function):
     """Attention of a rank without queries: empty, and joined to k, v and sinks all the same.
 
@@ -328,23 +360,22 @@ class SeqAllToAll:
     @staticmethod
     def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
         """x, exchanged."""
-        return SeqAllToAll.launch(channel, x, scatter, gather).wait()
+        return exchanged(_of_two_dims(channel, x, scatter, gather), x)[0]
 
     @staticmethod
     def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
         """x on its way; the same bits as `apply`."""
-        scatter, gather = scatter % x.dim(), gather % x.dim()
-        if scatter == gather:
-            raise ValueError(f"cannot scatter and gather the same dim {scatter}")
-        size = channel.size
-        exchange = Exchange(
-            channel,
-            (Cut.even(scatter, x.shape[scatter], size),),
-            Cut.even(gather, x.shape[gather] * size, size),
-            _HEADS,
-        )
-        arrive = launch(exchange, (x,))
+        arrive = launch(_of_two_dims(channel, x, scatter, gather), (x,))
         return Pending(lambda: arrive()[0])
+
+
+def _of_two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange:
+    scatter, gather = scatter % x.dim(), gather % x.dim()
+    if scatter == gather:
+        raise ValueError(f"cannot scatter and gather the same dim {scatter}")
+    size = channel.size
+    spread = Cut.even(scatter, x.shape[scatter], size)
+    return Exchange(channel, (spread,), Cut.even(gather, x.shape[gather] * size, size), _HEADS)
 
 
 def all_to_all_sp2hp(x: Tensor, channel: Channel) -> Tensor:
