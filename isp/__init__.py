@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
     from isp.train.parallelize import parallelize
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
-    from isp.weights.transfers import MemoryPool
+    from isp.weights.pool import MemoryPool
     from isp.weights.wp import (
         EmbeddingWeightParallelCommunicator,
         HeadWeightParallelCommunicator,
@@ -31,7 +31,7 @@ _HOMES = {
     "ISPCommunicatorSchedulerHook": "isp.pipeline.hooks",
     "ISPCommunicatorWrapper": "isp.weights.wp",
     "ISPOverlapState": "isp.weights.communicator",
-    "MemoryPool": "isp.weights.transfers",
+    "MemoryPool": "isp.weights.pool",
     "SeqAllToAll": "isp.attention.exchange",
     "WPCommunicator": "isp.weights.wp",
     "parallelize": "isp.train.parallelize",

@@ -26,8 +26,8 @@ from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, Topology
 from isp.parallel.config import ParallelConfig, Prefetch, TensorConfig, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.pool import MemoryPool
 from isp.weights.trace import sequential_actions
-from isp.weights.transfers import MemoryPool
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
 from model.config import ModelConfig
 from model.decoder import Decoder

@@ -20,7 +20,8 @@ from isp.parallel import Axis
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
 from isp.weights.communicator import ISPCommModelConfig
-from isp.weights.transfers import GradientReducer, MemoryPool, ShardedParameter, gather
+from isp.weights.pool import MemoryPool
+from isp.weights.transfers import GradientReducer, ShardedParameter, gather
 
 __all__ = ["DryRank", "Heard"]
 

@@ -40,12 +40,12 @@ from isp.weights.declare import (
     weight_names,
 )
 from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
+from isp.weights.pool import MemoryPool
 from isp.weights.trace import Action, ActionKind, Chunks, Site
 from isp.weights.transfers import (
     GatheredLayer,
     GradientReducer,
     GradientSink,
-    MemoryPool,
     ShardedParameter,
     gather,
 )

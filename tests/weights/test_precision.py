@@ -24,9 +24,9 @@ from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.planner.rank import Heard
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.pool import MemoryPool
 from isp.weights.transfers import (
     GradientReducer,
-    MemoryPool,
     ParameterGradients,
     ShardedParameter,
 )
