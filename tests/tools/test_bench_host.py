@@ -19,10 +19,10 @@ ROWS = {row.name: row for row in rows()}
 @pytest.mark.parametrize(
     ("name", "collectives", "ops", "own_calls"),
     [
-        ("isp, tensor 1, weight 2", 12, 42, 570),
-        ("isp, tensor 2, weight 2", 16, 100, 690),
-        ("fsp, tensor 2", 10, 68, 300),
-        ("isp, tensor 2, weight 2, recomputed", 18, 132, 900),
+        ("isp, tensor 1, weight 2", 12, 35, 580),
+        ("isp, tensor 2, weight 2", 16, 86, 676),
+        ("fsp, tensor 2", 10, 60, 290),
+        ("isp, tensor 2, weight 2, recomputed", 18, 106, 860),
     ],
 )
 def test_a_layer_costs_the_host_no_more_than_this(
