@@ -80,14 +80,16 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
 
 
 def in_use(*tensors: Tensor) -> None:
-    """Tell the allocator that the current stream uses `tensors`.
+    """Tell the allocator that the current stream uses `tensors`, of one device and the host.
 
     Memory that is freed is lent again to the stream it was made on, without a wait for any other.
     Told of another one, the allocator waits for what is queued there when the memory is freed.
     """
+    stream = None
     for tensor in tensors:
         if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            stream = stream or torch.cuda.current_stream(tensor.device)
+            tensor.record_stream(stream)
 
 
 def serve(group: dist.ProcessGroup) -> bool:
