@@ -175,13 +175,14 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
 
     Rank i's message has `cuts[t].ranges[i]` of each x side by side along `dim`.
     """
-    size = len(shapes)
+    size, cut_dim = len(shapes), cuts[0].dim
     if all(cut.is_even for cut in cuts):
-        slices = [
-            torch.unflatten(x, cut.dim, (size, -1)).movedim(cut.dim, 0)
-            for x, cut in zip(xs, cuts, strict=True)
-        ]  # each [p, *slice]
-        whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
+        slices = list(xs)
+        lie_in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
+        if not lie_in_order:
+            slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
+            dim += 1  # behind that of the ranks
+        whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
         return whole.reshape(-1)
     flat = xs[0].new_empty(sum(prod(s) for s in shapes))
     for rank, message in enumerate(_messages(flat, shapes)):
@@ -200,9 +201,12 @@ def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
 
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
     """All messages joined along `join.dim`; a view if they are alike and all dims before are 1."""
-    if join.is_even:
-        return _side_by_side(received.view(len(shapes), *shapes[0]), join.dim)
-    return torch.cat(_messages(received, shapes), join.dim)
+    if not join.is_even:
+        return torch.cat(_messages(received, shapes), join.dim)
+    shape, dim = shapes[0], join.dim
+    if prod(shape[:dim]) == 1:
+        return received.view(*shape[:dim], len(shapes) * shape[dim], *shape[dim + 1 :])
+    return _side_by_side(received.view(len(shapes), *shape), dim)
 
 
 def _side_by_side(x: Tensor, dim: int) -> Tensor:
