@@ -27,10 +27,10 @@ class Made(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_id(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, Tensor) and _id(x) not in given:
-                self._there[_id(x)] = x.untyped_storage()
-        self.most = max(self.most, sum(memory.nbytes() for memory in self._there.values()))
+        new = [x for x in tree_iter(out) if isinstance(x, Tensor) and _id(x) not in given]
+        self._there.update((_id(x), x.untyped_storage()) for x in new)
+        if new:
+            self.most = max(self.most, sum(memory.nbytes() for memory in self._there.values()))
         return out
 
 

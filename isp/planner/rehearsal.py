@@ -7,6 +7,9 @@ and what autograd keeps of it.
 One block of a kind is run and stands for all of its kind. Kinds are told apart by what the blocks
 declare and by the shapes of their weights.
 
+[Note: Plain loss] Tables and head are rehearsed with layers that are not recomputed. A rehearsal of
+layers that are goes back from a sum, and is of use for them alone.
+
 [Note: Segments] Blocks are rehearsed as if each kept its input. One that does not, because it is
 computed again for it, does what the others do but keep it and bring it back.
 """
@@ -178,7 +181,7 @@ def _rehearsed(
     model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
-    recorder, mode = TapeRecorder(), part.sequence.mode
+    recorder, mode, recomputed = TapeRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
     layers = (CudaLayers if not on_cpu or model.compile is True else DryLayers)(
@@ -221,17 +224,20 @@ def _rehearsed(
             chunk_tokens = model.loss_chunk_tokens
             if traced := isinstance(whole, TracedChunk):
                 chunk_tokens = whole.loss_chunk_tokens
-            run, left_out = _few_chunks(chunk_tokens, length, labels.numel())
+            run, left_out = length, 0
+            if not recomputed:
+                run, left_out = _few_chunks(chunk_tokens, length, labels.numel())
             if left_out:
                 output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
             with Made() as made:
                 expected = output.new_empty((), dtype=torch.float64)
-                loss = whole.loss(output, labels, expected)
+                loss = output.sum() if recomputed else whole.loss(output, labels, expected)
             if left_out:
                 begin, end = recorder.position(_PRODUCTS), recorder.position(2 * _PRODUCTS)
                 recorder.repeat(begin, end, left_out)
-            recorder.note(Loss())
-            recorder.note(Loss())  # its gradient, too
+            if not recomputed:  # [Note: Plain loss]
+                recorder.note(Loss())
+                recorder.note(Loss())  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
     (declared,) = as_chunks((blocks,))
@@ -240,8 +246,8 @@ def _rehearsed(
     pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
-    tapes = (recorder.tapes(b, saved[b]) for b in range(len(kinds)))
-    by_kind = dict(zip(kinds, tapes, strict=True))
+    own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
+    by_kind = {kind: recorder.tapes(b, saved[b]) for b, kind in own_kinds}
     vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
     logits = rows * tokens * vocab // tensor.size
     # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
