@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 __all__ = ["LiveBytes"]
 
@@ -21,7 +20,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self.now = 0
+        """Bytes of what is there."""
         self.peak = 0
         self.where = ""
         """The operation after which the peak was seen."""
@@ -30,23 +31,31 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        new = [self._note(x) for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
-        if True not in new:
-            return out
+        for x in _tensors((args, kwargs, out)):
+            self._note(x)
         if self.now > self.peak:
             self.peak, self.where = self.now, str(func)
         return out
 
-    @property
-    def now(self) -> int:
-        """Bytes of what is there."""
-        return sum(memory.nbytes() for memory in self._live.values())
-
-    def _note(self, x: Tensor) -> bool:
-        """Whether the memory of x is new."""
+    def _note(self, x: Tensor) -> None:
         memory = x.untyped_storage()
-        if x.is_meta:
-            return False
-        new = memory._cdata not in self._live
-        self._live[memory._cdata] = memory
-        return new
+        key, size = memory._cdata, memory.nbytes()
+        if x.is_meta or key in self._live:
+            return
+
+        def gone(_: object) -> None:
+            del self._live[key]
+            self.now -= size
+
+        self._live[key] = weakref.ref(memory, gone)
+        self.now += size
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for part in x:
+            yield from _tensors(part)
+    elif isinstance(x, dict):
+        yield from _tensors(tuple(x.values()))

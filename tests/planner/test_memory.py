@@ -58,7 +58,7 @@ TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 WIDE = replace(MODEL, num_heads=16, num_kv_heads=16, head_dim=16, num_layers=2)
-HEADS = replace(WIDE, attention_head_groups=8, mlp_tile_tokens=32)
+HEADS = replace(WIDE, attention_head_groups=4, mlp_tile_tokens=32)
 HEADS_ALL = replace(HEADS, checkpoint=1.0)
 CASES = [
     (Layout(), MODEL, "float32"),
