@@ -40,10 +40,10 @@ def _config(file: str, *overrides: str) -> JobConfig:
 def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) -> None:
     """Catches a ranking that is upside down, another batch, or one that forgets the memory."""
     config, fabric = _config(file), load_fabric("h100x8_ib400")
-    rows = rows_of(config, 16)
-    assert rows == 2 * 8
-    found = search(config, 16, fabric, rows=rows, on_cpu=False)
-    own = evaluate(config, 16, fabric, on_cpu=False)
+    rows = rows_of(config, 8)
+    assert rows == 2 * 4
+    found = search(config, 8, fabric, rows=rows, on_cpu=False)
+    own = evaluate(config, 8, fabric, on_cpu=False)
     steps = [c.prediction.step for c in found.fitting if c.prediction is not None]
     assert steps == sorted(steps)
     assert own.prediction is not None
@@ -53,7 +53,7 @@ def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) ->
         assert candidate.memory.total <= fabric.device.usable_bytes
         assert candidate.case.tokens_per_step == rows * 16384
         words = [word for pair in candidate.overrides for word in pair.split(" ")]
-        again = Case.of(_config(file, *words), 16)
+        again = Case.of(_config(file, *words), 8)
         assert again.topology == candidate.case.topology
         assert (again.model, again.micro_num) == (candidate.case.model, candidate.case.micro_num)
 
@@ -83,11 +83,11 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
 def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that ends in "it does not fit", and a remedy that is none."""
     words = ["--fabric", "h200", "--data.micro_num", "1"]
-    long = [*words, "--world", "4", "--data.seq_len", "1048576"]
-    assert main(["layouts", file, *long, "--batch", "2"]) == 0
+    long = [*words, "--world", "2", "--data.seq_len", "1048576"]
+    assert main(["layouts", file, *long, "--batch", "1"]) == 0
     said = capsys.readouterr().out
     (remedy,) = re.findall(r"does not fit: .*\n  it fits with (.*)", said)
-    assert main(["layouts", file, *long, "--batch", "2", *remedy.split()]) == 0
+    assert main(["layouts", file, *long, "--batch", "1", *remedy.split()]) == 0
     assert "is marked *" in capsys.readouterr().out
 
     words += ["--parallel.tensor.size", "1", "--parallel.weight.size", "1"]
@@ -97,7 +97,7 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["layouts", file, *longer, tokens]) == 0
 
     capsys.readouterr()
-    large = ["--model.num_layers", "256", *words, "--fabric", "h100x8_ib400"]
+    large = ["--model.num_layers", "128", *words, "--fabric", "h100x8_ib400"]
     assert main(["layouts", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
     (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
     assert main(["layouts", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
@@ -147,7 +147,7 @@ def test_a_configuration_that_is_no_layout_is_told(
 @pytest.mark.slow
 def test_1024_ranks_are_searched_in_seconds(file: str) -> None:
     """Catches a search whose cost grows with the number of ranks or micro-batches."""
-    config = _config(file, "--model.num_layers", "16", "--data.seq_len", "131072")
+    config = _config(file, "--model.num_layers", "8", "--data.seq_len", "131072")
     began = time.process_time()
     found = search(config, 1024, load_fabric("h100x8_ib400"), rows=1024, on_cpu=False)
     assert time.process_time() - began < 40
