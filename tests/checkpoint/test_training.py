@@ -31,13 +31,13 @@ TASK = Task(
 )
 LAYOUTS = {
     "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2),
-    "mtp": Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=2),
-    "fsp": Layout(mode=Mode.FSP, tensor=4, micro=2),
+    "mtp": Layout(mode=Mode.MTP, tensor=4, micro=2),
     "V": Layout(tensor=2, weight=2, pipeline=2, schedule=PipelineSchedule.ZBV, chunks=2, micro=2),
     "one": Layout(micro=2),
 }
-AFTER = 5
-"""Steps that are compared."""
+AFTER = 2
+"""Steps that are compared: the loss of the first is that of the weights, of the second that of the
+update too."""
 
 
 def _state(run: Run) -> TrainState:
@@ -84,7 +84,7 @@ def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     """Catches a weight, master or moment in the wrong place, or stale, after a change of layout."""
     answers = run_ranks(4, _save_and_load_all, tmp_path, timeout_seconds=110)
-    assert [len(of_rank) for of_rank in answers] == [5, 4, 4, 4]
+    assert [len(of_rank) for of_rank in answers] == [4, 3, 3, 3]
     wanted = {name: losses for name, losses, _ in answers[0]}
     for of_rank in answers:
         for name, _, found in of_rank:
