@@ -25,10 +25,9 @@ from tests.train.jobs import numbers, run_folders, run_forked
 ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
 ALONE = ("--data.micro_num=2",)
 """The micro-batches of the two data ranks of `ISP`."""
-STEPS = 20
+STEPS = 10
 
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
     "qwen3": {},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "qwen3_moe": {},
