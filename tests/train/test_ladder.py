@@ -45,7 +45,7 @@ LAYOUTS = (
     (Layout(mode=Mode.MTP, tensor=2), MODEL),
     (Layout(mode=Mode.MSP, tensor=2, micro=2), TIED),
     (Layout(mode=Mode.FSP, tensor=2), MODEL),
-    (Layout(pipeline=2, micro=4), TIED),
+    (Layout(pipeline=2, micro=2), TIED),
     (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2), MODEL),
 )
 EXCLUDED = {
