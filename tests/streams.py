@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 from unittest import mock
 
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from isp.comm import streams
+from tests.planner.live import tensors_in
 
 __all__ = ["Device"]
 
@@ -308,7 +308,7 @@ def _join(counts: Counts, others: Counts) -> None:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    return [*tensors_in(tree)]
 
 
 def _address(tensor: Tensor) -> int:
@@ -317,9 +317,11 @@ def _address(tensor: Tensor) -> int:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation changes."""
-    changed = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            changed += _tensors(value)
-    return changed
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)])
+
+
+@cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """The place and name of each argument that an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

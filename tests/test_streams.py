@@ -107,7 +107,7 @@ CASES = {
         Task(model=replace(MODEL, checkpoint=1.0, checkpoint_offload=True)),
     ),
     "inputs on the host, pipeline": (
-        Layout(tensor=2, mode=Mode.MTP, pipeline=2, micro=4),
+        Layout(tensor=2, mode=Mode.MTP, pipeline=2, micro=2),
         Task(
             model=replace(
                 MODEL,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "tensors_in"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for x in _tensors((args, kwargs, out)):
+        for x in tensors_in((args, kwargs, out)):
             self._note(x)
         if self.now > self.peak:
             self.peak, self.where = self.now, str(func)
@@ -51,11 +51,12 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists, tuples and dictionaries; faster than torch's pytree."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
         for part in x:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(x, dict):
-        yield from _tensors(tuple(x.values()))
+        yield from tensors_in(tuple(x.values()))
