@@ -183,7 +183,7 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
             slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
             dim += 1  # behind that of the ranks
         whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
-        return whole.reshape(-1)
+        return whole.reshape(-1).contiguous()  # an expanded gradient is flat with stride 0
     flat = xs[0].new_empty(sum(prod(s) for s in shapes))
     for rank, message in enumerate(_messages(flat, shapes)):
         parts = [

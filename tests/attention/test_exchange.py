@@ -31,18 +31,21 @@ def _run_shapes(rank: int, world: int) -> list[bool]:
 
         x = part(gather).requires_grad_()
         out = SeqAllToAll.apply(channel, x, scatter, gather)
-        (grad,) = torch.autograd.grad(out, x, part(scatter) * 2)
+        (grad,) = torch.autograd.grad(out, x, part(scatter) * 2, retain_graph=True)
+        (ones,) = torch.autograd.grad(out.sum(), x)
         later = SeqAllToAll.launch(channel, x, scatter, gather).wait()
         good += [torch.equal(out, part(scatter)), torch.equal(grad, x * 2), torch.equal(later, out)]
-        good.append(len(channel.log.take()) == (3 if world > 1 else 0))
+        good.append(torch.equal(ones, torch.ones_like(x)))
+        good.append(len(channel.log.take()) == (4 if world > 1 else 0))
     return good
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_scatter_and_gather_any_two_dims(world: int) -> None:
-    """Catches swapped dims, a batch that is mixed up, and more than one message a tensor."""
+    """Catches swapped dims, a batch that is mixed up, more than one message a tensor, and a
+    gradient that is sent as it lies where it is one number, expanded."""
     for good in run_ranks(world, _run_shapes, world):
-        assert good == [True] * 4 * len(SHAPES)
+        assert good == [True] * 5 * len(SHAPES)
 
 
 def _run_sp2hp(rank: int, world: int) -> list[bool]:
