@@ -344,6 +344,14 @@ class ISPCommunicator(WPCommunicator):
     def visit(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> _Visit:
+        own = self._sharded.get(id(module)) if phase is _FORWARD else None
+        if own is not None and (
+            own[0].parameter is not weight or (bias is not None and own[-1].parameter is not bias)
+        ):
+            raise RuntimeError(
+                f"{module.name} has another parameter than when the model was declared: write into"
+                f" the declared one, by copy_ or load_state_dict without assign=True"
+            )
         return _Visit(self, module, phase, bias is not None)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -355,6 +355,21 @@ def test_one_model_for_one_communicator() -> None:
         communicator.declare([net.declared()])
 
 
+def test_parameters_are_those_that_were_declared() -> None:
+    """Catches weights converted or moved later that are not followed, and new ones that are left
+    out without a word."""
+    net, communicator, _ = echo_net(bias=True)
+    net.float()
+    step(net, communicator)
+    torch.testing.assert_close(net(IDS), net.plainly(IDS))
+    net.b.wo.bias = torch.nn.Parameter(net.b.wo.bias + 1)  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match=r"b\.wo has another parameter than when the model"):
+        net(IDS)
+    net.load_state_dict({name: x + 1 for name, x in net.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="embedding has another parameter than when the model"):
+        net(IDS)
+
+
 def test_two_weights_of_one_name_are_refused() -> None:
     """Catches layers without names sharing one gathered weight, the first one's, unnoticed."""
     donor, _, channel = echo_net()
