@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from isp.autograd import once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 
@@ -287,6 +288,7 @@ class _Depart(torch.autograd.Function):
         return xs[0].new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.trip.arrive()
 
@@ -298,6 +300,7 @@ class _Arrive(torch.autograd.Function):
         return trip.arrive()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor]:
         ctx.trip.depart_back(dys)
         return None, dys[0].new_empty(0)
@@ -323,6 +326,7 @@ class _Exchanged(torch.autograd.Function):
         return (exchange.go_back if reverse else exchange.go_out)(xs)()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         back = ctx.exchange.go_out if ctx.reverse else ctx.exchange.go_back
         return None, None, *back(dys)()

@@ -132,3 +132,23 @@ def test_a_rank_that_is_gone_fails_the_trip_for_good() -> None:
         "CollectiveError",
         "AssertionError",
     ]
+
+
+def _differentiate_twice(rank: int, world: int) -> list[str]:
+    channel, said = _channel(world), []
+    for exchange in (SeqAllToAll.apply, lambda *args: SeqAllToAll.launch(*args).wait()):
+        x = torch.ones(world, 2 * world, requires_grad=True)
+        y = exchange(channel, x, 1, 0).square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        try:
+            dx.sum().backward()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Catches gradients of gradients that end at the exchange without a word."""
+    for said in run_ranks(2, _differentiate_twice, 2):
+        assert len(said) == 2
+        assert all("differentiate twice" in words for words in said)
