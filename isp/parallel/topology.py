@@ -25,7 +25,7 @@ stages are outside of its schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,6 +62,9 @@ class Axis(StrEnum):
     """All ranks."""
 
 
+_FULLY_SHOWN_RANKS = 16
+"""Up to so many ranks every group is printed, with every rank."""
+_SHOWN_WORDS = 4
 _MAY_SHARE = (
     (Axis.WORLD, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
     (Axis.WEIGHT_DATA, Axis.ZERO1),
@@ -222,9 +225,16 @@ class Topology:
         lines = [f"mode {self.mode}", *sizes]
         width = max(len(axis) for axis in shown)
         for axis in shown:
-            groups = "  ".join(str(group) for group in self.groups(axis))
-            lines.append(f"{axis:<{width}}  {groups}")
+            groups = [f"[{', '.join(self._shown(map(str, g)))}]" for g in self.groups(axis)]
+            lines.append(f"{axis:<{width}}  {'  '.join(self._shown(groups))}")
         return "\n".join([*lines, self._describe_process_groups()])
+
+    def _shown(self, words: Iterable[str]) -> list[str]:
+        """All of `words`; of many, in a world of many ranks, the first three and the last."""
+        every = list(words)
+        if self.world_size <= _FULLY_SHOWN_RANKS or len(every) <= _SHOWN_WORDS:
+            return every
+        return [*every[:3], "..", every[-1]]
 
     def _describe_process_groups(self) -> str:
         """Their number and names, `2 process groups a rank: tensor, world = stage`; in a line of
