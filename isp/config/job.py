@@ -307,6 +307,8 @@ def _override(
 ) -> dict[str, Any]:
     """`values` with each override put in its place, and noted in `origins`."""
     for path, text in _split_overrides(overrides):
+        if text is None and keys.needs_value(path):
+            raise ValueError(f"--{'.'.join(path)} has no value: it takes {keys.type_of(path)}")
         value = True if text is None else parse_value(text)
         if text is not None and keys.takes_text(path) and not isinstance(value, list | None):
             value = value if isinstance(value, str) else text  # --job.name 2024 is text

@@ -67,6 +67,10 @@ class KeyTable:
         """Whether `path` is a key whose value may be plain text."""
         return str in _members(self.hints.get(path))
 
+    def needs_value(self, path: KeyPath) -> bool:
+        """Whether `path` is a key to which a bare `--key`, which says true, says nothing."""
+        return path in self.hints and bool not in _members(self.hints[path])
+
     def type_of(self, path: KeyPath) -> str:
         """The type required of the key `path`, in words."""
         return " or ".join(_type_name(member) for member in _members(self.hints[path]))

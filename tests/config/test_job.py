@@ -161,7 +161,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--training.steps"], "training.steps=true must be a whole number"),
+        (["--training.steps"], "--training.steps has no value: it takes a whole number"),
         (["--training.steps", "ten"], 'training.steps="ten" must be a whole number'),
         (["--optimizer.lr", "true"], "optimizer.lr=true must be a number"),
         (["--training.deterministic", "1"], "training.deterministic=1 must be true or false"),
