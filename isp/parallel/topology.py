@@ -205,24 +205,25 @@ class Topology:
         """The place of `rank` in its group of `axis`."""
         return self.group_of(axis, rank).index(rank)
 
+    def sizes(self) -> list[str]:
+        """The sizes of the meshes, a line each: `world 8 = pipeline 1 x data 4 x tensor 2`."""
+        world = f"world {self.world_size} = pipeline {self.pipeline}"
+        lines = [f"{world} x data {self.data} x tensor {self.tensor}"]
+        if self.context > 1:
+            lines.append(f"tensor {self.tensor} = head {self.head} x context {self.context}")
+        if self.mode.facts.gathers_weights:
+            lines.append(f"{world} x weight_data {self.weight_data} x weight {self.weight}")
+        return lines
+
     def describe(self) -> str:
         """Sizes and groups as text, for people; printed before anything runs."""
-        sizes = [
-            f"world {self.world_size} = pipeline {self.pipeline} x data {self.data}"
-            f" x tensor {self.tensor}"
-        ]
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
-            sizes.append(f"tensor {self.tensor} = head {self.head} x context {self.context}")
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
         if self.mode.facts.gathers_weights:
-            sizes.append(
-                f"world {self.world_size} = pipeline {self.pipeline} x weight_data"
-                f" {self.weight_data} x weight {self.weight}"
-            )
             shown[-1:-1] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
         shown.append(Axis.ZERO1)
-        lines = [f"mode {self.mode}", *sizes]
+        lines = [f"mode {self.mode}", *self.sizes()]
         width = max(len(axis) for axis in shown)
         for axis in shown:
             groups = [f"[{', '.join(self._shown(map(str, g)))}]" for g in self.groups(axis)]

@@ -156,7 +156,7 @@ def _facts(
     skipped = sum(record.skipped for record in records)
     devices = ", ".join(f"{count} x {name}" for name, count in environment.devices.items())
     facts = {
-        "groups": "\n".join(config.topology(environment.world_size).describe().split("\n")[1:3]),
+        "groups": "\n".join(config.topology(environment.world_size).sizes()),
         "model": f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
         "a step": f"{last.tokens // last.step:,} tokens in sequences of {data.seq_len:,}",
         "numbers": f"{config.training.dtype}, on {devices}, torch {environment.torch}",

@@ -35,6 +35,17 @@ def test_groups_of_either_placement():
     assert "tensor 4 = head 2 x context 2" in far.describe()
 
 
+def test_sizes_hold_no_groups_in_any_mode():
+    """Catches a report that takes a line of groups, or leaves out a mesh."""
+    msp = Topology.create(4, ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MSP)))
+    assert msp.sizes() == ["world 4 = pipeline 1 x data 2 x tensor 2"]
+    assert Topology.create(8, _parallel(4, context_size=2)).sizes() == [
+        "world 8 = pipeline 1 x data 2 x tensor 4",
+        "tensor 4 = head 2 x context 2",
+        "world 8 = pipeline 1 x weight_data 8 x weight 1",
+    ]
+
+
 @pytest.mark.parametrize("head_first", [True, False])
 def test_both_axes_cut_the_tensor_groups(head_first):
     """Catches a rank that is in no group, or shares more than itself with one of the other axis."""
