@@ -30,6 +30,7 @@ from isp.settings import JobSection
 
 __all__ = [
     "RunFolder",
+    "check_can_create",
     "earlier_runs",
     "explained",
     "latest_run",
@@ -201,6 +202,13 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())  # some file systems tell only here that they are full
+
+
+def check_can_create(job: JobSection) -> None:
+    """Raise what `RunFolder.create` would for a folder that cannot be written to; makes nothing."""
+    folder = Path(job.dump_folder).absolute() / job.name
+    with explained(f"job.dump_folder={job.dump_folder}"):
+        try_writing(next(path for path in (folder, *folder.parents) if path.exists()))
 
 
 def try_writing(folder: Path) -> None:

@@ -25,6 +25,7 @@ from isp.models.build import parameter_shapes
 from isp.parallel import Axis, Topology
 from isp.run.folder import (
     RunFolder,
+    check_can_create,
     earlier_runs,
     explained,
     latest_run,
@@ -91,8 +92,9 @@ def check_start(config: JobConfig, topology: Topology) -> None:
 
     To be called before the ranks start.
     """
-    with _claimed(config, topology, makes=False):
-        pass
+    with _claimed(config, topology, makes=False) as place:
+        if place.run is None:
+            check_can_create(config.job)
 
 
 @contextmanager

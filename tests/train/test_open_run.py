@@ -201,6 +201,19 @@ def test_a_folder_that_cannot_be_written_to_is_refused(load: Callable[..., JobCo
         _open(load("--checkpoint.folder", "/proc/a/b"))
 
 
+def test_a_dump_folder_that_cannot_be_made_is_refused_before_ranks(
+    load: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    """Catches ranks that are started only to find that there is no folder for the run."""
+    file = tmp_path / "file"
+    file.write_text("text")
+    with pytest.raises(ValueError, match=r"^job\.dump_folder=.*file: cannot write to .*directory"):
+        _check(load("--job.dump_folder", str(file)))
+    before = sorted(tmp_path.iterdir())
+    _check(load("--job.dump_folder", str(tmp_path / "new" / "below")))
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_new_folder_is_held_from_the_beginning(
     load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
