@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         check_tasks(args, source)
         args.rows = args.keys = 0
     else:
+        if not (args.rows or args.keys):
+            raise ValueError("--rows 0 --keys 0 leave nothing to evaluate: leave out one of them")
         args.lengths = _checked(args.lengths, source)
     args.output = _output(args, path)
     notes, rows = list[str](), None

@@ -255,6 +255,7 @@ def test_faults_are_told_in_a_line(
         ((str(run), f"--output={short}"), "File exists"),
         ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
         ((str(run), "--optimizer.lr=1"), "optimizer"),
+        ((str(run), "--rows=0", "--keys=0"), "nothing to evaluate"),
         ((str(run), "--tasks=arc_easy"), "bash tools/setup_env.sh lm-eval"),
     ):
         assert main(["evaluate", *words]) == 2
