@@ -6,6 +6,7 @@ weight is gathered and its gradient reduced, with what the plan says.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -225,6 +226,7 @@ class Check:
         self, rank: int, layout: Layout, cases: Sequence[Case] | None = None
     ) -> list[Differences]:
         """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
+        logging.disable(logging.WARNING)  # what a run is told once, here once a case and rank
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
         return [self._compare(mesh, layout, case) for case in chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -38,6 +39,18 @@ def _rows(text: str) -> dict[str, list[str]]:
         for line in table.splitlines()
         if line.startswith("isp ")
     }
+
+
+def test_ranks_say_nothing_beside_the_table(folder: str, tmp_path: Path) -> None:
+    """Catches the notes of a run, such as that of whole logits, once a case and rank."""
+    handler = logging.FileHandler(tmp_path / "log")  # which forked ranks write to
+    logging.getLogger("isp").addHandler(handler)
+    try:
+        assert main(["check", folder, "--layouts", "mtp2"]) == 0
+    finally:
+        logging.getLogger("isp").removeHandler(handler)
+        handler.close()
+    assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_folder_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
