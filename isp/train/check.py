@@ -226,10 +226,13 @@ class Check:
         self, rank: int, layout: Layout, cases: Sequence[Case] | None = None
     ) -> list[Differences]:
         """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
-        logging.disable(logging.WARNING)  # what a run is told once, here once a case and rank
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        return [self._compare(mesh, layout, case) for case in chosen]
+        logging.disable(logging.WARNING)  # what a run is told once, here once a case and rank
+        try:
+            return [self._compare(mesh, layout, case) for case in chosen]
+        finally:
+            logging.disable(logging.NOTSET)
 
     def _reference(self, packed: bool) -> Reference:
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
