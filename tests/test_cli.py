@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 # A rank as `isp train` makes one, with something to do that needs no process group.
 RANK_SCRIPT = """
-import ctypes, os, signal, sys, time
+import ctypes, os, pathlib, signal, sys, time
 from isp.cli.failures import report
 from isp.cli.launch import follow_launcher
 
@@ -35,6 +35,11 @@ def tell(word):  # in one write: the ranks share a pipe
     os.write(1, word.encode() + b"\\n")
 
 def act(how):
+    failing = pathlib.Path(__file__).with_name("failing")
+    if rank == 1:
+        failing.touch()
+    while how in ("raise", "kill") and not failing.exists():
+        time.sleep(0.01)  # the other rank may take longer to begin than to end
     if how == "raise" and rank == 1:
         raise RuntimeError("the first to fail")
     if how == "refuse":
