@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Self
@@ -76,13 +77,16 @@ class StepMeter:
         self.leave_out()
 
     def leave_out(self) -> None:
-        """Leave out waits since the last step, which served none."""
+        """Leave out the time since the last step, and waits in it: they served none."""
         self._log.take_waited()
+        self._since = time.perf_counter()
 
     def end_step(self) -> PhaseTimes:
         """A step has been done on this rank; the phases since the last one."""
         times = self._clock.take()
         moved = self.last_transfers = self._log.take_waited()
+        for transfer in moved:  # under way before: that is no time of the step
+            transfer.launched = max(transfer.launched, self._since)
         for phase, seconds in times.items():
             self._times[phase] += seconds
         self._transfers += moved

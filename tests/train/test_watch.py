@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
+from isp.comm import CommLog
+from isp.comm.cargo import UNNAMED
 from isp.config import load_config
-from isp.metrics.phases import PhaseTimes
+from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
 from isp.train import main
@@ -150,3 +153,16 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     slow, spike = warnings
     assert f"rank 1 on {socket.gethostname()} is slow: for 5 steps" in slow
     assert spike.startswith("step 24: the loss ")
+
+
+def test_what_travels_in_a_pause_is_counted_from_its_end() -> None:
+    """Catches weights on their way during an evaluation as communication of the next step."""
+    log, device = CommLog(), torch.device("cpu")
+    meter = StepMeter(log, PhaseClock(device), device, num_ranks=1, peak_tflops=None)
+    transfer = log.start("all_gather", "weight", UNNAMED, 8)
+    transfer.launched -= 100.0
+    meter.leave_out()
+    transfer.ended, transfer.waited = time.perf_counter(), True
+    meter.end_step()
+    assert meter.last_transfers == [transfer]
+    assert transfer.duration < 50.0
