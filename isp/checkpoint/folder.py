@@ -148,7 +148,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     if CheckpointFolder.names(path):  # one that has lost its manifest
         return [path]
     raise ValueError(
-        f"{path} is not a checkpoint, and has none in it: it {describe_contents(path)}"
+        f"{path} is not a checkpoint, and has none in it: it {describe_contents(path)}; name the"
+        f" folder of a run, or one of the step folders in its checkpoint folder"
     )
 
 

@@ -51,15 +51,16 @@ def run_prepare(args: argparse.Namespace) -> int:
         form=Format(args.format),
         chat_template=args.chat_template,
     )
-    files, kind, trained = f"{done.prefix}.bin and .idx", "documents", ""
+    files, kind, trained = f"{done.prefix}.bin and .idx", "document", ""
     if done.num_trained is not None:
-        files, kind = f"{files}, and .labels of both", "examples"
+        files, kind = f"{files}, and .labels of both", "example"
         trained = (
             f", {done.num_trained:,} of them trained; {done.num_dropped:,} without a trained token"
             " left out"
         )
     print(
-        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}{trained}, from"
+        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}"
+        f"{'s' if done.num_documents != 1 else ''}{trained}, from"
         f" {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
     )
     return 0

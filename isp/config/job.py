@@ -168,7 +168,7 @@ class JobConfig:
             )
 
     def unused(self) -> list[str]:
-        """The changes of defaults that mean nothing in this run, as sentences."""
+        """What does nothing in this run, or not what it is for, as sentences."""
         mode, rule = self.parallel.tensor.mode, self.optimizer.name
         found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
         if not mode.facts.gathers_weights and self.parallel.weight != WeightConfig():
@@ -185,6 +185,12 @@ class JobConfig:
             found.append(f"parallel.sequence_2D is not used in {mode} mode, which splits features")
         if not two.enable and two != Sequence2DConfig():
             found.append("parallel.sequence_2D is not used: set parallel.sequence_2D.enable=true")
+        steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
+        if warmup > steps:
+            found.append(
+                f"lr_scheduler.warmup_steps={warmup} is longer than training.steps={steps}: the"
+                f" learning rate ends at {steps / warmup:.0%} of optimizer.lr, and never decays"
+            )
         return [*found, *self._unused_of_tiles()]
 
     def _unused_of_tiles(self) -> list[str]:

@@ -14,7 +14,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path.parent} has no {path.name}: is it a model's folder?") from None
+        folder = path.parent
+        lack = f"has no {path.name}: is it a model's folder?" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {lack}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):

@@ -153,8 +153,9 @@ def read_folder(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (KeyError, OSError, TypeError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{folder / 'config.json'} (model_type {kind!r}) cannot be read by transformers:"
-            f" {' '.join(str(error).split())[:300]}"
+            f" {first_line}"
         ) from error
     return config

@@ -113,6 +113,8 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=told) as refused:
             load_config(write_job(tmp_path, tmp_path))
         assert str(refused.value).count("model.hf=") == 1
+    with pytest.raises(ConfigError, match="nowhere is no folder"):
+        load_config(write_job(tmp_path, tmp_path / "nowhere"))
 
 
 FAULTS = {
