@@ -4,9 +4,9 @@
 its files and rank 0 the table of contents. A checkpoint of ours is published after that, by an
 agreement of all ranks about files and checksums, which has to be in the same thread as the
 collectives of the save itself, or they would meet on the process group. So the thread is our own
-and runs the very code of a save in the foreground. Copying is torch's `DefaultStager`. Its process
-instead of a thread (`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of
-its own, and outlive a rank that is killed.
+and runs the very code of a save in the foreground. Torch's process instead of a thread
+(`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of its own, and outlive a
+rank that is killed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch import Tensor
 
 from isp.checkpoint.boxes import Shard
+from isp.comm import streams
+from isp.comm.host_memory import zeros
 
 __all__ = ["Flight", "Staging"]
 
@@ -25,31 +27,33 @@ __all__ = ["Flight", "Staging"]
 class Staging:
     """CPU memory for copies of shards: the same for every save, page-locked where they are on CUDA.
 
-    One copy at a time is valid. Holds as many bytes as the tensors that the shards are parts of.
+    One copy at a time is valid. Holds as many bytes as the shards. Torch's `DefaultStager` holds
+    as many as the tensors that they are parts of, and that of torch 2.11 copies only once.
     """
 
     def __init__(self) -> None:
-        self._stager: DefaultStager | None = None
+        self._copies: dict[str, list[Tensor]] = {}
 
     def copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
         """The same shards with data that training does not change any more, on CPU.
 
         Waits until the data has arrived. Overwrites the last copy.
         """
-        if self._stager is None:
-            on_cuda = any(p.data.is_cuda for shard in shards.values() for p in shard.pieces)
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_cuda,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_cuda,
-                )
-            )
-        data = {key: [piece.data for piece in shard.pieces] for key, shard in shards.items()}
-        copies = self._stager.stage(data)
-        assert isinstance(copies, dict)
-        return {key: shard.with_data(copies[key]) for key, shard in shards.items()}
+        copied, devices = {}, set()
+        for key, shard in shards.items():
+            data = [piece.data for piece in shard.pieces]
+            copies = self._copies.get(key, [])
+            if [(c.shape, c.dtype) for c in copies] != [(x.shape, x.dtype) for x in data]:
+                copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
+                self._copies[key] = copies
+            for copy, x in zip(copies, data, strict=True):
+                copy.copy_(x, non_blocking=True)
+                devices.add(x.device)
+            copied[key] = shard.with_data(copies)
+        for device in devices:
+            if (arrived := streams.mark(device)) is not None:
+                arrived.synchronize()
+        return copied
 
 
 class Flight:
