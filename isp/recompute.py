@@ -3,6 +3,10 @@
 [Note: Not reentrant] A recompute runs when backward first asks for a tensor that was not kept, as
 `torch.utils.checkpoint` does it without reentrance. A backward within the backward would end the
 pass early for whoever waits for its end, such as the data-parallel wrappers.
+
+[Note: A forward that fails] Torch 2.11 leaves its hooks for saved tensors in place where a function
+raises, and a loop that goes on would save under them. So torch sees the function end, and what it
+raised is raised behind.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,14 +72,30 @@ def _checkpoint(
         return function(*args)
     snapshot = snapshot or tracker.snapshot()
     again = _Contexts(lambda: tracker.replaying(snapshot), announce)
-    out: R = torch_checkpoint(
-        function,
+    failed: BaseException | None = None
+    going_forward = True
+
+    def run(*args: Any) -> R | None:
+        nonlocal failed
+        try:
+            return function(*args)
+        except BaseException as error:
+            if not going_forward:
+                raise
+            failed = error  # [Note: A forward that fails]
+            return None
+
+    out = torch_checkpoint(
+        run,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # the tracker does it, for every stream
         context_fn=lambda: (nullcontext(), again),
     )
-    return out
+    going_forward = False
+    if failed is not None:
+        raise failed
+    return cast(R, out)
 
 
 class _Contexts:
