@@ -9,7 +9,7 @@ from isp.checkpoint.boxes import Shard
 
 
 def test_copies_take_the_same_memory_again() -> None:
-    """Catches copies of more than the shards, memory taken at each save, and a size that changed."""
+    """Catches copies of more than the shards, memory taken anew, and a size that changed."""
     whole = torch.arange(40.0).view(8, 5)
     staging = Staging()
     addresses = set()
