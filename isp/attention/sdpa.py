@@ -49,7 +49,9 @@ class SdpaAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        with sdpa_kernel(self._kernels, set_priority=self._in_order):
+        # no fused kernel of CUDA's takes float64, in which things are only compared
+        kernels = self._kernels + [SDPBackend.MATH] * (q.dtype is torch.float64)
+        with sdpa_kernel(kernels, set_priority=self._in_order):
             if mask.cu_seqlens is None and mask.window is None and q.shape[1] == k.shape[1]:
                 return self._attend(q, k, v, TRIANGLE if mask.causal else EVERYTHING)
             lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
