@@ -251,7 +251,7 @@ def syncs(device: torch.device) -> Numbers:
             step(batches[number + 1], 1e-4)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    told = (w for w in caught if "synchroniz" in str(w.message))
+    told = (w for w in caught if "called a synchronizing" in str(w.message))
     lines = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in told)
     for line, count in lines.most_common():
         print(f"{count / steps:6.1f} a step  {line}")
