@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
     from isp.train.check import TOLERANCE
 
+    # Where torch finds a GPU, a backward starts threads, and ranks that are forked then have none.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check, layouts = _prepare(args)
     print(
         f"{check.subject.name}, on {check.num_ranks} ranks, each difference relative to its tensor"
