@@ -81,6 +81,7 @@ def test_cpu_has_a_name() -> None:
 def test_gpu_memory_is_that_of_tensors() -> None:
     """Catches the process' memory reported for that of the device."""
     device = torch.device("cuda", 0)
+    torch.cuda.init()  # without it there is nothing to reset
     torch.cuda.reset_peak_memory_stats(device)
     before = peak_memory_gib(device)
     torch.zeros(2**28, device=device, dtype=torch.uint8)
