@@ -72,17 +72,16 @@ def _checkpoint(
         return function(*args)
     snapshot = snapshot or tracker.snapshot()
     again = _Contexts(lambda: tracker.replaying(snapshot), announce)
-    failed: BaseException | None = None
+    failed: list[BaseException] = []
     going_forward = True
 
     def run(*args: Any) -> R | None:
-        nonlocal failed
         try:
             return function(*args)
         except BaseException as error:
             if not going_forward:
                 raise
-            failed = error  # [Note: A forward that fails]
+            failed.append(error)  # [Note: A forward that fails]
             return None
 
     out = torch_checkpoint(
@@ -93,8 +92,8 @@ def _checkpoint(
         context_fn=lambda: (nullcontext(), again),
     )
     going_forward = False
-    if failed is not None:
-        raise failed
+    if failed:
+        raise failed.pop()  # so that no frame of its traceback holds it
     return cast(R, out)
 
 

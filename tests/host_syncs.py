@@ -258,4 +258,6 @@ def syncs_on_cuda() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [f"{w.filename}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message)]
+    found += [
+        f"{w.filename}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message)
+    ]
