@@ -28,6 +28,7 @@ setup(
     package_data={"isp.report": ["*.html"]},
     install_requires=[
         "torch>=2.11",
+        "torch>=2.13; python_version >= '3.13'",  # older ones hang where a save fails
         "numpy",
         "einops",
         "pydantic>=2.8",

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,6 @@ class WeightGradientRoute(Protocol):
         """
 
 
-@runtime_checkable
 class LinearLayer(WeightHolder, Protocol):
     """A layer that multiplies by its weight: a `ParallelLinear`, or one of somebody else's."""
 
@@ -165,8 +164,8 @@ class LinearLayer(WeightHolder, Protocol):
 def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
     """The linears that the blocks of `chunks` declare; one that is visited twice, twice."""
     for visit in (visit for blocks in chunks for block in blocks for visit in block.visits):
-        if isinstance(visit.layer, LinearLayer):
-            yield visit.layer
+        if hasattr(visit.layer, "weight_gradients"):
+            yield cast(LinearLayer, visit.layer)
 
 
 class _Linear(torch.autograd.Function):
