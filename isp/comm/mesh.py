@@ -23,6 +23,9 @@ __all__ = ["Mesh", "World"]
 
 logger = logging.getLogger(__name__)
 
+_TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""
+
 
 @dataclass
 class World:
@@ -56,6 +59,7 @@ class World:
                 options = streams.nccl_options()
                 options._timeout = timeout
                 device_options = {"device_id": self.device, "pg_options": options}
+                os.environ.setdefault(_TOLD_OF_SENDS, "false")
             dist.init_process_group(
                 self.backend,
                 store=_meeting_place(timeout),
