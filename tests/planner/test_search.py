@@ -97,7 +97,8 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["layouts", file, *longer, tokens]) == 0
 
     capsys.readouterr()
-    large = ["--model.num_layers", "128", *words, "--fabric", "h100x8_ib400"]
+    large = ["--model.hidden_size", "8192", "--model.num_layers", "16", *words]
+    large += ["--fabric", "h100x8_ib400"]
     assert main(["layouts", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
     (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
     assert main(["layouts", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0

@@ -68,9 +68,9 @@ def _learn(rank: int, layout: Layout) -> tuple[Numbers, Numbers, int, float]:
     """Numbers on one batch again and again in float32 and float16; its skips and last scale."""
     config = replace(OPTIMIZER, grad_scaler=GradScalerConfig(initial_scale=2.0**24))
     mesh, found = Meshes(rank).of(layout), []
-    for dtype in (torch.float32, torch.float16):
+    for dtype, steps in ((torch.float32, 12), (torch.float16, 22)):
         run = make_run(mesh, layout, TASK, dtype=dtype, config=config)
-        found.append([number for _ in range(30) for number in run.numbers(range(1))])
+        found.append([number for _ in range(steps) for number in run.numbers(range(1))])
         run.close()
     assert run.optimizer.scaler is not None
     return *found, run.optimizer.num_skipped, run.optimizer.scaler.scale  # type: ignore[return-value]
@@ -87,9 +87,9 @@ def test_float16_finds_its_scale_and_learns(name: str) -> None:
     assert scale == 2.0 ** (24 - (skipped - 1)), "the first overflow leaves the scale"
     taken = [(loss, norm) for loss, norm in numbers if math.isfinite(norm)]
     assert len(taken) == len(numbers) - skipped
-    assert taken[-1][0] < 0.8 * taken[0][0]
+    assert taken[-1][0] < 0.85 * taken[0][0]
     # 2e-3 and 5e-3: float16 has 11 bits. Later updates carry its roundings on to other gradients.
-    for (loss, norm), (other, other_norm) in list(zip(taken, wanted, strict=False))[:12]:
+    for (loss, norm), (other, other_norm) in zip(taken, wanted, strict=False):
         assert loss == pytest.approx(other, rel=2e-3)
         assert norm == pytest.approx(other_norm, rel=5e-3)
 
