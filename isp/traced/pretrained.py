@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -232,6 +233,8 @@ class _ByTransformers:
     def _loaded(self) -> nn.Module:
         import transformers
 
+        if os.environ.get("RANK", "0") != "0":
+            transformers.utils.logging.disable_progress_bar()  # the bar of one rank is enough
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         model: nn.Module
         model, told = load(
