@@ -164,6 +164,7 @@ class LinearLayer(WeightHolder, Protocol):
 def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
     """The linears that the blocks of `chunks` declare; one that is visited twice, twice."""
     for visit in (visit for blocks in chunks for block in blocks for visit in block.visits):
+        # Not isinstance: with a protocol that sees no parameter of a module since Python 3.12.
         if hasattr(visit.layer, "weight_gradients"):
             yield cast(LinearLayer, visit.layer)
 
