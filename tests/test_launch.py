@@ -1,0 +1,225 @@
+"""The launcher of ranks: what it tells of them, and how it and they end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isp.cli import main
+from isp.cli.failures import report_broken_pipe
+from isp.cli.launch import launch, rank_folder
+
+ROOT = Path(__file__).parent.parent
+
+# A rank as `isp train` makes one, with something to do that needs no process group.
+RANK_SCRIPT = """
+import ctypes, os, pathlib, signal, sys, time
+from isp.cli.failures import report
+from isp.cli.launch import follow_launcher
+
+def tell(word):  # in one write: the ranks share a pipe
+    os.write(1, word.encode() + b"\\n")
+
+def act(how):
+    failing = pathlib.Path(__file__).with_name("failing")
+    if rank == 1:
+        failing.touch()
+    while how in ("raise", "kill") and not failing.exists():
+        time.sleep(0.01)  # the other rank may take longer to begin than to end
+    if how == "raise" and rank == 1:
+        raise RuntimeError("the first to fail")
+    if how == "refuse":
+        open("absent.yaml")
+    if how == "linger":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if rank == 1:
+            try:
+                open("absent.yaml")
+            except OSError as error:
+                report(error)
+            time.sleep(60)  # ending takes it longer than the other rank
+        time.sleep(1)
+        open("absent.yaml")
+    if how == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell("ready")
+    if how == "stuck":
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        ctypes.PyDLL(None).sleep(600)  # no other thread of Python runs meanwhile
+    while not stopped and how == "stop":
+        time.sleep(0.05)
+    time.sleep(0.3)
+    if how != "stop":
+        raise RuntimeError("connection closed by peer")
+    tell("saved")
+
+rank, stopped = int(os.environ["RANK"]), []
+for stop in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(stop, lambda *_: stopped.append(True))
+follow_launcher()
+try:
+    act(sys.argv[1])
+except Exception as error:
+    sys.exit(report(error))
+"""
+
+
+class Launcher:
+    """A launcher of two ranks of RANK_SCRIPT; forked, as it needs torch."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self._errors = folder / "errors"
+        script = folder / "rank.py"
+        script.write_text(RANK_SCRIPT)
+        read, write = os.pipe()
+        self._output = os.fdopen(read)
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self._launch, args=(write, [str(script), how]))
+        self.process.start()
+        os.close(write)
+
+    def _launch(self, output: int, command: list[str]) -> None:
+        os.dup2(output, 1)
+        sys.stderr = self._errors.open("w")
+        os.dup2(sys.stderr.fileno(), 2)
+        sys.exit(launch(2, command))
+
+    def await_ranks(self) -> None:
+        assert [self._output.readline() for _ in range(2)] == ["ready\n"] * 2
+
+    def send(self, stop: signal.Signals) -> None:
+        os.kill(self.process.pid, stop)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code, output and errors, once it and its ranks have closed the pipe."""
+        output = self._output.read()
+        self.process.join(60)
+        return self.process.exitcode, output, self._errors.read_text()
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started: list[Launcher] = []
+
+    def start(how: str) -> Launcher:
+        started.append(Launcher(tmp_path, how))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.process.kill()  # its ranks follow
+        launcher.end()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told", "untold"),
+    [
+        ("raise", 1, ["rank 1 failed:", "RuntimeError: the first to fail"], "closed by peer"),
+        ("refuse", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "Traceback"),
+        ("linger", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "SIGTERM"),
+        ("kill", 137, ["error: rank 1 was killed by SIGKILL"], "closed by peer"),
+    ],
+)
+def test_the_first_failure_of_the_ranks_is_told_once(start_ranks, how, code, told, untold):
+    """Catches a launcher that shows the ranks' knock-on errors, torchrun's report, or nothing."""
+    ended, _, errors = start_ranks(how).end()
+    assert ended == code, errors
+    for words in told:
+        assert errors.count(words) == 1, errors
+    assert untold not in errors
+    assert "torch/distributed" not in errors
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
+    """Catches ranks killed, or left running, when the launcher is told to stop."""
+    launcher = start_ranks("stop")
+    launcher.await_ranks()
+    launcher.send(stop)
+    assert launcher.end() == (128 + stop, "saved\n" * 2, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
+def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks):
+    """Catches ranks that outlive their launcher, in a call that never returns."""
+    launcher = start_ranks("stuck")
+    launcher.await_ranks()
+    launcher.send(signal.SIGKILL)
+    assert launcher.end() == (-signal.SIGKILL, "", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
+def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
+    """Catches a launcher that goes on waiting for ranks which do not answer."""
+    launcher = start_ranks("stuck")
+    launcher.await_ranks()
+    launcher.send(signal.SIGINT)
+    time.sleep(1.5)
+    assert launcher.process.is_alive()
+    launcher.send(signal.SIGINT)
+    assert launcher.end()[0] == 128 + signal.SIGINT
+
+
+KEEP_FOLDER = """
+import sys, time
+from isp.cli.launch import rank_folder
+with rank_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path, monkeypatch):
+    """Catches folders that pile up, and one that is removed while its launcher needs it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", KEEP_FOLDER],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    folders = [Path(other.stdout.readline().strip()) for other in others]
+    others[0].kill()
+    others[0].wait()
+    try:
+        with rank_folder() as own:
+            assert set(tmp_path.iterdir()) == {folders[1], own}
+        assert set(tmp_path.iterdir()) == {folders[1]}
+    finally:
+        others[1].kill()
+        others[1].wait()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank, told):
+    """Catches the same refusal printed by every rank, or missing from torchrun's report."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["train", str(tmp_path / "absent.yaml")]) == 2
+    assert ("cannot read it" in capsys.readouterr().err) is told
+    recorded = json.loads((tmp_path / "error.json").read_text())
+    assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
+
+
+def test_a_reader_that_leaves_is_told_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
+    """Catches a traceback of the other ranks behind `isp generate ... --nproc 2 | head`."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert report_broken_pipe(BrokenPipeError()) == 141
+    assert (
+        "stdout was closed" in json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    )
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,175 @@
+"""Several communicators in one process, several chunks on one, and one without weights.
+
+D model size; see `tests.weights.test_parameters`, whose models these are.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import ParallelLinear
+from isp.parallel.config import OverlapUnit
+from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.trace import Action, ActionKind, sequential_actions
+from isp.weights.wp import ISPCommunicatorWrapper
+from tests.ranks import run_ranks
+from tests.weights.echo import leased_bytes
+from tests.weights.test_parameters import (
+    MICRO,
+    WAYS,
+    Bench,
+    Bias,
+    CalledTwice,
+    D,
+    Way,
+    check_and_update,
+    linear,
+    start,
+    step,
+)
+
+
+class Experts(nn.Module):
+    """A dense layer, an expert and a dense layer, the expert's weights on another communicator."""
+
+    def __init__(self, dense: LayerFactory, expert: LayerFactory) -> None:
+        super().__init__()
+        self.one = dense.column(D, (D,), bias=True, std=0.5)
+        self.expert = expert.column(D, (D,), bias=True, std=0.5)
+        self.two = dense.column(D, (D,), std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.expert(torch.sin(self.one(x)))))
+        return y
+
+
+def blocks_of(*layers: ParallelLinear) -> list[DeclaredBlock]:
+    return [
+        DeclaredBlock(
+            name=layer.name, module=layer, visits=(DeclaredVisit(name=layer.name, layer=layer),)
+        )
+        for layer in layers
+    ]
+
+
+def run_experts(bench: Bench, announced: bool) -> None:
+    rank = bench.channel.rank
+    dense, expert = bench.communicator(Way()), bench.communicator(Way(unit=OverlapUnit.MODULE))
+    empty = bench.communicator(Way())
+    model = Experts(bench.layers(dense), bench.layers(expert))
+    full = start(model)
+    dense.declare([blocks_of(model.one, model.two)])
+    expert.declare([blocks_of(model.expert)])
+    empty.declare([()])
+    wrapper = ISPCommunicatorWrapper([dense, expert, empty])
+    asked: list[nn.Module] = []
+    wrapper.register_prerequisite_for_forward_prefetch_hooks(asked.append)
+    with pytest.raises(TypeError):
+        wrapper.register_prerequisite_for_forward_prefetch_hooks(3)  # type: ignore[arg-type]
+    for number in range(3):
+        if announced:
+            wrapper.begin(sequential_actions(MICRO))
+        wrapper.switch_current_model_chunk(0)
+        for batches in bench.inputs(Bias, number):
+            for x in batches:
+                p = full
+                h = torch.tanh(linear(torch.sin(linear(x, p, "one")), p, "expert"))
+                wanted = linear(h, p, "two")
+                wanted.square().sum().backward()
+            found = model(batches[rank].detach())
+            found.square().sum().backward()
+            if rank == 1:  # the last that was computed plainly
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        wrapper.finish()
+        for communicator in (dense, expert):
+            assert leased_bytes(communicator) == 0
+        check_and_update(model, full)
+    assert {id(m) for m in asked} == {id(model.one), id(model.expert), id(model.two)}
+    with wrapper.recomputing():
+        assert dense._recomputing
+        assert expert._recomputing
+    wrapper.begin(sequential_actions(1))
+    assert min(leased_bytes(c) for c in (dense, expert)) > 0
+    wrapper.drain()
+    assert max(leased_bytes(c) for c in (dense, expert)) == 0
+
+
+def run_interleaved(bench: Bench, announced: bool) -> None:
+    ways = (Way(), Way(overlap=False))
+    communicators = [bench.communicator(way) for way in ways]
+    models = [Bias(bench.layers(communicators[0])), CalledTwice(bench.layers(communicators[1]))]
+    fulls = [start(model) for model in models]
+    for communicator, model in zip(communicators, models, strict=True):
+        communicator.declare([model.declared()])
+    for number in range(2):
+        if announced:
+            for communicator in communicators:
+                communicator.begin(sequential_actions(MICRO))
+        steps = [step(bench, m, f, number) for m, f in zip(models, fulls, strict=True)]
+        for _ in itertools.zip_longest(*steps):
+            pass
+        for communicator, model, full in zip(communicators, models, fulls, strict=True):
+            communicator.finish()
+            check_and_update(model, full)
+
+
+def run_chunks(bench: Bench) -> None:
+    """Two chunks of one model in the order of an interleaved pipeline."""
+    rank = bench.channel.rank
+    for way in WAYS:
+        communicator = bench.communicator(way)
+        model = Experts(bench.layers(communicator), bench.layers(communicator))
+        full = start(model)
+        communicator.declare([blocks_of(model.one), blocks_of(model.expert, model.two)])
+        if way.announced:
+            order = ((ActionKind.FORWARD, (0, 1)), (ActionKind.BACKWARD, (1, 0)))
+            communicator.begin(
+                [Action(kind, m, c) for kind, chunks in order for c in chunks for m in range(MICRO)]
+            )
+        batches = bench.inputs(Bias, 0)
+        for x in itertools.chain(*batches):
+            h = torch.tanh(linear(torch.sin(linear(x, full, "one")), full, "expert"))
+            linear(h, full, "two").square().sum().backward()
+        communicator.switch_current_model_chunk(0)
+        firsts = [torch.sin(model.one(ranks[rank].detach())) for ranks in batches]
+        communicator.switch_current_model_chunk(1)
+        ins = [x.detach().requires_grad_() for x in firsts]
+        losses = [model.two(torch.tanh(model.expert(x))).square().sum() for x in ins]
+        for loss in losses:
+            loss.backward()
+        communicator.switch_current_model_chunk(0)
+        for first, x in zip(firsts, ins, strict=True):
+            first.backward(x.grad)
+        communicator.finish()
+        assert leased_bytes(communicator) == 0
+        check_and_update(model, full)
+
+
+def run_several(rank: int) -> None:
+    bench = Bench(rank, 2)
+    for announced in (False, True):
+        run_experts(bench, announced)
+        run_interleaved(bench, announced)
+    run_chunks(bench)
+
+
+def test_several_communicators_and_chunks() -> None:
+    """Catches a wrapper's call that reaches one communicator only, state shared between the
+    communicators of a process, and a chunk's weights looked for in another's state."""
+    run_ranks(2, run_several)
+
+
+def test_empty_declaration_starts_nothing() -> None:
+    """Catches a communicator without weights that stumbles over a layer nobody declared."""
+    bench = Bench(0, 1)
+    communicator = bench.communicator(Way())
+    model = Bias(bench.layers(communicator))
+    full = start(model)
+    communicator.declare([()])
+    x = torch.ones(1, D, dtype=torch.float64)
+    torch.testing.assert_close(model(x), Bias.plain(x, full))
