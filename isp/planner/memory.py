@@ -19,7 +19,6 @@ collective, full gradients on their way. What lies in the memory of the host is 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -29,16 +28,14 @@ from typing import NamedTuple
 from isp.layers.module import NamedParameter
 from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows, pads_little
-from isp.parallel import ParallelConfig
-from isp.parallel.config import Prefetch
 from isp.planner.case import Case, Coordinates
-from isp.planner.counts import between_stages, gradients_of, neighbours_of
-from isp.planner.declared import bare, local_parameters, shape_of
+from isp.planner.counts import between_stages, neighbours_of
+from isp.planner.declared import local_parameters, shape_of
+from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
-from isp.weights.plan import ActKind, plan
-from isp.weights.trace import Action, ActionKind, Block, Chunks
+from isp.weights.trace import ActionKind, Block
 
 __all__ = ["Memory", "memory", "moments", "states"]
 
@@ -102,8 +99,8 @@ def memory(case: Case, rank: int) -> Memory:
 def moments(case: Case, rank: int) -> list[Memory]:
     """The memory of `rank` at each moment of a step at which it may be at its most."""
     place = case.place(rank)
-    flights, reduce_pool = _reductions(case, place)
-    fixed = replace(states(case, place), pool=_gather_pool(case, place) + reduce_pool)
+    flights, reduce_pool = reductions(case, place)
+    fixed = replace(states(case, place), pool=gather_pool(case, place) + reduce_pool)
     return list(_moments(case, place, fixed, flights))
 
 
@@ -129,7 +126,7 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 # -- moments of a step -----------------------------------------------------------------------
 
 
-def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -> Iterator[Memory]:
+def _moments(case: Case, place: Coordinates, fixed: Memory, flights: Flights) -> Iterator[Memory]:
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
@@ -151,7 +148,7 @@ def _moments(case: Case, place: Coordinates, fixed: Memory, flights: _Flights) -
 
 
 def _backward(
-    case: Case, place: Coordinates, base: Memory, own: _Chunk, flights: _Flights
+    case: Case, place: Coordinates, base: Memory, own: _Chunk, flights: Flights
 ) -> Iterator[Memory]:
     """The moments of the last backward through a chunk."""
 
@@ -286,11 +283,6 @@ def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Sa
     return most
 
 
-def _blocks(case: Case, place: Coordinates) -> list[Block]:
-    """The blocks of all chunks of a rank."""
-    return [block for chunk in shape_of(case, place.stage).chunks for block in chunk]
-
-
 def _batch(case: Case) -> int:
     """Tokens, labels and positions of a micro-batch."""
     return 3 * case.rows * case.tokens * 8
@@ -308,7 +300,7 @@ def _between_stages(case: Case, place: Coordinates) -> int:
 
 def _update(case: Case, place: Coordinates) -> int:
     """States on their way through the device, and then updated weights, packed and gathered."""
-    alike, place = _alike(case), place._replace(tensor=0)
+    alike, place = alike_in_weights(case), place._replace(tensor=0)
     return max(_streamed(alike, place), _published(alike, place))
 
 
@@ -327,83 +319,6 @@ def _published(case: Case, place: Coordinates) -> int:
     return sum(trip.sent_bytes for trip in heard) // max(1, size - 1) * (size + 1)
 
 
-def _alike(case: Case, micro_num: int = 1) -> Case:
-    """The case without what decides nothing about weights, so that others share the answer."""
-    return replace(
-        case,
-        model=bare(case.model),
-        parallel=ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline),
-        topology=replace(case.topology, tensor=1, context=1),
-        rows=1,
-        tokens=1,
-        micro_num=micro_num,
-    )
-
-
-# -- weights and gradients that travel -------------------------------------------------------
-
-
-class _InFlight(NamedTuple):
-    """Bytes of full gradients on their way."""
-
-    before: int
-    """Amount as a block's backward begins."""
-    after: int
-
-
-_Flights = defaultdict[str, _InFlight]
-"""By block, in the last backward."""
-
-
-def _reductions(case: Case, place: Coordinates) -> tuple[_Flights, int]:
-    """The gradients on their way, and bytes of the buffers they are reduced into, which stay."""
-    found: dict[str, _InFlight] = {}
-    pool_bytes = 0
-    receives = case.on_cpu and case.topology.zero1 > 1
-    if case.gathers_weights or receives:
-        blocks = _blocks(case, place)[::-1]
-        tapes = tapes_of(case, place, blocks)
-        order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
-        alike = replace(case, micro_num=1)
-        if case.gathers_weights:
-            alike = _alike(case, micro_num=min(case.micro_num, 4))  # a few are as good as many
-        if not receives:
-            alike = replace(alike, topology=replace(alike.topology, zero1=1))
-        found, pool_bytes = _reduced(alike, place._replace(tensor=0, zero1=0), order)
-    return defaultdict(lambda: _InFlight(0, 0), found), pool_bytes
-
-
-@lru_cache(maxsize=1024)
-def _reduced(
-    case: Case, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
-) -> tuple[dict[str, _InFlight], int]:
-    """The bytes that sums of gradients take in the last backward pass, and their pool then.
-
-    `GradientReducer` keeps what it sends, and `MainGradients` what they receive to add up.
-    """
-    rank, found = DryRank(case, place, Heard()), {}
-    uses = Counter(name for _, names in order for name in names)
-
-    def in_flight() -> int:
-        return rank.reducer.bytes_in_flight + rank.gradients.received_bytes
-
-    for number in range(case.micro_num):
-        last = number == case.micro_num - 1
-        if last:
-            rank.expect_last(uses)
-        for block, names in order:
-            before = in_flight()
-            for name in names:
-                if case.gathers_weights:
-                    rank.reduce(name)
-                    if not case.parallel.weight.overlap:
-                        rank.reducer.finish()
-                if last:
-                    rank.passed(name)
-            found[block] = _InFlight(before, in_flight())
-    return found, rank.pool.reserved_bytes
-
-
 def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
     """Bytes of the largest weight gradient of a block where it stays on the rank."""
     if case.gathers_weights:
@@ -411,43 +326,3 @@ def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
     numbers = {item.name: item.parameter.numel() for item in local_parameters(case, place)}
     weights = (visit.weight for visit in block.visits if visit.weight is not None)
     return max((numbers[weight] for weight in weights), default=0) * case.item_bytes
-
-
-def _gather_pool(case: Case, place: Coordinates) -> int:
-    """Bytes of the buffers that weights are gathered into: at most two units at once."""
-    if not case.gathers_weights:
-        return 0
-    chunks = shape_of(case, place.stage).chunks
-    layouts = {item.name: item.layout for item in local_parameters(case, place)}
-    visits = (visit for block in _blocks(case, place) for visit in block.visits)
-    names = {name for v in visits for name in (v.weight, v.bias) if name is not None}
-    kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
-    actions = case.order.actions(place.stage, case.few_micro_batches)
-    reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
-    a_name = {kind: name for name, kind in kinds}
-    pieces = {kind: layouts[a_name[kind]] for kind in reserved}
-    return case.item_bytes * sum(
-        reserved[kind] * prod(layout.piece_shape) * layout.parts for kind, layout in pieces.items()
-    )
-
-
-@lru_cache(maxsize=512)
-def _reserved(
-    chunks: Chunks,
-    actions: tuple[Action, ...],
-    prefetch: Prefetch,
-    kinds: tuple[tuple[str, int], ...],
-) -> Counter[int]:
-    """The buffers of each kind a pool has made by the end of a step."""
-    steps, kind_of = plan(chunks, actions, prefetch), dict(kinds)
-    leased: Counter[int] = Counter()
-    reserved: Counter[int] = Counter()
-    acts = [*steps.start, *(act for step in steps.steps for act in (*step.before, *step.after))]
-    for act in acts:
-        for kind in (kind_of[name] for name in act.parameters):
-            if act.kind is ActKind.GATHER:
-                leased[kind] += 1
-                reserved[kind] = max(reserved[kind], leased[kind])
-            elif act.kind is ActKind.FREE:
-                leased[kind] -= 1
-    return reserved
