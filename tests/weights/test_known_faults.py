@@ -4,7 +4,7 @@
 |---------------------------------------------------------|---------------------------------------|
 | weights gathered twice when only a fraction of the      | `test_communicator`:                  |
 | blocks is recomputed                                    | `test_one_gather_a_forward_and_...`   |
-| prefetch that does not wait until the optimizer has     | `test_lifetimes`: `test_gathers_wait_ |
+| prefetch that does not wait until the optimizer has     | `test_published`: `test_gathers_wait_ |
 | published the weight                                    | until_the_weights_are_published`      |
 | a pool buffer reused while in use, unnoticed            | `test_pool`: `test_misuse_raises`,    |
 |                                                         | `test_poison`; `test_gpu`:            |
@@ -17,7 +17,7 @@
 | AVG over groups of unequal token counts                 | `test_unequal_token_counts`           |
 | rotary positions not sharded with the sequence          | `test_rotary_positions_are_sharded`   |
 | structure found by module name                          | `test_names_mean_nothing`             |
-| one communicator per process                            | `test_parameters`: `test_several_     |
+| one communicator per process                            | `test_several`: `test_several_        |
 |                                                         | communicators_and_chunks`             |
 | dispatch that ends in `assert False`                    | `test_every_case_is_dispatched`,      |
 |                                                         | `test_unknown_choices_name_the_known` |
