@@ -53,7 +53,8 @@ from isp.train.step import TrainStep
 from model.config import ModelConfig
 
 TOKENS = 16
-PLAIN, SHARDED, RECOMPUTED = "plain torch", "fully_shard over 2", ", recomputed"
+PLAIN, SHARDED = "plain torch", "fully_shard over 2"
+RECOMPUTED, STAY = ", recomputed", ", weights stay"
 SHORT, LONG = 2, 10
 """Layers of the two models, whose difference is shown."""
 OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("isp", "model"))
@@ -69,7 +70,10 @@ CONFIG = ModelConfig(
 
 
 class Pass(NamedTuple):
-    """A step in two halves: forward gives a loss, backward what its gradients need."""
+    """A step in two halves: forward gives a loss, backward what its gradients need.
+
+    All micro-batches but the last are in the first half.
+    """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], None]
@@ -87,12 +91,14 @@ class Row:
     recompute: bool = False
     metered: bool = False
     """Whether the log keeps what is launched, as for the lines that the trainer writes."""
+    micro_num: int = 1
+    """Micro-batches of a step; what is shown is of one."""
 
     def build(self, layers: int) -> Pass:
         config = replace(CONFIG, num_layers=layers, checkpoint=float(self.recompute))
         if self.parallel is not None:
             return _ours(config, self)
-        return _plain(config, sharded=self.name.startswith(SHARDED))
+        return _plain(config, self.name)
 
 
 def rows() -> list[Row]:
@@ -102,14 +108,18 @@ def rows() -> list[Row]:
     isp = {f"isp, tensor {t}, weight {w}": _parallel(Mode.ISP, t, w) for t, w in sizes}
     others = {f"{mode}, tensor 2": _parallel(mode, 2, 1) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)}
     ours = [Row(name, parallel) for name, parallel in {**isp, **others}.items()]
-    metered = [replace(ours[2], name=f"{ours[2].name}, metered", metered=True)]
-    every = [*plain, *ours, *metered]
-    return every + [replace(r, name=r.name + RECOMPUTED, recompute=True) for r in every[:-1]]
+    every = [*plain, *ours]
+    recomputed = [replace(r, name=r.name + RECOMPUTED, recompute=True) for r in every]
+    metered = replace(ours[2], name=f"{ours[2].name}, metered", metered=True)
+    kept = _parallel(Mode.ISP, 1, 2, reshard_after_forward=False)
+    stay = replace(ours[1], name=ours[1].name + STAY, parallel=kept)
+    four = replace(stay, name=f"{stay.name}, 4 micro-batches", micro_num=4)
+    return [*every, metered, Row(SHARDED + STAY), stay, four, *recomputed]
 
 
-def _parallel(mode: Mode, tensor: int, weight: int) -> ParallelConfig:
+def _parallel(mode: Mode, tensor: int, weight: int, **options: bool) -> ParallelConfig:
     return ParallelConfig(
-        tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
+        tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight, **options)
     )
 
 
@@ -118,14 +128,14 @@ class _Recomputed(PlainBlock):
         return checkpoint(super().forward, *args, use_reentrant=False)
 
 
-def _plain(config: ModelConfig, *, sharded: bool) -> Pass:
+def _plain(config: ModelConfig, name: str) -> Pass:
     model = Plain(config)
     if config.checkpoint:
         model.layers = nn.ModuleList(_Recomputed(config) for _ in range(config.num_layers))
-    if sharded:
+    if name.startswith(SHARDED):
         mesh = init_device_mesh("cpu", (2,))
         for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, reshard_after_forward=not name.endswith(STAY))
     batch = _batch()
 
     def forward() -> Tensor:
@@ -142,8 +152,8 @@ def _ours(config: ModelConfig, row: Row) -> Pass:
     built = build_model(config, row.parallel, mesh, seed=0, device=device, dtype=torch.float32)
     gradients = MainGradients(built.trained, mesh)
     optimizer = Zero1Optimizer(gradients, mesh, OptimizerConfig())
-    step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
-    batches = [_batch()]
+    batches = [_batch() for _ in range(row.micro_num)]
+    step = TrainStep(built, gradients, optimizer, mesh, micro_num=row.micro_num)
     work = step.start(batches)
 
     def before() -> None:
@@ -152,11 +162,16 @@ def _ours(config: ModelConfig, row: Row) -> Pass:
             mesh.log.collect()
         work = step.start(batches)
 
+    def forward() -> Tensor:
+        for number in range(row.micro_num - 1):
+            step.backward(step.forward(work, number), last=False)
+        return step.forward(work, row.micro_num - 1)
+
     def backward(loss: Tensor) -> None:
         step.backward(loss, last=True)
         step.hook.after_step()
 
-    return Pass(lambda: step.forward(work, 0), backward, before)
+    return Pass(forward, backward, before)
 
 
 def _batch() -> MicroBatch:
@@ -261,17 +276,21 @@ def counted(step: Pass) -> Counts:
     return Counts(ops.collectives, ops.count, calls, own_calls, alive)
 
 
-def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT) -> Counts:
-    """The counts of a layer, of which `long` has so many more than `short`."""
-    return Counts(*((b - a) / between for a, b in zip(counted(short), counted(long), strict=True)))
+def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT, number: int = 1) -> Counts:
+    """The counts of a layer and micro-batch; `long` has so many layers more than `short`."""
+    layers = between * number
+    counts = zip(counted(short), counted(long), strict=True)
+    found = Counts(*((b - a) / layers for a, b in counts))
+    return found._replace(alive=number * found.alive)  # the last micro-batch's alone are there
 
 
 def measure(rounds: int) -> None:
     """Print the table."""
-    models = {row.name: (row.build(SHORT), row.build(LONG)) for row in rows()}
+    every = rows()
+    models = {row.name: (row.build(SHORT), row.build(LONG)) for row in every}
     heads = ["forward", "backward", "beyond", "median", *Counts._fields]
     print(f"| | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
-    counts = {name: of_a_layer(*steps) for name, steps in models.items()}
+    counts = {row.name: of_a_layer(*models[row.name], number=row.micro_num) for row in every}
     gc.collect()
     gc.freeze()
     taken: dict[str, list[tuple[Times, Times]]] = {name: [] for name in models}
@@ -280,9 +299,11 @@ def measure(rounds: int) -> None:
         for name in names[index % len(names) :] + names[: index % len(names)]:
             short, long = models[name]
             taken[name].append((timed(short), timed(long)))
-    least = {name: _a_layer(each, min) for name, each in taken.items()}
-    median = {name: _a_layer(each, statistics.median) for name, each in taken.items()}
-    for row in rows():
+    least = {row.name: _a_layer(taken[row.name], min, row.micro_num) for row in every}
+    median = {
+        row.name: _a_layer(taken[row.name], statistics.median, row.micro_num) for row in every
+    }
+    for row in every:
         plain = PLAIN + RECOMPUTED if row.recompute else PLAIN
         beyond = (1e3 * (sum(found[row.name]) - sum(found[plain])) for found in (least, median))
         times = [f"{number:.2f}" for number in (*(1e3 * t for t in least[row.name]), *beyond)]
@@ -290,13 +311,19 @@ def measure(rounds: int) -> None:
         print(f"| {' | '.join([row.name, *times, *numbers])} |", flush=True)
 
 
-def _a_layer(taken: list[tuple[Times, Times]], choose: Callable[[Iterable[float]], float]) -> Times:
-    """Of the steps of a short and a long model the chosen times, by the layers between them."""
+def _a_layer(
+    taken: list[tuple[Times, Times]], choose: Callable[[Iterable[float]], float], number: int
+) -> Times:
+    """Of the steps of a short and a long model, each of `number` micro-batches, the chosen times.
+
+    By the layers between them and the micro-batches.
+    """
     short, long = (
         Times(choose(t.forward for t in of), choose(t.backward for t in of))
         for of in zip(*taken, strict=True)
     )
-    return Times(*((b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True)))
+    layers = number * (LONG - SHORT)
+    return Times(*((b - a) / layers for a, b in zip(short, long, strict=True)))
 
 
 def main() -> None:

@@ -84,6 +84,8 @@ class Prefetch:
     """Point in a block for requesting the next block's weights, per layer."""
     overlap: bool = True
     """False: each weight is gathered at the moment of its first read."""
+    reshard_after_forward: bool = True
+    """False: a weight that is there stays to its last read in the step."""
 
 
 class PipelineSchedule(StrEnum):
@@ -133,6 +135,9 @@ class WeightConfig:
     """Point in a block for requesting the next block's weights: wqkv, attn, wo or w1."""
     forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
     """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
+    reshard_after_forward: bool = True
+    """false: gather each weight once a step, for all its micro-batches, forward and backward, and
+    keep it until then: less travels, and all weights of the stage are there.  Name: FSDP2."""
     reduce_dtype: Literal["float32", "gradient"] = "float32"
     """Gradients are summed and delivered in float32, or in their own dtype."""
     reduce_by: Literal["auto", "reduce_scatter", "all_to_all"] = "auto"
@@ -169,6 +174,7 @@ class WeightConfig:
             unit=self.forward_overlap_per,
             launch=self.launch_allgather_before,
             overlap=self.overlap,
+            reshard_after_forward=self.reshard_after_forward,
         )
 
 

@@ -84,7 +84,7 @@ def _reduced(
 
 
 def gather_pool(case: Case, place: Coordinates) -> int:
-    """Bytes of the buffers that weights are gathered into: at most two units at once."""
+    """Bytes of the buffers that weights are gathered into: of two units, or all if these stay."""
     if not case.gathers_weights:
         return 0
     chunks = shape_of(case, place.stage).chunks

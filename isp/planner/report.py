@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from isp.parallel import Mode, Topology
@@ -79,6 +80,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "context": topology.context,
         "head_first": topology.head_first,
         "weight": topology.weight,
+        "reshard_after_forward": candidate.config.parallel.weight.reshard_after_forward,
         "pipeline": topology.pipeline,
         "zero1": topology.zero1,
         "data": topology.data,
@@ -133,7 +135,7 @@ def _shown(found: Found, own: Candidate | str, fabric: Fabric, top: int) -> list
         shown += [c for c in of_mode[:1] if c not in shown]
     if isinstance(own, Candidate) and _fits(own, fabric) and own.key not in {c.key for c in shown}:
         shown.append(own)
-    return sorted(shown, key=_step)
+    return sorted(shown, key=attrgetter("seconds"))
 
 
 def _fits(candidate: Candidate, fabric: Fabric) -> bool:
@@ -188,10 +190,6 @@ def _largest(candidate: Candidate) -> str:
     return f"{_size(candidate.memory.total)} at {candidate.memory.moment}: {most}{host}"
 
 
-def _step(candidate: Candidate) -> float:
-    return candidate.prediction.step if candidate.prediction is not None else 0.0
-
-
 COLUMNS = (
     *("", "mode", "tensor", "weight", "pipeline", "zero1", "data", "micro", "recompute"),
     *("memory", "step", "exposed", "bubble", "tgs", "tflops"),
@@ -211,7 +209,7 @@ def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
         mark,
         topology.mode.value,
         _tensor(topology),
-        str(topology.weight) if topology.mode.facts.gathers_weights else "-",
+        _weight(candidate),
         str(topology.pipeline),
         str(topology.zero1),
         str(topology.data),
@@ -234,6 +232,13 @@ def _tensor(topology: Topology) -> str:
     return f"{topology.head} x {topology.context}{first}"
 
 
+def _weight(candidate: Candidate) -> str:
+    if not candidate.case.mode.facts.gathers_weights:
+        return "-"
+    stays = "" if candidate.config.parallel.weight.reshard_after_forward else ", stay"
+    return f"{candidate.case.topology.weight}{stays}"
+
+
 def _recompute(candidate: Candidate) -> str:
     model = candidate.config.model
     if not model.checkpoint:
@@ -247,7 +252,8 @@ def _time(seconds: float) -> str:
 
 
 LEGEND = """\
-micro: sequences of a micro-batch x micro-batches of a step; recompute: of the blocks;
+stay: weights, which are gathered once a step; recompute: of the blocks;
+micro: sequences of a micro-batch x micro-batches of a step;
 exposed, bubble: shares of the step in which transfers, or other stages, are waited for;
 tgs, tflops: tokens and model TFLOP/s of a rank a second"""
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from operator import attrgetter
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import TO_HOST
@@ -34,6 +35,8 @@ RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 WALKED = 24
 """Layouts whose time is predicted, besides the best of each mode by the estimate."""
 WALKED_OF_MODE = 4
+WORTH_IT = 0.99
+"""Share of a step's time, below which weights that stay are worth their memory."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,14 @@ class Candidate:
         t = self.case.topology
         return (
             *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
-            *(t.context, t.head_first),
+            *(t.context, t.head_first, p.weight.reshard_after_forward),
             *(d.micro_bsz, d.micro_num, m.checkpoint, m.checkpoint_keeps_attention),
         )
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step; 0 where none was."""
+        return self.prediction.step if self.prediction is not None else 0.0
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -72,6 +80,9 @@ class Candidate:
             "parallel.tensor.mode": parallel.tensor.mode.value,
             "parallel.tensor.size": parallel.tensor.size,
             "parallel.weight.size": parallel.weight.size,
+            "parallel.weight.reshard_after_forward": str(
+                parallel.weight.reshard_after_forward
+            ).lower(),
             "parallel.pipeline.size": parallel.pipeline.size,
             "parallel.zero1.size": parallel.zero1.size,
             "data.micro_bsz": data.micro_bsz,
@@ -81,6 +92,7 @@ class Candidate:
         }
         if not parallel.tensor.mode.facts.gathers_weights:
             del words["parallel.weight.size"]
+            del words["parallel.weight.reshard_after_forward"]
         elif (two := parallel.sequence_2D).enable:
             place = "parallel.sequence_2D.device_placement_strategy.head_first"
             words |= {
@@ -127,7 +139,7 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
 
     Mode, tensor, heads x context, weight, pipeline, zero1, micro-batch and recomputation vary; the
     rest is that of `config`. Of layouts that differ in recomputation alone the one that recomputes
-    least is kept.
+    least is kept. Of the fastest whose weights travel also what is faster if they stay, and fits.
     """
     fitting: list[Candidate] = []
     smallest: dict[tuple[Mode, int], Candidate] = {}
@@ -148,9 +160,22 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
     predicted = [
         replace(c, prediction=predict(c.case, fabric)) for c in _promising(fitting, fabric)
     ]
-    predicted.sort(key=lambda c: c.prediction.step if c.prediction else 0.0)
+    predicted.sort(key=attrgetter("seconds"))
+    for candidate in [c for c in predicted if c.case.gathers_weights][:WALKED_OF_MODE]:
+        stays = _with_weights_that_stay(candidate, on_cpu=on_cpu)
+        if budget.excess(stays.memory) <= 0:
+            stays = replace(stays, prediction=predict(stays.case, fabric))
+            predicted += [stays] if stays.seconds < WORTH_IT * candidate.seconds else []
+    predicted.sort(key=attrgetter("seconds"))
     too_large = [candidate for group, candidate in smallest.items() if group not in fits]
     return Found(tuple(predicted), len(fitting), tuple(too_large), tuple(refused))
+
+
+def _with_weights_that_stay(candidate: Candidate, *, on_cpu: bool) -> Candidate:
+    parallel, world_size = candidate.config.parallel, candidate.case.topology.world_size
+    weight = replace(parallel.weight, reshard_after_forward=False)
+    config = replace(candidate.config, parallel=replace(parallel, weight=weight))
+    return _candidate(config, world_size, on_cpu=on_cpu)
 
 
 def _may_ring(candidate: Candidate) -> bool:
@@ -236,7 +261,7 @@ def _with_sizes(
             parallel,
             tensor=replace(parallel.tensor, size=tensor, mode=mode),
             sequence_2D=two,
-            weight=replace(parallel.weight, size=weight),
+            weight=replace(parallel.weight, size=weight, reshard_after_forward=True),
             pipeline=stages,
             zero1=replace(parallel.zero1, size=zero1),
         ),

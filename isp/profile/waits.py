@@ -205,6 +205,8 @@ class _Judge:
         )
         if self.own[0].purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}: both grow with the tokens"
+        if self.own[0].purpose is Purpose.WEIGHT and self.own[0].phase is not Phase.FORWARD:
+            return f"{text}: parallel.weight.reshard_after_forward=false spares it, for memory"
         if beside < 0.1 * needed:
             return text
         return (

@@ -219,7 +219,7 @@ class ISPCommunicator(WPCommunicator):
         self.overlap = self.prefetch.overlap
         """Whether weights are gathered ahead and gradients reduced behind."""
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
-        """Buffers weights are gathered into: at most two units at once."""
+        """Buffers weights are gathered into, as many as the plan has there at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
         """Buffers gradients are reduced into, as long as they are in flight."""
         self.model_chunk: int | None = None

@@ -11,15 +11,16 @@ its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it
     then the unit that waits and the one that runs are the two that the budget allows. This keeps
     the last block for its backward behind the head, and the first block from its backward to the
     next micro-batch's forward behind the embedding.
+  * Without `reshard_after_forward` a weight has one lifetime in the whole step.
   * A unit is a block per layer, a weight per module. Weights that are read together (see `Visit`)
     are there until the last of their visits ends, and per module are one unit.
 
-[Note: Budget]  At any time the gathered weights belong to the unit that runs and to *one* other,
-the next in the trace, kept or gathered ahead. No count is kept to get this: a weight is launched
-only from the unit before it, and never past a unit that was kept, because a joined lifetime is not
-launched anew. Per module this holds but for weights that are read again in the same span: a
-recomputed block is then there as a whole, and one weight ahead of it. Nothing is left after the
-last action, since the optimizer is about to change every weight.
+[Note: Budget]  Where weights are resharded after forward, the gathered ones belong at any time to
+the unit that runs and to *one* other, the next in the trace, kept or gathered ahead. No count is
+kept to get this: a weight is launched only from the unit before it, and never past a unit that was
+kept, because a joined lifetime is not launched anew. Per module this holds but for weights that are
+read again in the same span: a recomputed block is then there as a whole, and one weight ahead of
+it. Nothing is left after the last action, since the optimizer is about to change every weight.
 
 [Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
 share the wire with what is needed now, and in the order in which they are read: the wire is first
@@ -96,7 +97,7 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
     """
     spans = trace(chunks, actions)
     reads, units = _reads(spans, chunks)
-    lifetimes = _lifetimes(reads, units, prefetch.unit)
+    lifetimes = _lifetimes(reads, units, prefetch)
     if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:
         _launch_per_layer(reads, units, lifetimes, chunks, prefetch.launch)
     elif prefetch.overlap:
@@ -218,9 +219,9 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
     return reads, units
 
 
-def _lifetimes(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dict[int, _Lifetime]:
+def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
     """The lifetimes in order of first read, by the index of that read; see [Note: Lifetimes]."""
-    per_layer = unit is OverlapUnit.LAYER
+    per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
     lifetimes: dict[int, _Lifetime] = {}
@@ -229,7 +230,7 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], unit: OverlapUnit) -> dic
         for weight, (first, last) in u.extent.items():
             here, behind = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
-            if lifetime is None or not _one_run(runs, since, here):
+            if lifetime is None or (freed and not _one_run(runs, since, here)):
                 lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
             lifetime.last = reads[last].step
             own = (read.bias for read in reads[first : last + 1] if read.weight == weight)

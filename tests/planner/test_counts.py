@@ -55,6 +55,7 @@ LATE = WeightConfig(
     forward_overlap_per=OverlapUnit.MODULE,
     reduce_by="reduce_scatter",
 )
+STAY = WeightConfig(reshard_after_forward=False)
 
 DEEP = replace(TIED, num_layers=4)
 ROUND, V = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
@@ -81,7 +82,7 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.FSP, tensor=2, data=2, micro=2), TIED, "float64"),
     (Layout(mode=Mode.FSP, data=2, pipeline=2, micro=2), DROPS, "float32"),
     (Layout(tensor=1, weight=4, data=4), BASE, "float32"),
-    (Layout(tensor=2, weight=4, data=2, micro=3), TIED, "float64"),
+    (Layout(tensor=2, weight=4, data=2, micro=3, options=STAY), TIED, "float64"),
     (Layout(tensor=4, weight=2, zero1=1), FEW_KV, "bfloat16"),
     (Layout(tensor=4, weight=1, micro=2), FEW_KV, "float32"),
     (Layout(tensor=4, weight=4), ODD, "float64"),
@@ -90,7 +91,8 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=2, weight=2, pipeline=2, micro=4), KEPT, "float64"),
     (Layout(tensor=1, weight=2, data=2, pipeline=2, micro=5, options=LATE), FEW_KV, "float32"),
     (Layout(tensor=2, weight=4, data=2, options=WeightConfig(overlap=False)), DROPS, "float64"),
-    (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=ROUND, chunks=2), DEEP, "float32"),
+    (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=ROUND, chunks=2, options=STAY), DEEP,
+        "float32"),
     (Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4, schedule=V, chunks=2), DEEP, "float32"),
     (Layout(weight=2, data=2, pipeline=2, micro=4), replace(OFF, checkpoint_segment=2), "float32"),
     (Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),

@@ -57,6 +57,7 @@ TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
 TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
+STAY = WeightConfig(reshard_after_forward=False)
 WIDE = replace(MODEL, num_heads=16, num_kv_heads=16, head_dim=16, num_layers=2)
 HEADS = replace(WIDE, attention_head_groups=4, mlp_tile_tokens=32)
 HEADS_ALL = replace(HEADS, checkpoint=1.0)
@@ -73,6 +74,7 @@ CASES = [
     (Layout(tensor=2, weight=2), TILED_ALL, "bfloat16"),
     (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
+    (Layout(tensor=2, weight=2, micro=2, options=STAY), MODEL, "bfloat16"),
     (Layout(tensor=2, weight=1, zero1=2), ALL, "bfloat16"),
     (Layout(mode=Mode.MTP, tensor=2), MODEL, "float32"),
     (Layout(mode=Mode.MTP, data=2), HALF, "float64"),

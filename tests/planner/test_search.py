@@ -58,6 +58,17 @@ def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) ->
         assert (again.model, again.micro_num) == (candidate.case.model, candidate.case.micro_num)
 
 
+def test_weights_stay_where_that_is_faster(file: str) -> None:
+    """Catches weights that stay on fast links, for nothing, or are gathered again on slow ones."""
+    config, fast = _config(file, "--data.seq_len", "1024"), load_fabric("h100x8_ib400")
+    slow = replace(fast, inside=replace(fast.inside, gb_per_second=20))
+    for fabric, stay in ((fast, False), (slow, True)):
+        found = search(config, 2, fabric, rows=16, on_cpu=False)
+        fastest = next(c for c in found.fitting if c.case.gathers_weights)
+        assert fastest.config.parallel.weight.reshard_after_forward is not stay
+        assert ("2, stay" in as_text(found, fastest, fabric, world_size=2, rows=16, top=9)) is stay
+
+
 def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a layout that is left out without a reason, and recomputation that is not tried."""
     words = [

@@ -84,6 +84,15 @@ def test_settings_that_launch_late_are_named_first():
     assert _wait(_gather(3, 60), weight=first).reason is Reason.TOO_LONG
 
 
+def test_a_gather_for_backward_that_is_too_long_could_be_spared():
+    """Catches advice for one in forward, which is the first, or where weights do stay."""
+    stay = "reshard_after_forward=false"
+    assert stay not in _wait(_gather(3, 91)).advice
+    again = {"phase": Phase.BACKWARD, "launch": 70, "end": 95, "wait": 82}
+    assert stay in _wait(transfer("all_gather", WQKV, **again)).advice
+    assert stay not in _wait(transfer("all_to_all", QKV, **again)).advice
+
+
 def test_other_ranks():
     """Catches a rank that comes late being reported as a transfer that is slow."""
     late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=62)

@@ -65,7 +65,8 @@ EARLY, LATE = (
     for point in (LaunchPoint.ATTN, LaunchPoint.WO)
 )
 MODULE = Case(replace(POOL, forward_overlap_per=OverlapUnit.MODULE))
-CORNERS = [Case(PLAIN), EARLY, LATE, MODULE]
+STAYS = Case(replace(POOL, reshard_after_forward=False), checkpoint=0.4)
+CORNERS = [Case(PLAIN), EARLY, LATE, MODULE, STAYS]
 RECOMPUTED = [
     Case(replace(PLAIN, overlap=overlap, memory_pool=overlap), checkpoint, keeps_attention)
     for overlap in (False, True)
@@ -80,6 +81,7 @@ CASES = [
     Case(replace(PLAIN, overlap=True)),
     Case(replace(PLAIN, memory_pool=True)),
     *RECOMPUTED,
+    STAYS,
 ]
 
 

@@ -34,6 +34,7 @@ MODEL = ModelConfig(
 )
 TASK = Task(model=MODEL)
 POISONED = WeightConfig(poison_freed_buffers=True)
+STAY = replace(POISONED, reshard_after_forward=False)
 LAYOUTS = {
     "mtp 4": Layout(mode=Mode.MTP, pipeline=4, micro=4),
     "mtp 2, tensor 2": Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4),
@@ -79,7 +80,7 @@ SCHEDULES = {
         mode=Mode.MSP, tensor=2, pipeline=2, schedule=ZERO, chunks=2, micro=4
     ),
     "zero bubble, isp": Layout(
-        tensor=2, weight=2, pipeline=2, schedule=ZERO, chunks=2, micro=4, options=POISONED
+        tensor=2, weight=2, pipeline=2, schedule=ZERO, chunks=2, micro=4, options=STAY
     ),
     "V, mtp, zero1 1": Layout(
         mode=Mode.MTP, data=2, pipeline=2, schedule=ZBV, chunks=2, micro=3, zero1=1

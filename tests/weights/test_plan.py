@@ -28,11 +28,10 @@ def planned(
     order: str,
     unit: OverlapUnit = OverlapUnit.LAYER,
     launch: LaunchPoint = LaunchPoint.WO,
-    *,
-    overlap: bool = True,
+    **options: bool,
 ) -> list[str]:
     """The plan as text, after the simulation has found nothing wrong with it."""
-    result = plan(chunks, actions(order), Prefetch(unit=unit, launch=launch, overlap=overlap))
+    result = plan(chunks, actions(order), Prefetch(unit=unit, launch=launch, **options))
     simulate(result, chunks, actions(order))
     return events(result, chunks)
 
@@ -326,6 +325,37 @@ def test_without_overlap_each_weight_is_gathered_when_it_is_needed() -> None:
         "B0 a.w2: | free a.w2",
         "B0 a.w1: | free a.w1",
         "B0 embedding.embedding:",
+    ]
+
+
+def test_weights_that_stay_are_gathered_once_a_step() -> None:
+    """Catches: a weight freed between forward and backward or micro-batches, or kept beyond."""
+    assert planned(three_blocks(recomputed=False), "F0 B0 F1 B1", reshard_after_forward=False) == [
+        "start: gather embedding a.wqkv a.wo",
+        "F0 embedding.embedding: wait embedding",
+        "F0 a.wqkv: wait a.wqkv",
+        "F0 a.attn:",
+        "F0 a.wo: wait a.wo; gather b.wqkv b.wo",
+        "F0 b.wqkv: wait b.wqkv",
+        "F0 b.attn:",
+        "F0 b.wo: wait b.wo; gather c.wqkv c.wo",
+        "F0 c.wqkv: wait c.wqkv",
+        "F0 c.attn:",
+        "F0 c.wo: wait c.wo; gather head",
+        "F0 head.head: wait head",
+        *("B0 head.head:", "B0 c.wo:", "B0 c.wqkv:", "B0 b.wo:", "B0 b.wqkv:"),
+        *("B0 a.wo:", "B0 a.wqkv:", "B0 embedding.embedding:"),
+        "F1 embedding.embedding: | free embedding",
+        *("F1 a.wqkv:", "F1 a.attn:", "F1 a.wo:", "F1 b.wqkv:", "F1 b.attn:", "F1 b.wo:"),
+        *("F1 c.wqkv:", "F1 c.attn:", "F1 c.wo:", "F1 head.head:"),
+        "B1 head.head: | free head",
+        "B1 c.wo: | free c.wo",
+        "B1 c.wqkv: | free c.wqkv",
+        "B1 b.wo: | free b.wo",
+        "B1 b.wqkv: | free b.wqkv",
+        "B1 a.wo: | free a.wo",
+        "B1 a.wqkv: | free a.wqkv",
+        "B1 embedding.embedding:",
     ]
 
 

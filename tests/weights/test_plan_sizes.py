@@ -98,6 +98,17 @@ def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: Overl
     assert all(ahead.visits == 0 for ahead in result.lookaheads)
 
 
+def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
+    """One gather of each weight in the step, ahead of its first use."""
+    made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, reshard_after_forward=False))
+    result = simulate(made, chunks, order)
+    first: dict[str, Phase] = {}
+    for use in uses(chunks, order, unit):
+        first = use.reads | first
+    assert result.gathers == Counter(first.items())
+    assert all(ahead.visits > 0 for ahead in result.lookaheads)
+
+
 def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
     """Blocks 1 to 7 x weights 1 to 6 x every number of recomputed blocks; the rest takes turns."""
     orders = [
@@ -180,6 +191,7 @@ def test_strange_models_in_strange_orders_hold(seed: int) -> None:
         for unit in OverlapUnit:
             check(chunks, order, unit, rng.choice(list(LaunchPoint)))
             check_without_overlap(chunks, order, unit)
+            check_weights_that_stay(chunks, order, unit)
 
 
 @pytest.mark.parametrize("unit", list(OverlapUnit))
