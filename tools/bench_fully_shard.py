@@ -65,8 +65,16 @@ def contestants(compute: Compute, mesh: Mesh) -> list[Row]:
         ours("ours", compute, mesh),
         ours("ours, own_reduce_group", compute, mesh, apart=apart),
         ours("ours, per module", compute, mesh, unit=OverlapUnit.MODULE),
+        ours("ours, weights stay", compute, mesh, reshard_after_forward=False),
         theirs("fully_shard", compute, None, prefetch=False),
         theirs("fully_shard, explicit prefetch", compute, None, prefetch=True),
+        theirs(
+            "fully_shard, explicit prefetch, weights stay",
+            compute,
+            None,
+            prefetch=True,
+            reshard_after_forward=False,
+        ),
     ]
 
 

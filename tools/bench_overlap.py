@@ -59,6 +59,7 @@ from isp.parallel import Axis
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
 
+STAY = ", weights stay"
 UNLIMITED = 1e15
 """Bytes per second of a link that is not modelled."""
 
@@ -126,6 +127,7 @@ class Bench:
         for launch in LaunchPoint:
             yield ours(f"ours, per layer, {launch}", self.compute, self.mesh, launch=launch)
         yield ours("ours, per module", self.compute, self.mesh, unit=OverlapUnit.MODULE)
+        yield ours("ours" + STAY, self.compute, self.mesh, reshard_after_forward=False)
 
     def _theirs(self) -> Iterator[Row]:
         default = self.channel
@@ -136,6 +138,14 @@ class Bench:
         yield theirs(name, self.compute, self.channel, prefetch=True)
         name += ", reduce deferred"
         yield theirs(name, self.compute, self.channel, prefetch=True, defer_reduce=True)
+        yield theirs(
+            f"{name}{STAY}",
+            self.compute,
+            self.channel,
+            prefetch=True,
+            defer_reduce=True,
+            reshard_after_forward=False,
+        )
 
     # -- measuring ---------------------------------------------------------------------------
 

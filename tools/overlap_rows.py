@@ -296,6 +296,7 @@ def theirs(
     *,
     prefetch: bool,
     defer_reduce: bool = False,
+    reshard_after_forward: bool = True,
 ) -> Row:
     """The step with torch's `fully_shard`, on blocks and root, through a channel or by itself.
 
@@ -314,7 +315,7 @@ def theirs(
         options["mp_policy"] = MixedPrecisionPolicy(compute.dtype, torch.float32)
     chain: list[Any] = list(model.blocks())
     for block in chain:
-        fully_shard(block, **options)
+        fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     if prefetch:
         fully_shard(model.embedding, **options)
         fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
