@@ -110,9 +110,10 @@ def rows() -> list[Row]:
     ours = [Row(name, parallel) for name, parallel in {**isp, **others}.items()]
     every = [*plain, *ours]
     recomputed = [replace(r, name=r.name + RECOMPUTED, recompute=True) for r in every]
-    metered = replace(ours[2], name=f"{ours[2].name}, metered", metered=True)
+    _, two, both, *_ = ours
+    metered = replace(both, name=f"{both.name}, metered", metered=True)
     kept = _parallel(Mode.ISP, 1, 2, reshard_after_forward=False)
-    stay = replace(ours[1], name=ours[1].name + STAY, parallel=kept)
+    stay = replace(two, name=two.name + STAY, parallel=kept)
     four = replace(stay, name=f"{stay.name}, 4 micro-batches", micro_num=4)
     return [*every, metered, Row(SHARDED + STAY), stay, four, *recomputed]
 

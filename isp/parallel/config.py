@@ -136,8 +136,8 @@ class WeightConfig:
     forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
     """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
     reshard_after_forward: bool = True
-    """false: gather each weight once a step, for all its micro-batches, forward and backward, and
-    keep it until then: less travels, and all weights of the stage are there.  Name: FSDP2."""
+    """false: gather each weight once a step and keep it until its last use in it, over all micro-
+    batches: less travels, and all weights of the stage are there.  Name: FSDP2."""
     reduce_dtype: Literal["float32", "gradient"] = "float32"
     """Gradients are summed and delivered in float32, or in their own dtype."""
     reduce_by: Literal["auto", "reduce_scatter", "all_to_all"] = "auto"

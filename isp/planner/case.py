@@ -107,6 +107,11 @@ class Case:
         return self.mode.facts.gathers_weights and self.topology.weight > 1
 
     @property
+    def stays(self) -> bool:
+        """Whether weights are gathered once a step, and stay."""
+        return self.gathers_weights and not self.parallel.weight.reshard_after_forward
+
+    @property
     def sums_locally(self) -> bool:
         """Whether the parts of a gradient are exchanged and summed by the ranks themselves."""
         by = self.parallel.weight.reduce_by

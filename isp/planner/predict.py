@@ -19,6 +19,8 @@ from isp.weights.trace import ActionKind, Block
 
 __all__ = ["Prediction", "predict"]
 
+_FORWARD = ActionKind.FORWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -71,13 +73,15 @@ def _one_stage(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
     """Step, exposed, bubble and communication; the third micro-batch of four stands for more."""
     few = min(case.micro_num, 4)
     walked = walk(case, fabric, 0, few)
-    step = sum(took for _, took, _ in walked.actions) + walked.tail
-    exposed = sum(waited for _, _, waited in walked.actions) + walked.tail_exposed
+    step, exposed = walked.working + walked.tail, walked.waiting
     third = [(took, waited) for a, took, waited in walked.actions if a.micro_batch == 2]
     more = case.micro_num - few
     step += more * sum(took for took, _ in third)
     exposed += more * sum(waited for _, waited in third)
-    return step, exposed, 0.0, walked.busy * case.micro_num / few
+    busy = walked.busy
+    if more:
+        busy += more * (busy - walk(case, fabric, 0, few - 1).busy)
+    return step, exposed, 0.0, busy
 
 
 def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
@@ -97,14 +101,20 @@ def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
         return costs[stage, kind] - (halves[stage] if kind is ActionKind.BACKWARD else 0.0)
 
     send = fabric.seconds(case, between_stages(case))
-    short = timeline(order, few, cost, send=send).end
-    longer = timeline(order, few + period, cost, send=send).end if case.micro_num > few else short
-    end = short + (case.micro_num - few) / period * (longer - short)
-    share = case.micro_num / few
-    work = max(_working(walked, share) for walked in walks)
-    tail = max(walked.tail for walked in walks)
-    exposed = max(_waiting(walked, share) for walked in walks)
-    return end + tail, exposed, max(0.0, end - work), max(w.busy for w in walks) * share
+    more = few + period if case.micro_num > few else few
+    times = (case.micro_num - few) / period
+
+    def whole(short: float, longer: float) -> float:
+        return short + times * (longer - short)
+
+    ends = (timeline(order, number, cost, send=send).end for number in (few, more))
+    first = sum(_first_beyond_typical(walked) for walked in walks) if case.stays else 0.0
+    end = first + whole(*ends)
+    pairs = list(zip(walks, _walks(case, fabric, more), strict=True))
+    work = max(whole(short.working, longer.working) for short, longer in pairs)
+    exposed = max(whole(short.waiting, longer.waiting) for short, longer in pairs)
+    busy = max(whole(short.busy, longer.busy) for short, longer in pairs)
+    return end + max(walked.tail for walked in walks), exposed, max(0.0, end - work), busy
 
 
 def _walks(case: Case, fabric: Fabric, micro_num: int) -> list[Walked]:
@@ -125,12 +135,13 @@ def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
     return median(took for a, took, _ in walked.actions if a.chunk == chunk and a.kind is kind)
 
 
-def _working(walked: Walked, share: float) -> float:
-    return share * sum(took for _, took, _ in walked.actions)
+def _first_beyond_typical(walked: Walked) -> float:
+    """Seconds that the first forwards of a rank's chunks, which gather for all, take beyond others.
 
-
-def _waiting(walked: Walked, share: float) -> float:
-    return share * sum(waited for _, _, waited in walked.actions) + walked.tail_exposed
+    The first micro-batch comes by the stages one after the other.
+    """
+    firsts = {a.chunk: took for a, took, _ in reversed(walked.actions) if a.kind is _FORWARD}
+    return sum(took - _typical(walked, chunk, _FORWARD) for chunk, took in firsts.items())
 
 
 def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:

@@ -80,7 +80,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "context": topology.context,
         "head_first": topology.head_first,
         "weight": topology.weight,
-        "reshard_after_forward": candidate.config.parallel.weight.reshard_after_forward,
+        "reshard_after_forward": not candidate.case.stays,
         "pipeline": topology.pipeline,
         "zero1": topology.zero1,
         "data": topology.data,
@@ -235,8 +235,7 @@ def _tensor(topology: Topology) -> str:
 def _weight(candidate: Candidate) -> str:
     if not candidate.case.mode.facts.gathers_weights:
         return "-"
-    stays = "" if candidate.config.parallel.weight.reshard_after_forward else ", stay"
-    return f"{candidate.case.topology.weight}{stays}"
+    return f"{candidate.case.topology.weight}{', stay' if candidate.case.stays else ''}"
 
 
 def _recompute(candidate: Candidate) -> str:

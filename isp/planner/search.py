@@ -35,7 +35,9 @@ RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 WALKED = 24
 """Layouts whose time is predicted, besides the best of each mode by the estimate."""
 WALKED_OF_MODE = 4
-WORTH_IT = 0.99
+TRIED_TO_STAY = 4
+"""Layouts, the fastest, that are tried with weights that stay."""
+STAYS_BELOW = 0.99
 """Share of a step's time, below which weights that stay are worth their memory."""
 
 
@@ -56,7 +58,7 @@ class Candidate:
         t = self.case.topology
         return (
             *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
-            *(t.context, t.head_first, p.weight.reshard_after_forward),
+            *(t.context, t.head_first, self.case.stays),
             *(d.micro_bsz, d.micro_num, m.checkpoint, m.checkpoint_keeps_attention),
         )
 
@@ -70,7 +72,7 @@ class Candidate:
         """The key shared with others that differ in weight and zero1 alone."""
         topology = self.case.topology
         sizes = topology.tensor, topology.context, topology.head_first, topology.pipeline
-        return topology.mode, *sizes, self.config.data.micro_bsz
+        return topology.mode, *sizes, self.config.data.micro_bsz, self.case.stays
 
     @property
     def overrides(self) -> list[str]:
@@ -161,14 +163,17 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
         replace(c, prediction=predict(c.case, fabric)) for c in _promising(fitting, fabric)
     ]
     predicted.sort(key=attrgetter("seconds"))
-    for candidate in [c for c in predicted if c.case.gathers_weights][:WALKED_OF_MODE]:
+    num_fitting = len(fitting)
+    for candidate in [c for c in predicted if c.case.gathers_weights][:TRIED_TO_STAY]:
         stays = _with_weights_that_stay(candidate, on_cpu=on_cpu)
         if budget.excess(stays.memory) <= 0:
             stays = replace(stays, prediction=predict(stays.case, fabric))
-            predicted += [stays] if stays.seconds < WORTH_IT * candidate.seconds else []
+            if stays.seconds < STAYS_BELOW * candidate.seconds:
+                predicted.append(stays)
+                num_fitting += 1
     predicted.sort(key=attrgetter("seconds"))
     too_large = [candidate for group, candidate in smallest.items() if group not in fits]
-    return Found(tuple(predicted), len(fitting), tuple(too_large), tuple(refused))
+    return Found(tuple(predicted), num_fitting, tuple(too_large), tuple(refused))
 
 
 def _with_weights_that_stay(candidate: Candidate, *, on_cpu: bool) -> Candidate:

@@ -43,6 +43,16 @@ class Walked:
     busy: float
     """Of all transfers, one after the other."""
 
+    @property
+    def working(self) -> float:
+        """All actions."""
+        return sum(took for _, took, _ in self.actions)
+
+    @property
+    def waiting(self) -> float:
+        """The waiting part of the step."""
+        return sum(waited for _, _, waited in self.actions) + self.tail_exposed
+
 
 def walk(case: Case, fabric: Fabric, rank: int, micro_num: int) -> Walked:
     """The step of `rank` with so many micro-batches, as if what other stages send were there."""

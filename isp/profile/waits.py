@@ -205,14 +205,22 @@ class _Judge:
         )
         if self.own[0].purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}: both grow with the tokens"
-        if self.own[0].purpose is Purpose.WEIGHT and self.own[0].phase is not Phase.FORWARD:
-            return f"{text}: parallel.weight.reshard_after_forward=false spares it, for memory"
-        if beside < 0.1 * needed:
-            return text
-        return (
-            f"{text}: {needed / beside:.1f} times the tokens in a micro-batch (data.micro_bsz,"
-            f" data.seq_len) would hide it"
-        )
+        remedies = []
+        if beside >= 0.1 * needed:
+            remedies.append(
+                f"{needed / beside:.1f} times the tokens in a micro-batch (data.micro_bsz,"
+                f" data.seq_len) would hide it"
+            )
+        if self._gathers_again():
+            stay = "parallel.weight.reshard_after_forward=false would spare it"
+            remedies.append(f"{stay}, for the memory of all weights")
+        return f"{text}: {', or '.join(remedies)}" if remedies else text
+
+    def _gathers_again(self) -> bool:
+        """Whether it gathers weights that forward had."""
+        c, freed = self.own[0], self.parallel.weight.reshard_after_forward
+        again = c.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
+        return freed and again and c.purpose is Purpose.WEIGHT
 
     def _flight(self, one: _Occurrence) -> float:
         """From its launch to its end, without what other ranks cost."""

@@ -77,7 +77,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""
     rows = len(_row_names(first))
     weight = config.parallel.weight
-    stays = "" if weight.reshard_after_forward else ", and once a step"
+    once = "" if weight.reshard_after_forward else ", and once a step"
     picture = Picture(
         name="plan",
         caption=f"When the weights of each block are on their way and when they are there{where}."
@@ -90,7 +90,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     )
     text = (
         f"What is asked for ahead, so that compute hides it: per {weight.forward_overlap_per},"
-        f" launched before {weight.launch_allgather_before}{stays}. The table names each"
+        f" launched before {weight.launch_allgather_before}{once}. The table names each"
         " place of the step (“ahead” is the number of visits from the gather to the wait); isp"
         " prefetch CONFIG prints it of any configuration."
     )

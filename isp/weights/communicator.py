@@ -415,6 +415,7 @@ class ISPCommunicator(WPCommunicator):
         chunks = range(len(self._chunks))
         forward = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
+        backward = backward if torch.is_grad_enabled() else []
         return self._follow(forward + backward).arrive(key, Phase.FORWARD)
 
     # -- what is launched, held and freed ----------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from operator import sub
 from typing import NamedTuple
 
 from isp.parallel.phase import Phase
@@ -140,7 +141,8 @@ class _Table:
                 tuple(self.relative(act, span) for act in self.plan.steps[i].before),
                 tuple(self.relative(act, span) for act in self.plan.steps[i].after),
                 tuple(self.ahead[i]),
-                self.occupancy[i],
+                # from the span's begin: where weights stay, each block has one more there
+                tuple(map(sub, self.occupancy[i], self.occupancy[steps.start])),
             )
             for i in steps
         )

@@ -28,7 +28,7 @@ in, first out, and whoever waited for the second would have waited for the first
   * START, as soon as the optimizer has published the weights: the first two units.
   * Per layer, going forward or recomputing: the whole next span, before the launch point.
   * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
-    each visit, so that at most one block and one weight are there.
+    each visit, so that no more than one block and one weight are there for it.
   * Per module: at each visit the next weight, or those that are read together next.
 """
 

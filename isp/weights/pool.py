@@ -56,7 +56,7 @@ class _Kind(NamedTuple):
 class MemoryPool:
     """Lends buffers by dtype, device and number of elements, and takes them back for reuse.
 
-    Blocks are alike, so the buffers of a block serve all blocks after the next. With `reuse` off
+    Blocks are alike, so the buffers of one that is freed serve those behind it. With `reuse` off
     every lease is a new buffer, dropped at its end: the same program with the allocator instead.
     `poison` fills what is given back with NaN, so that reading it late shows in the loss.
     `allocate` makes buffers that are not torch's usual ones.

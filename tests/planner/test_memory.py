@@ -14,6 +14,7 @@ from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner.case import Case
 from isp.planner.declared import shape_of
+from isp.planner.flights import gather_pool
 from isp.planner.memory import Memory, memory, moments, states
 from isp.planner.rehearsal import _rehearsed, rehearsal, tapes_of
 from isp.settings import OptimizerConfig
@@ -352,3 +353,20 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     assert kept.activations == TOKENS * expected
     assert kept.attention == TOKENS * attention
     assert kept.total < on_host.total
+
+
+def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
+    """Catches: a plan of two blocks where all are there, or of all where two are."""
+    pools = {
+        (stays, layers): gather_pool(case, case.place(0))
+        for stays in (False, True)
+        for layers in (4, 9)
+        for options in [STAY if stays else WeightConfig()]
+        for model in [replace(MODEL, num_layers=layers)]
+        for case in [_case(Layout(weight=2, data=2, options=options), model, "bfloat16")]
+    }
+    heads = 2 * (MODEL.num_heads + MODEL.kv_heads)
+    block = MODEL.hidden_size**2 // MODEL.num_heads * heads
+    block += 3 * MODEL.hidden_size * MODEL.intermediate_size
+    assert pools[False, 9] == pools[False, 4]
+    assert pools[True, 9] - pools[True, 4] == 5 * 2 * block

@@ -85,12 +85,14 @@ def test_settings_that_launch_late_are_named_first():
 
 
 def test_a_gather_for_backward_that_is_too_long_could_be_spared():
-    """Catches advice for one in forward, which is the first, or where weights do stay."""
+    """Catches advice for a gather that forward needs, or where weights stay already."""
     stay = "reshard_after_forward=false"
+    times = {"launch": 70, "end": 95, "wait": 82}
+    again = transfer("all_gather", WQKV, phase=Phase.BACKWARD, **times)
+    assert stay in _wait(again).advice
+    assert stay not in _wait(again, weight=WeightConfig(reshard_after_forward=False)).advice
+    assert stay not in _wait(transfer("all_to_all", QKV, phase=Phase.BACKWARD, **times)).advice
     assert stay not in _wait(_gather(3, 91)).advice
-    again = {"phase": Phase.BACKWARD, "launch": 70, "end": 95, "wait": 82}
-    assert stay in _wait(transfer("all_gather", WQKV, **again)).advice
-    assert stay not in _wait(transfer("all_to_all", QKV, **again)).advice
 
 
 def test_other_ranks():

@@ -65,7 +65,7 @@ EARLY, LATE = (
     for point in (LaunchPoint.ATTN, LaunchPoint.WO)
 )
 MODULE = Case(replace(POOL, forward_overlap_per=OverlapUnit.MODULE))
-STAYS = Case(replace(POOL, reshard_after_forward=False), checkpoint=0.4)
+STAYS = Case(replace(POOL, reshard_after_forward=False))
 CORNERS = [Case(PLAIN), EARLY, LATE, MODULE, STAYS]
 RECOMPUTED = [
     Case(replace(PLAIN, overlap=overlap, memory_pool=overlap), checkpoint, keeps_attention)
@@ -81,7 +81,9 @@ CASES = [
     Case(replace(PLAIN, overlap=True)),
     Case(replace(PLAIN, memory_pool=True)),
     *RECOMPUTED,
-    STAYS,
+    STAYS._replace(checkpoint=0.4),
+    STAYS._replace(weight=replace(PLAIN, reshard_after_forward=False)),
+    STAYS._replace(weight=replace(MODULE.weight, reshard_after_forward=False)),
 ]
 
 

@@ -70,7 +70,7 @@ SCHEDULES = {
         mode=Mode.FSP, tensor=2, pipeline=2, schedule=LOOP, chunks=3, data=2, micro=2
     ),
     "interleaved, isp": Layout(
-        tensor=2, weight=2, pipeline=2, schedule=LOOP, chunks=2, micro=4, options=POISONED
+        tensor=2, weight=2, pipeline=2, schedule=LOOP, chunks=2, micro=4, options=STAY
     ),
     "interleaved 4, isp": Layout(
         weight=2, data=2, pipeline=4, schedule=LOOP, chunks=2, micro=4, options=POISONED
@@ -80,7 +80,7 @@ SCHEDULES = {
         mode=Mode.MSP, tensor=2, pipeline=2, schedule=ZERO, chunks=2, micro=4
     ),
     "zero bubble, isp": Layout(
-        tensor=2, weight=2, pipeline=2, schedule=ZERO, chunks=2, micro=4, options=STAY
+        tensor=2, weight=2, pipeline=2, schedule=ZERO, chunks=2, micro=4, options=POISONED
     ),
     "V, mtp, zero1 1": Layout(
         mode=Mode.MTP, data=2, pipeline=2, schedule=ZBV, chunks=2, micro=3, zero1=1

@@ -91,6 +91,13 @@ def test_the_whole_grid_has_a_row_for_every_site() -> None:
     assert len(lines) == len(steps) + len(["header", "start", "", "totals", "peak"])
 
 
+def test_blocks_whose_weights_stay_are_alike() -> None:
+    """Catches: a row for every visit of every block, because one block more is there at each."""
+    chunks, order = decoder(32), sequential_actions(1)
+    made = plan(chunks, order, Prefetch(reshard_after_forward=False))
+    assert len(grid(made, chunks, order).splitlines()) < 60
+
+
 def test_chunks_are_told_apart() -> None:
     """Catches: two chunks of a virtual pipeline taken for the same action."""
     chunks = tuple((block(f"{c}0"), block(f"{c}1")) for c in "ab")

@@ -99,7 +99,7 @@ def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: Overl
 
 
 def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
-    """One gather of each weight in the step, ahead of its first use."""
+    """One gather of each weight in the step, ahead of its first use, and a free at its last."""
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, reshard_after_forward=False))
     result = simulate(made, chunks, order)
     first: dict[str, Phase] = {}
@@ -107,6 +107,9 @@ def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: Ove
         first = use.reads | first
     assert result.gathers == Counter(first.items())
     assert all(ahead.visits > 0 for ahead in result.lookaheads)
+    reads = [weight for span in trace(chunks, order) for weight in span.reads]
+    last = {weight: i for i, weight in enumerate(reads) if weight is not None}
+    assert last == {act.weight: i for i, step in enumerate(made.steps) for act in step.after}
 
 
 def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
