@@ -12,7 +12,7 @@ it ends, whatever the plan frees meanwhile.
 be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
 gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
 given up, what is there is dropped, and the layers gather for themselves until the next forward from
-the start.
+the start. Behind a forward without a backward what is kept for that is there until then.
 
 [Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
 last reduce-scatter: no compute is left when it is launched.
@@ -415,7 +415,6 @@ class ISPCommunicator(WPCommunicator):
         chunks = range(len(self._chunks))
         forward = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
-        backward = backward if torch.is_grad_enabled() else []
         return self._follow(forward + backward).arrive(key, Phase.FORWARD)
 
     # -- what is launched, held and freed ----------------------------------------------------
