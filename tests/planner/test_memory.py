@@ -75,7 +75,6 @@ CASES = [
     (Layout(tensor=2, weight=2), TILED_ALL, "bfloat16"),
     (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
-    (Layout(tensor=2, weight=2, micro=2, options=STAY), MODEL, "bfloat16"),
     (Layout(tensor=2, weight=1, zero1=2), ALL, "bfloat16"),
     (Layout(mode=Mode.MTP, tensor=2), MODEL, "float32"),
     (Layout(mode=Mode.MTP, data=2), HALF, "float64"),

@@ -81,6 +81,7 @@ CASES = [
     Case(replace(PLAIN, overlap=True)),
     Case(replace(PLAIN, memory_pool=True)),
     *RECOMPUTED,
+    STAYS,
     STAYS._replace(checkpoint=0.4),
     STAYS._replace(weight=replace(PLAIN, reshard_after_forward=False)),
     STAYS._replace(weight=replace(MODULE.weight, reshard_after_forward=False)),
