@@ -135,8 +135,9 @@ def _plain(config: ModelConfig, name: str) -> Pass:
         model.layers = nn.ModuleList(_Recomputed(config) for _ in range(config.num_layers))
     if name.startswith(SHARDED):
         mesh = init_device_mesh("cpu", (2,))
+        stays = {"reshard_after_forward": False} if name.endswith(STAY) else {}
         for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=not name.endswith(STAY))
+            fully_shard(part, mesh=mesh, **stays)
     batch = _batch()
 
     def forward() -> Tensor:

@@ -317,7 +317,7 @@ def theirs(
     for block in chain:
         fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     if prefetch:
-        fully_shard(model.embedding, **options)
+        fully_shard(model.embedding, **options, reshard_after_forward=reshard_after_forward)
         fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
         chain = [model.embedding, *chain, model.norm]
     fully_shard(model, **options)

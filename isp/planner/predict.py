@@ -101,16 +101,18 @@ def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
         return costs[stage, kind] - (halves[stage] if kind is ActionKind.BACKWARD else 0.0)
 
     send = fabric.seconds(case, between_stages(case))
-    more = few + period if case.micro_num > few else few
-    times = (case.micro_num - few) / period
+    end, times = timeline(order, few, cost, send=send).end, (case.micro_num - few) / period
 
     def whole(short: float, longer: float) -> float:
         return short + times * (longer - short)
 
-    ends = (timeline(order, number, cost, send=send).end for number in (few, more))
-    first = sum(_first_beyond_typical(walked) for walked in walks) if case.stays else 0.0
-    end = first + whole(*ends)
-    pairs = list(zip(walks, _walks(case, fabric, more), strict=True))
+    longer_walks = walks
+    if times:
+        end = whole(end, timeline(order, few + period, cost, send=send).end)
+        longer_walks = _walks(case, fabric, few + period)
+    if case.stays:
+        end += sum(map(_first_beyond_typical, walks))
+    pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)
     exposed = max(whole(short.waiting, longer.waiting) for short, longer in pairs)
     busy = max(whole(short.busy, longer.busy) for short, longer in pairs)
