@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-HF = ["tokenizers", "safetensors", "transformers", "jinja2"]
+HF = ["tokenizers", "safetensors", "transformers>=5", "jinja2"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
 

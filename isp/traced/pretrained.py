@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.chunk import InitialWeights
-from isp.traced.folder import WeightFiles
+from isp.traced.converted import ConvertedFiles
 from isp.traced.model import TracedModel
 from isp.traced.tiny import kept_in_float64
 
@@ -135,7 +134,7 @@ def _check_dropout(model: nn.Module) -> None:
 # -- where weights come from -----------------------------------------------------------------
 
 
-def _weights_of(model: nn.Module, folder: Path) -> _Files | _ByTransformers | _Random:
+def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
     """The source of a model's weights; raises ValueError for files of another model."""
     if not any(folder.glob("*.safetensors*")):
         if others := sorted(path.name for path in folder.glob("*.bin")):
@@ -144,14 +143,12 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _ByTransformers | _R
                 f" transformers' save_pretrained"
             )
         return _Random(model)
-    files, names = WeightFiles(folder), _names(model)
+    files, names = ConvertedFiles(folder, model), _names(model)
     shapes, aliases = {}, set(_ignored(model, files.names))
     for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
         shapes[there] = tuple(_tensor(model, there).shape)
         aliases.update(of_one)
-    if shapes.keys() - files.names and files.names - shapes.keys() - aliases:
-        return _ByTransformers(folder)
     files.check(shapes, aliases=aliases)
     return _Files(files, names)
 
@@ -189,9 +186,9 @@ def _whole(tensor: Tensor) -> ParameterLayout:
 
 
 class _Files:
-    """Weights in files under the model's own names, read by slices."""
+    """Weights in files, read by slices."""
 
-    def __init__(self, files: WeightFiles, names: Mapping[str, list[str]]) -> None:
+    def __init__(self, files: ConvertedFiles, names: Mapping[str, list[str]]) -> None:
         self._files = files
         self._names = names
 
@@ -207,53 +204,6 @@ class _Files:
     def _read(self, name: str, layout: ParameterLayout) -> Tensor:
         there = next(alias for alias in self._names[name] if alias in self._files.names)
         return self._files.read(there, layout)
-
-
-class _ByTransformers:
-    """Weights in files under other names, which transformers knows to bring together."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @torch.no_grad()
-    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
-        """As `isp.traced.chunk.InitialWeights`; every rank has the whole model in CPU memory."""
-        logger.info(
-            "weights     of %s, whose files have other names than the model: every rank reads all"
-            " of them into CPU memory and keeps its part; a folder that the model's own"
-            " save_pretrained(folder, save_original_format=False) has written is read by rows",
-            self._folder,
-        )
-        values = dict(self._loaded().state_dict(keep_vars=True))
-        for name, shard, layout in shards:
-            shard.copy_(layout.shard(values[name].detach()))
-        for name, buffer in _kept_buffers(model):
-            buffer.copy_(values[name])
-
-    def _loaded(self) -> nn.Module:
-        import transformers
-
-        if os.environ.get("RANK", "0") != "0":
-            transformers.utils.logging.disable_progress_bar()  # the bar of one rank is enough
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        model: nn.Module
-        model, told = load(
-            self._folder, local_files_only=True, output_loading_info=True, dtype="auto"
-        )
-        faults = [
-            f"{what}: {', '.join(sorted(map(str, told[key]))[:3])}"
-            for what, key in (
-                ("missing", "missing_keys"),
-                ("not of the model", "unexpected_keys"),
-                ("size", "mismatched_keys"),
-            )
-            if told.get(key)
-        ]
-        if faults:
-            raise ValueError(
-                f"the weights in {self._folder} are not this model's; {'; '.join(faults)}"
-            )
-        return model
 
 
 class _Random:

@@ -67,14 +67,21 @@ def state(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "own_names"),
-    [("llama", False), ("gpt2", False), ("deepseek_v3", True), ("deepseek_v3", False)],
+    [
+        ("llama", False),
+        ("gpt2", False),
+        ("deepseek_v3", True),
+        ("deepseek_v3", False),
+        ("qwen3_moe", False),
+    ],
 )
 def test_ranks_together_have_what_transformers_loads(
     tmp_path: Path, kind: str, own_names: bool
 ) -> None:
     """Catches rows of another rank, transposed ones, and a buffer that is left as it was made."""
     torch.manual_seed(5)
-    folder = write_folder(tmp_path, kind, own_names=own_names)
+    more = {"num_experts": 6} if kind == "qwen3_moe" else {}  # the last rank has none
+    folder = write_folder(tmp_path, kind, own_names=own_names, **more)
     _change_buffers(folder)
     expected = state(folder)
     found = whole(run_ranks(WEIGHT, parts_of, folder, WEIGHT))
@@ -138,9 +145,10 @@ def _taken(rank: int, folder: Path) -> tuple[list[int], Counter[bool]]:
     return taken, own
 
 
-def test_a_rank_reads_its_own_rows_alone(tmp_path: Path) -> None:
-    """Catches a rank that reads a tensor whole, or one of them twice: memory that it has not."""
-    folder = write_folder(tmp_path, "llama")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_rank_reads_its_own_rows_alone(tmp_path: Path, kind: str) -> None:
+    """Catches a rank that reads a tensor whole, experts of others, or one of them twice."""
+    folder = write_folder(tmp_path, kind)
     total = sum(x.numel() for x in load_file(folder / "model.safetensors").values())
     for taken, own in run_ranks(WEIGHT, _taken, folder):
         assert sum(taken) == own.total()
@@ -179,12 +187,20 @@ def test_a_model_is_made_without_memory_for_its_parameters() -> None:
     assert model.model.rotary_emb.inv_freq.max() == 1
 
 
-def test_a_tensor_missing_under_another_name_is_told(tmp_path: Path) -> None:
-    """Catches an expert, or a router, that transformers leaves random with a warning alone."""
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("layers.0.mlp.gate.weight", "missing: model.layers.0.mlp.gate.weight"),
+        ("layers.1.mlp.experts.2.up_proj.weight", "of 4 mlp.experts.*.gate_proj.weight, 3 mlp"),
+        ("layers.1.mlp.experts.2.down_proj.weight", "down_proj is [3, 32, 16], not [4, 32, 16]"),
+    ],
+)
+def test_a_tensor_missing_under_another_name_is_told(tmp_path: Path, gone: str, told: str) -> None:
+    """Catches a router or an expert that is left random, and experts under others' numbers."""
     folder = write_folder(tmp_path, "qwen3_moe")
     tensors = load_file(folder / "model.safetensors")
-    gone = next(name for name in tensors if name.endswith("mlp.gate.weight"))
-    del tensors[gone]
+    del tensors[f"model.{gone}"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match=f"ValueError: the weights in .*; missing: {gone}"):
-        run_ranks(1, parts_of, folder, 1)
+    with pytest.raises(ValueError, match=r"the weights in .* are not this model's") as refused:
+        folder_model(str(folder), "float32")
+    assert told in str(refused.value)
