@@ -2,7 +2,7 @@
 
 Files on the hub are as those who trained the model had them: experts one by one, say, where the
 model has one tensor for all. transformers knows what becomes of them; here that is done for one
-parameter at a time, of which a rank reads no more experts than it has.
+parameter at a time.
 
 Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_model`.
 """
@@ -10,7 +10,7 @@ Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,18 +34,6 @@ class _Source(NamedTuple):
     converter: Any = None
     """transformers' `WeightConverter`; None: the only tensor is the parameter."""
 
-    @property
-    def stacks(self) -> bool:
-        """Whether each row of the parameter comes of one tensor of each pattern."""
-        from transformers.core_model_loading import Concatenate, MergeModulelist
-
-        first, *rest = self.converter.operations
-        return (
-            isinstance(first, MergeModulelist)
-            and first.dim == 0
-            and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in rest)
-        )
-
 
 class ConvertedFiles(WeightFiles):
     """The tensors of a folder under the names of `model`, of transformers, on the meta device.
@@ -66,25 +54,17 @@ class ConvertedFiles(WeightFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(_only(source), layout)
-        if not (source.stacks and layout.dim == 0):
-            return layout.shard(self._made(name, source.tensors, self._whole))
-        rows = [row for interval in layout.intervals() for row in range(*interval)]
-        if not rows:
-            return torch.empty(layout.local_shape)
-        own = {pattern: [of[row] for row in rows] for pattern, of in source.tensors.items()}
-        return self._made(name, own, self._whole)
+        return layout.shard(self._made(name, self._whole))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
         if source.converter is None:
             return super()._shape(_only(source))
-        return tuple(self._made(name, source.tensors, self._empty).shape)
+        return tuple(self._made(name, self._empty).shape)
 
-    def _made(
-        self, name: str, tensors: Mapping[str, list[str]], read: Callable[[str], Tensor]
-    ) -> Tensor:
-        """A parameter of these tensors, by transformers' converter."""
-        target, _, converter = self._sources[name]
+    def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """A parameter of the tensors that `read` gives, by transformers' converter."""
+        target, tensors, converter = self._sources[name]
         converter = copy.deepcopy(converter)  # it keeps what it is given
         for pattern, names in tensors.items():
             for found in names:
