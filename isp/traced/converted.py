@@ -50,11 +50,12 @@ class ConvertedFiles(WeightFiles):
     def names(self) -> frozenset[str]:
         return frozenset(self._sources)
 
-    def read(self, name: str, layout: ParameterLayout) -> Tensor:
+    def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
         source = self._sources[name]
         if source.converter is None:
             return super().read(_only(source), layout)
-        return layout.shard(self._made(name, self._whole))
+        made = self._made(name, super().read)
+        return made if layout is None else layout.shard(made)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
@@ -79,9 +80,6 @@ class ConvertedFiles(WeightFiles):
             ) from None
         parameter: Tensor = made[0] if isinstance(made, list) else made
         return parameter
-
-    def _whole(self, name: str) -> Tensor:
-        return self.read_block(name, (slice(None),))
 
     def _empty(self, name: str) -> Tensor:
         return torch.empty(super()._shape(name), device="meta")

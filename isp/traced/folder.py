@@ -81,8 +81,10 @@ class WeightFiles:
                 f"the weights in {self.folder} are not this model's; {'; '.join(faults)}"
             )
 
-    def read(self, name: str, layout: ParameterLayout) -> Tensor:
-        """This rank's part of a tensor, in CPU memory; nothing else of it is read."""
+    def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
+        """This rank's part of a tensor, in CPU memory, and nothing else of it; None: all of it."""
+        if layout is None:
+            return self.read_block(name, ())
         before = (slice(None),) * layout.dim
         parts = [self.read_block(name, (*before, slice(a, b))) for a, b in layout.intervals()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)

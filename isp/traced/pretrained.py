@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from isp.layers.module import MasterStream, NamedParameter
-from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.chunk import InitialWeights
@@ -181,10 +180,6 @@ def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
     return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
-def _whole(tensor: Tensor) -> ParameterLayout:
-    return ParameterLayout(global_shape=tuple(tensor.shape), reduce_over=Axis.STAGE)
-
-
 class _Files:
     """Weights in files, read by slices."""
 
@@ -199,9 +194,9 @@ class _Files:
         for name, shard, layout in shards:
             shard.copy_(self._read(name, layout))
         for name, buffer in _kept_buffers(model):
-            buffer.copy_(self._read(name, _whole(buffer)))
+            buffer.copy_(self._read(name))
 
-    def _read(self, name: str, layout: ParameterLayout) -> Tensor:
+    def _read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
         there = next(alias for alias in self._names[name] if alias in self._files.names)
         return self._files.read(there, layout)
 

@@ -77,7 +77,7 @@ def state(folder: Path) -> dict[str, Tensor]:
 def test_ranks_together_have_what_transformers_loads(
     tmp_path: Path, kind: str, own_names: bool
 ) -> None:
-    """Catches rows of another rank, transposed ones, and a buffer that is left as it was made."""
+    """Catches rows of another rank, transposed ones, and a buffer as it was made, or of no dim."""
     torch.manual_seed(5)
     folder = write_folder(tmp_path, kind, own_names=own_names)
     _change_buffers(folder)
