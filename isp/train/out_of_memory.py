@@ -145,7 +145,8 @@ class MemoryGuard:
             f"rank {self._rank} on {RankPlace.here(self._device).hostname} ran out of memory"
             f" {self._where()}: {first_line}\n{describe_owners(self._owners(), peak)}\n"
             f"use a smaller data.micro_bsz (and a larger data.micro_num), a shorter data.seq_len,"
-            f" more recomputation (model.checkpoint=1), or more ranks"
+            f" more recomputation (model.checkpoint=1), or more ranks; isp plan CONFIG"
+            f" --max-seq-len tells what each key that saves memory makes room for"
         )
 
 
