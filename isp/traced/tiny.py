@@ -186,4 +186,5 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
         finally:
             _widening.reset(token)
 
-    return type(kind.__name__, (kind,), {"forward": forward})
+    # With its module, too, by which transformers knows its own.
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -107,6 +107,13 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path, name: str) -> 
     torch.testing.assert_close(parts["model.embed_tokens.weight"][2], table, rtol=0, atol=0)
 
 
+def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
+    """Catches a class that transformers no longer takes for its own, whose renaming it keeps."""
+    folder = write_folder(tmp_path, "gpt_neox")
+    assert "embed_out.weight" in load_file(folder / "model.safetensors")
+    assert folder_model(str(folder), "float64").num_parameters > 0
+
+
 class _Counting:
     """A view of a tensor in a file that counts what is taken of it."""
 
