@@ -72,6 +72,7 @@ def state(folder: Path) -> dict[str, Tensor]:
         ("gpt2", False),
         ("deepseek_v3", True),
         ("deepseek_v3", False),
+        ("apertus", False),
     ],
 )
 def test_ranks_together_have_what_transformers_loads(
