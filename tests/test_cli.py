@@ -293,6 +293,23 @@ def test_commands_that_start_nothing_do_not_load_torch(words):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_failed_does_not_wind_up(code: int) -> None:
+    """Catches an error that is lost, as what is under way aborts the rank that ends with it."""
+    script = "import atexit, runpy, isp.cli\natexit.register(print, 'wound up')\n"
+    script += f"isp.cli.main = lambda: print('told') or {code}\n"
+    script += "runpy.run_module('isp', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    assert done.stdout.split("\n") == ["told", *([] if code else ["wound up"]), ""]
+
+
 def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan that is not the configuration's own: its launch point moves with the key."""
     plans = []

@@ -301,7 +301,7 @@ class Channel:
             arrival = 0.0 if self.link is None else self.link.book(trip.sent_bytes)
             work = _ours(start())
             wait = partial(self._wait_on_host, work, trip, pair, self._launched[pair])
-            return transfer.timed_on_host(work, wait, arrival)
+            return transfer.timed_on_host(work, wait, arrival, listens=self.log.listens)
         if self.log.clock is not None:
             self._ends = self._ends or streams.new(self.log.clock.device)
         return self.log.timed_on_device(transfer, lambda: _ours(start()), self._ends)

@@ -78,16 +78,21 @@ class Transfer:
         return self.ended
 
     def timed_on_host(
-        self, work: dist.Work, wait: Callable[[], None], arrival: float
+        self, work: dist.Work, wait: Callable[[], None], arrival: float, *, listens: bool
     ) -> Callable[[], None]:
-        """`wait`, which blocks until `work` is over, with its times; not before `arrival`."""
+        """`wait`, which blocks until `work` is over, with its times; not before `arrival`.
+
+        Without a listener it ends with the wait: a thread of gloo that calls Python at the end of
+        what is still under way when the interpreter ends would abort the process.
+        """
 
         def note_end(_: object) -> None:
             self.ended = max(time.perf_counter(), arrival)
 
         # gloo's own reduce-scatter, send and recv have no future: the wait ends them
-        with suppress(RuntimeError):
-            work.get_future().add_done_callback(note_end)
+        if listens:
+            with suppress(RuntimeError):
+                work.get_future().add_done_callback(note_end)
 
         def timed() -> None:
             begin = self.wait_began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -47,6 +48,27 @@ def _unasked(rank: int) -> None:
 def test_a_log_keeps_nothing_for_nobody() -> None:
     """Catches a loop of one's own whose memory grows with every collective."""
     run_ranks(2, _unasked)
+
+
+def _ended_without_a_wait(rank: int, listens: bool) -> bool:
+    channel, seen = Channel(dist.group.WORLD), _Seen()
+    channel.log.observer, channel.log.listens = seen, listens
+    pending = channel.all_reduce(torch.ones(4))
+    _moves(channel, 1)  # behind it
+    for _ in range(100 if listens else 10):
+        time.sleep(0.01)
+        if seen[0].ended:
+            break
+    ended = seen[0].ended > 0
+    pending.wait()
+    assert seen[0].ended > 0
+    return ended
+
+
+def test_threads_of_gloo_tell_python_only_of_what_it_listens_to() -> None:
+    """Catches a script that is aborted as it ends, since what it leaves under way calls Python."""
+    for listens in (True, False):
+        assert run_ranks(2, _ended_without_a_wait, listens) == [listens] * 2
 
 
 def _untimed(rank: int) -> None:
