@@ -112,7 +112,10 @@ class ParallelRun:
         self.device = device
         self.train_step = make_train_step(config, mesh, device, model=traced)
         mesh.set_timeout(config.comm.init_timeout_seconds)
-        self._has_stepped = False
+        self._has_stepped = self._steps = False
+        self._trains = [
+            (item, item.parameter.requires_grad) for item in self.train_step.built.parameters
+        ]
         self._pending: tuple[Tensor, StepWork] | None = None
         """The loss to go backward from, and what it was found of."""
 
@@ -140,16 +143,19 @@ class ParallelRun:
         where `position_ids` restart. The host waits for none of them that are in its own memory, so
         page-locked ones are not to be filled again before the step is over. Its gradient
         is this rank's part; without gradients it is an evaluation. Raises ValueError for shapes
-        that do not fit.
+        that do not fit, RuntimeError for weights that were frozen or thawed since `parallelize`;
+        so does its backward outside of `step`.
         """
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
         if not torch.is_grad_enabled():
             return torch.tensor(self.train_step.evaluate([[batch]]), dtype=torch.float64)
+        self._check_trained()
         step = self.train_step
         work = step.start([batch])
         loss = step.forward(work, 0)
         loss = loss + (step.over_ranks(work.total) - loss.detach())
+        loss.register_hook(self._check_in_step)
         self._pending = loss, work
         return loss
 
@@ -163,7 +169,11 @@ class ParallelRun:
                 "step takes the loss that the last call of loss gave, as it is, once"
             )
         (_, work), self._pending = self._pending, None
-        self.train_step.backward(loss, last=True)
+        self._steps = True
+        try:
+            self.train_step.backward(loss, last=True)
+        finally:
+            self._steps = False
         outcome = self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
         if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
@@ -252,6 +262,25 @@ class ParallelRun:
         starts = begins.flatten().nonzero().squeeze(-1).cpu()
         cu_seqlens = torch.cat([starts, torch.tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+    def _check_in_step(self, _: Tensor) -> None:
+        """Raise RuntimeError where a loss goes backward by itself: no gradient would be used."""
+        if not self._steps:
+            raise RuntimeError(
+                "the loss went backward outside of step: leave out loss.backward(), clipping and an"
+                " optimizer of your own, all of which run.step(loss, lr=..) does"
+            )
+
+    def _check_trained(self) -> None:
+        """Raise RuntimeError for a weight that `requires_grad` as it did not when ranks met."""
+        for item, trains in self._trains:
+            if item.parameter.requires_grad is not trains:
+                was, now = ("trained", "frozen") if trains else ("frozen", "trained")
+                raise RuntimeError(
+                    f"{item.name} was {was} when the model was parallelised, and is {now} now:"
+                    f" write the weights by save_pretrained, load and freeze them, and parallelize"
+                    f" that model"
+                )
 
     def _check_labels(self, labels: Tensor) -> None:
         """Raise ValueError for one that is no token: its loss would be of nothing."""

@@ -92,6 +92,20 @@ def _direct_call(run: ParallelRun, rows: Rows) -> None:
     assert "by the run's `loss` alone" in _raised(run.model, rows.input_ids, positions)
 
 
+def _backward_by_hand(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    assert "outside of step" in _raised(loss.backward)
+    assert "outside of step" in _raised((2 * run.loss(*rows)).backward)
+
+
+def _frozen_later(run: ParallelRun, rows: Rows) -> None:
+    block = run.model.get_submodule("blocks.1")
+    block.requires_grad_(False)
+    assert "blocks.1.norm1.weight was trained when" in _raised(_loss, run, rows)
+    _evaluate(run, rows)
+    block.requires_grad_(True)
+
+
 def _saving(run: ParallelRun, rows: Rows) -> None:
     _whole_weights(run)
 
@@ -108,6 +122,8 @@ TROUBLES: dict[str, Trouble] = {
     "failing in backward": _failing_in_backward,
     "other order": _other_order,
     "direct call": _direct_call,
+    "backward by hand": _backward_by_hand,
+    "frozen later": _frozen_later,
     "saving": _saving,
 }
 
