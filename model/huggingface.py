@@ -21,6 +21,7 @@ __all__ = [
     "INTERNLM2",
     "config_json",
     "model_values",
+    "trained_positions",
     "with_init_from",
 ]
 
@@ -252,8 +253,24 @@ def config_json(
         found["max_position_embeddings"] = max(
             context, found.get("max_position_embeddings", 0), _reach(model.rope_scaling)
         )
+    elif scaling is None:  # a scaling that stays may be made of it
+        found["max_position_embeddings"] = max(context, found.get("max_position_embeddings", 0))
     found.pop("dtype", None)
     return {**found, "torch_dtype": dtype}
+
+
+def trained_positions(found: Mapping[str, Any]) -> int | None:
+    """The tokens of a row that a config.json says the model is for; None: it does not say."""
+    context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
+    if context is None:
+        return None
+    ropes = [found.get(name) for name in ("rope_scaling", "rope_parameters")]
+    reach = [
+        int(rope["factor"] * rope.get("original_max_position_embeddings", context))
+        for rope in ropes
+        if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)
+    ]
+    return max(context, *reach, 0)
 
 
 def _check_same(model: ModelConfig, was: Mapping[str, Any]) -> None:

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from isp.checkpoint.boxes import Piece
 from isp.checkpoint.state import TrainState, weight_shards
+from isp.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
 from model.config import ModelConfig
-from model.huggingface import CONFIG_FILE
+from model.huggingface import CONFIG_FILE, model_values, trained_positions
 from model.weight_names import WeightTable
 
 if TYPE_CHECKING:  # most runs need no safetensors
     from isp.traced.folder import WeightFiles
 
-__all__ = ["check_folder", "load_folder"]
+__all__ = ["beyond_positions", "check_folder", "load_folder"]
 
 
 class _Folder(NamedTuple):
@@ -30,6 +31,30 @@ def check_folder(model: ModelConfig) -> None:
     Reads the heads of its files and no weights.
     """
     _opened(model)
+
+
+def beyond_positions(model: ModelConfig, row_tokens: int) -> str:
+    """A warning of rows longer than the folder that weights begin from is for; "" without.
+
+    Rotary positions that `model` changes are the user's own.
+    """
+    folder = model.hf or model.init_from
+    if folder is None:
+        return ""
+    found = read_json(Path(folder) / CONFIG_FILE)
+    trained = trained_positions(found)
+    if trained is None or row_tokens <= trained:
+        return ""
+    way = "its rotary positions"
+    if model.init_from is not None:
+        was, way = model_values(found), "model.rope_scaling or model.rope_theta"
+        before = was["rope_scaling"] and RopeScaling(**was["rope_scaling"])
+        if (model.rope_theta, model.rope_scaling) != (was["rope_theta"], before):
+            return ""
+    return (
+        f"rows of {row_tokens:,} tokens have positions beyond the {trained:,} that"
+        f" {folder}/{CONFIG_FILE} says the model was trained on: {way} may extend them"
+    )
 
 
 def load_folder(state: TrainState, model: ModelConfig) -> None:

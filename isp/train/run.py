@@ -22,6 +22,7 @@ from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
 from isp.run.signals import StopRequest
+from isp.train.begin_from import beyond_positions
 from isp.train.data import StepData, open_for_rank
 from isp.train.host_memory import check_host_memory
 from isp.train.out_of_memory import MemoryGuard
@@ -73,6 +74,8 @@ def main(config: JobConfig) -> None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
+        if warning := beyond_positions(config.model, config.row_tokens):
+            logger.warning("%s", warning)
         config, why = choose_exchange(
             config, world.size, _usable_bytes(mesh, device), on_cpu=device.type == "cpu"
         )

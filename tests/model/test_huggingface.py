@@ -235,6 +235,9 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
     assert same == {**like, "torch_dtype": "float32"}
     longer = replace(model, rope_theta=4e6, rope_scaling=None, sliding_window=7)
     other = config_json(longer, dtype="float32", context=10**6, like=like)
+    plain = {key: like[key] for key in like if key != "rope_scaling"}
+    reached = config_json(_model(model_values(plain)), dtype="float32", context=10**6, like=plain)
+    assert reached == {**plain, "torch_dtype": "float32", "max_position_embeddings": 10**6}
     assert other["eos_token_id"] == [1, 2]
     assert other["max_position_embeddings"] == 10**6
     assert _model(model_values(other)) == longer

@@ -21,20 +21,22 @@ from isp.cli import main
 from isp.comm import Channel
 from isp.config import JobConfig, load_config
 from isp.layers.factory import LayerFactory
+from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.parallel import Axis, Mode
 from isp.settings import CheckpointConfig
-from isp.train.begin_from import load_folder
+from isp.train.begin_from import beyond_positions, load_folder
 from isp.train.export import export
 from isp.train.resume import saved_values
 from isp.weights.wp import FullWeights, LocalWeights
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.huggingface import model_values
 from tests.model.folders import FAMILIES, Logits, loaded, make_folder
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, tensors, write_job
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, make_run
 
-pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5")
 
 NAMES = [*FAMILIES, "internlm2"]
 LAYOUTS = {
@@ -389,3 +391,34 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
     return found
+
+
+@pytest.mark.parametrize(
+    ("rope", "model", "trained"),
+    [
+        (None, {}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {}, 256),
+        (None, {"rope_theta": 5e5}, None),
+        (None, {"rope_scaling": RopeScaling(type=RopeScalingType.LINEAR, factor=8.0)}, None),
+    ],
+)
+def test_rows_beyond_the_positions_of_a_folder_are_told(
+    rope: dict[str, Any] | None, model: dict[str, Any], trained: int | None, tmp_path: Path
+) -> None:
+    """Catches a model that is trained at positions that it does not know, unasked and silently,
+    and a warning of those that somebody has seen to.
+    """
+    found = {**transformers.LlamaConfig(max_position_embeddings=64).to_dict(), "rope_scaling": rope}
+    found["rope_parameters"] = {**(rope or {"rope_type": "default"}), "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    values = {**model_values(found), **model, "init_from": str(tmp_path)}
+    values["rope_scaling"] = model.get("rope_scaling") or (
+        rope and RopeScaling(**values["rope_scaling"])
+    )
+    config = ModelConfig(**values)
+    assert beyond_positions(config, trained or 64) == ""
+    told = beyond_positions(config, 300)
+    assert ("beyond the" in told) == (trained is not None)
+    assert trained is None or f"300 tokens have positions beyond the {trained}" in told
+    if not model:
+        assert "its rotary" in beyond_positions(ModelConfig(hf=str(tmp_path)), 300)
