@@ -90,14 +90,17 @@ def fact(architecture: str) -> Fact:
     model = tiny_model(config)
     name = type(model).__name__
     try:
-        trace = TracedModel(model).trace
+        traced = TracedModel(model)
     except ValueError as error:
         kinds = dict.fromkeys(getattr(tiny_config(config), "layer_types", ()))
         reason = str(error).partition(": ")[0]
         return Fact(architecture, name, ", ".join(k.replace("_", " ") for k in kinds), reason)
-    fault = fault_of(HuggingFaceSubject(config), SPLIT[0], ParallelConfig())
-    reason = fault.partition("not do: ")[2].partition("; use mode isp")[0]
-    return Fact(architecture, name, ", ".join(dict.fromkeys(_kinds(trace))), "", reason)
+    kinds, reason = ", ".join(dict.fromkeys(_kinds(traced.trace))), ""
+    try:
+        traced.check_layout(SPLIT[0].of(ParallelConfig()), SPLIT[0].tensor)
+    except ValueError as error:
+        reason = str(error).partition("not do: ")[2].partition("; use mode isp")[0]
+    return Fact(architecture, name, kinds, "", reason)
 
 
 def _kinds(trace: ModelTrace) -> list[str]:
