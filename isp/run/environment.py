@@ -92,8 +92,9 @@ class Environment:
 
 
 def _packages() -> dict[str, str]:
-    named = [d for d in distributions() if d.name]  # the rest of a broken installation has none
-    return {d.name: d.version for d in sorted(named, key=lambda d: d.name.lower())}
+    found = [d.metadata for d in distributions()]  # read and parsed anew each time it is asked for
+    named = [m for m in found if m["Name"]]  # the rest of a broken installation has none
+    return {m["Name"]: m["Version"] for m in sorted(named, key=lambda m: m["Name"].lower())}
 
 
 def _git_commit(file: Path) -> str | None:
