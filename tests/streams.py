@@ -230,10 +230,10 @@ class Device(TorchDispatchMode):
             wire = self._wires.get(group.group_name) or Stream(self, f"wire {len(self._wires) + 1}")
             self._wires[group.group_name] = wire
             wire.wait_for(self.current.seen)
-            self._touch(wire, name, _tensors(args), _tensors(args[:written]))
+            self._touch(wire, name, tensors_in(args), tensors_in(args[:written]))
             with _disable_current_modes():
                 work = real(group, *args, **options)
-            return Work(self, name, work, wire, _tensors(args))
+            return Work(self, name, work, wire, tensors_in(args))
 
         return launch
 
@@ -242,15 +242,15 @@ class Device(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given, given_back = tensors_in((args, kwargs)), tensors_in(found)
         inputs = {_address(x) for x in given}
         changed = _written(func, args, kwargs)
-        fresh = [x for x in _tensors(found) if _address(x) not in inputs]
-        name = str(func.overloadpacket).removeprefix("aten.")
+        fresh = [x for x in given_back if _address(x) not in inputs]
+        name = _name(func)
         if fresh and name in _WITHOUT_MEMORY:
             for x in fresh:
                 self._of(x, name)
-        elif fresh or changed or not _tensors(found):
+        elif fresh or changed or not given_back:
             for x in fresh:
                 self._of(x, name)
             self._touch(self.current, name, given, changed + fresh)
@@ -307,17 +307,18 @@ def _join(counts: Counts, others: Counts) -> None:
         counts[stream] = max(counts.get(stream, 0), number)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [*tensors_in(tree)]
-
-
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation changes."""
-    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)])
+    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)])
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
 
 
 @cache
