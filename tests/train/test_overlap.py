@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, Weights, largest_difference, make_run
 
-STEPS = range(3)
+STEPS = range(2)
 MODEL = ModelConfig(
     vocab_size=50,
     hidden_size=24,
