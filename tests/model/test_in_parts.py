@@ -1,19 +1,22 @@
 """Blocks computed in parts (tiles of tokens, groups of heads) against the same blocks in one piece.
 
 Each case is trained a step in float64 in a layout, as it is and in parts: the loss, the gradient
-norm and every main gradient of every rank are compared, and what was gathered and reduced.
+norm and every main gradient of every rank are compared, and what was gathered and reduced. The
+step in parts comes after one that changes no weight, so it finds pools and plans in use.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from isp.attention import AttentionMask
+from isp.comm import Mesh
 from isp.comm.cargo import Purpose
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
@@ -151,8 +154,8 @@ class Found(NamedTuple):
     """Bytes by purpose."""
 
 
-def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
-    mesh, layout = rank_meshes.of(case.layout), case.layout
+def _step(mesh: Mesh, case: Case, task: Task, *, first: bool) -> Found:
+    layout = case.layout
     built = build_model(
         task.model, layout.parallel, mesh, seed=SEED, device=CPU, dtype=torch.float64
     )
@@ -166,7 +169,8 @@ def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
     step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
     own = range(mesh[Axis.DATA].rank, layout.global_batch, layout.data)
     batches = [task.batch(2, place) for place in own]
-    step(batches, 1e-2)  # so that a second one finds pools and plans in use
+    if not first:
+        step(batches, 0.0)
     mesh.log.collect()
     outcome = step(batches, 1e-2)
     transfers = mesh.log.take()
@@ -182,9 +186,14 @@ def _step(rank_meshes: Meshes, case: Case, task: Task) -> Found:
     return Found((outcome.loss, outcome.grad_norm, evaluated), grads, moved, sent)
 
 
+_meshes = cache(Meshes)
+"""Those of a rank, for all cases."""
+
+
 def _both(rank: int, case: Case) -> tuple[Found, Found]:
-    meshes = Meshes(rank)
-    return _step(meshes, case, case.task()), _step(meshes, case, case.task(**case.parts))
+    mesh = _meshes(rank).of(case.layout)
+    whole = _step(mesh, case, case.task(), first=True)
+    return whole, _step(mesh, case, case.task(**case.parts), first=False)
 
 
 WEIGHTS = (Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT)
