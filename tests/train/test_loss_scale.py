@@ -45,14 +45,14 @@ def _same_bits(rank: int, layout: Layout) -> None:
 
 def _same_bits_in(mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
     plain = make_run(mesh, layout, TASK, dtype=dtype)
-    numbers, weights = plain.numbers(range(6)), plain.weights()
+    numbers, weights = plain.numbers(range(4)), plain.weights()
     plain.close()
     config = replace(OPTIMIZER, grad_scaler=ALWAYS)
     scaled = make_run(mesh, layout, TASK, dtype=dtype, config=config)
-    assert scaled.numbers(range(6)) == numbers
+    assert scaled.numbers(range(4)) == numbers
     assert all(norm > 0 for _, norm in numbers)
     assert scaled.optimizer.scaler is not None
-    assert scaled.optimizer.scaler.scale == 2.0**15, "raised after every other step"
+    assert scaled.optimizer.scaler.scale == 2.0**14, "raised after every other step"
     for name, weight in scaled.weights().items():
         assert np.array_equal(weight, weights[name]), name
     scaled.close()
@@ -68,7 +68,7 @@ def _learn(rank: int, layout: Layout) -> tuple[Numbers, Numbers, int, float]:
     """Numbers on one batch again and again in float32 and float16; its skips and last scale."""
     config = replace(OPTIMIZER, grad_scaler=GradScalerConfig(initial_scale=2.0**24))
     mesh, found = Meshes(rank).of(layout), []
-    for dtype, steps in ((torch.float32, 12), (torch.float16, 22)):
+    for dtype, steps in ((torch.float32, 8), (torch.float16, 22)):
         run = make_run(mesh, layout, TASK, dtype=dtype, config=config)
         found.append([number for _ in range(steps) for number in run.numbers(range(1))])
         run.close()
@@ -83,7 +83,7 @@ def test_float16_finds_its_scale_and_learns(name: str) -> None:
     found = run_ranks(layout.world, _learn, layout)
     assert len({str(of_rank) for of_rank in found}) == 1, "as text, because nan is not nan"
     wanted, numbers, skipped, scale = found[0]
-    assert 1 < skipped < 20, "2 ** 24 overflows, and the search ends"
+    assert 1 < skipped < 8, "2 ** 24 overflows, and the search ends"
     assert scale == 2.0 ** (24 - (skipped - 1)), "the first overflow leaves the scale"
     taken = [(loss, norm) for loss, norm in numbers if math.isfinite(norm)]
     assert len(taken) == len(numbers) - skipped
