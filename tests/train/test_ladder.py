@@ -17,7 +17,7 @@ from tests.train.runs import OPTIMIZER, Layout, Meshes, Numbers, Task, Weights, 
 MODEL = ModelConfig(
     vocab_size=52,
     hidden_size=32,
-    num_layers=4,
+    num_layers=3,
     num_heads=8,
     num_kv_heads=4,
     intermediate_size=40,
@@ -26,6 +26,7 @@ MODEL = ModelConfig(
     loss_chunk_tokens=0,
 )
 TIED = replace(MODEL, tie_embeddings=True, qk_norm=True, sliding_window=None)
+FOUR, FOUR_TIED = replace(MODEL, num_layers=4), replace(TIED, num_layers=4)
 AGAIN = {"checkpoint": 1.0}
 KEYS: dict[str, dict[str, Any]] = {
     "loss in chunks": {"loss_chunk_tokens": 5},
@@ -45,8 +46,8 @@ LAYOUTS = (
     (Layout(mode=Mode.MTP, tensor=2), MODEL),
     (Layout(mode=Mode.MSP, tensor=2, micro=2), TIED),
     (Layout(mode=Mode.FSP, tensor=2), MODEL),
-    (Layout(pipeline=2, micro=2), TIED),
-    (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2), MODEL),
+    (Layout(pipeline=2, micro=2), FOUR_TIED),
+    (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2), FOUR),
 )
 EXCLUDED = {
     ("attention kept", "groups"),

@@ -18,13 +18,14 @@ from tests.train.runs import Layout, Meshes, Task, make_run
 MODEL = ModelConfig(
     vocab_size=52,
     hidden_size=32,
-    num_layers=4,
+    num_layers=2,
     num_heads=8,
     num_kv_heads=4,
     intermediate_size=40,
     init_std=0.3,
 )
 TIED = replace(MODEL, tie_embeddings=True, checkpoint=0.5)
+FOUR, FOUR_TIED = replace(MODEL, num_layers=4), replace(TIED, num_layers=4)
 VOCAB = WeightConfig(vocab_parallel_loss=True)
 V = PipelineSchedule.ZBV
 CHUNK = 5
@@ -38,12 +39,12 @@ CASES = [
     (Layout(mode=Mode.MTP, tensor=2), MODEL),
     (Layout(mode=Mode.MSP, tensor=2, micro=2), TIED),
     (Layout(mode=Mode.FSP, tensor=2), MODEL),
-    (Layout(pipeline=2, micro=4), TIED),
-    (Layout(mode=Mode.MTP, pipeline=2, micro=4, schedule=V, chunks=2), MODEL),
+    (Layout(pipeline=2, micro=4), FOUR_TIED),
+    (Layout(mode=Mode.MTP, pipeline=2, micro=4, schedule=V, chunks=2), FOUR),
     (Layout(tensor=4, weight=2, options=VOCAB), MODEL),
     (Layout(mode=Mode.MSP, tensor=4), MODEL),
     (Layout(tensor=2, weight=4, data=2), TIED),
-    (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=V, chunks=2), TIED),
+    (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=V, chunks=2), FOUR_TIED),
 ]
 
 Found = tuple[list[tuple[float, float]], dict[str, Any], float]
