@@ -15,6 +15,7 @@ from isp.cli import main
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
 from tests.data.test_tokenizer import write_tokenizer
+from tests.ranks import run_isp
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 ROOT = Path(__file__).parent.parent
@@ -337,13 +338,8 @@ def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
     config.write_text(MINIMAL.replace("python-stdlib", str(source)))
     options = ["--training.steps", "1", "--training.device", "cpu", "--data.seq_len", "32"]
     folder = ["--job.dump_folder", str(run)]
-    done = subprocess.run(
-        [sys.executable, "-m", "isp", "train", str(config), *SMALL_MODEL, *options, *folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    (done,) = run_isp(1, "train", str(config), *SMALL_MODEL, *options, *folder)
+    assert done.code == 0, done.err
     (latest,) = run.glob("*/latest")
     assert main(["checkpoint", "inspect", str(latest)]) == 0
     assert "step_1" in capsys.readouterr().out
