@@ -129,15 +129,17 @@ OPTIONS = [
 ]
 
 
-def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[str], int]:
-    """What went wrong in three steps and an evaluation, and how much was followed."""
+def _faults(
+    rank: int, layout: Layout, task: Task, timed: bool, steps: int
+) -> tuple[list[str], int]:
+    """What went wrong in `steps` and an evaluation behind the second, and how much was followed."""
     with Device() as device:
         mesh = Meshes(rank).of(layout)
         # Weights are published by several buckets, as large ones are.
         run = make_run(mesh, layout, task, dtype=torch.bfloat16, bucket_bytes=1000)
         if timed:
             run.step.mesh.log.collect(CPU)
-        for step in range(3):
+        for step in range(steps):
             run.numbers(range(step, step + 1))
             if step == 1:
                 run.step.evaluate([[task.batch(0, place) for place in range(layout.micro)]])
@@ -147,8 +149,8 @@ def _faults(rank: int, layout: Layout, task: Task, timed: bool) -> tuple[list[st
         return device.faults, device.touched
 
 
-def _check(layout: Layout, task: Task, *, timed: bool) -> None:
-    for faults, touched in run_ranks(layout.world, _faults, layout, task, timed):
+def _check(layout: Layout, task: Task, *, timed: bool = False, steps: int = 2) -> None:
+    for faults, touched in run_ranks(layout.world, _faults, layout, task, timed, steps):
         assert touched > 1000
         assert faults == []
 
@@ -156,7 +158,7 @@ def _check(layout: Layout, task: Task, *, timed: bool) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_no_stream_takes_from_another_what_it_needs(case: str) -> None:
     """Catches what is read before it is there, and memory that is given away too early."""
-    _check(*CASES[case], timed=False)
+    _check(*CASES[case], steps=3)
 
 
 @pytest.mark.parametrize("case", ["isp", "pipeline", "inputs on the host"])
@@ -168,9 +170,9 @@ def test_who_times_transfers_adds_no_fault(case: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: str(replace(ISP, options=o)))
 def test_options_of_the_weights(options: WeightConfig) -> None:
     """Catches a buffer of one of the other routes of weights and gradients that does not live."""
-    _check(replace(ISP, options=options), TASK, timed=False)
+    _check(replace(ISP, options=options), TASK)
 
 
 def test_recomputed_blocks() -> None:
     """Catches weights of a recompute that are freed before the backward that shares them."""
-    _check(ISP, Task(model=replace(MODEL, checkpoint=0.5)), timed=False)
+    _check(ISP, Task(model=replace(MODEL, checkpoint=0.5)))
