@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "segments, offloaded": {"checkpoint_segment": 2, "checkpoint_offload": True},
 }
 MODELS: dict[str, Any] = {
-    "llama": lambda: tiny("llama", num_hidden_layers=4),
+    "llama": lambda: tiny("llama", num_hidden_layers=3),
     "gemma3": lambda: tiny("gemma3_text", num_hidden_layers=3, sliding_window=8),
     "adapters": _with_lora,
     "half frozen": _half_frozen,
