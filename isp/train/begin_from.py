@@ -33,7 +33,7 @@ def check_folder(model: ModelConfig) -> None:
     _opened(model)
 
 
-def beyond_positions(model: ModelConfig, row_tokens: int) -> str:
+def beyond_positions(model: ModelConfig, seq_len: int) -> str:
     """A warning of rows longer than the folder that weights begin from is for; "" without.
 
     Rotary positions that `model` changes are the user's own.
@@ -43,7 +43,7 @@ def beyond_positions(model: ModelConfig, row_tokens: int) -> str:
         return ""
     found = read_json(Path(folder) / CONFIG_FILE)
     trained = trained_positions(found)
-    if trained is None or row_tokens <= trained:
+    if trained is None or seq_len <= trained:
         return ""
     way = "its rotary positions"
     if model.init_from is not None:
@@ -52,7 +52,7 @@ def beyond_positions(model: ModelConfig, row_tokens: int) -> str:
         if (model.rope_theta, model.rope_scaling) != (was["rope_theta"], before):
             return ""
     return (
-        f"rows of {row_tokens:,} tokens have positions beyond the {trained:,} that"
+        f"rows of {seq_len:,} tokens have positions beyond the {trained:,} that"
         f" {folder}/{CONFIG_FILE} says the model was trained on: {way} may extend them"
     )
 

@@ -74,7 +74,7 @@ def main(config: JobConfig) -> None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
-        if warning := beyond_positions(config.model, config.row_tokens):
+        if warning := beyond_positions(config.model, config.data.seq_len):
             logger.warning("%s", warning)
         config, why = choose_exchange(
             config, world.size, _usable_bytes(mesh, device), on_cpu=device.type == "cpu"
