@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from isp.autograd import after_gradients
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import NamedParameter
@@ -43,8 +44,8 @@ class _DataParallel(nn.Module):
         self._gradients = MainGradients(items, {Axis.DATA: channel}, bucket_bytes=bucket_bytes)
         self._sync = True
         self._ending = False
-        for item in items:  # after the hook of MainGradients
-            item.parameter.register_post_accumulate_grad_hook(self._end_with_this_pass)
+        # After those of MainGradients.
+        after_gradients(self, _DataParallel._end_with_this_pass, (item.parameter for item in items))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""

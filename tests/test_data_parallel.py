@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -211,3 +212,26 @@ def test_a_reentrant_checkpoint_is_found_out():
         x = checkpoint(block, x, use_reentrant=False)
     x.sum().backward()
     assert module[0].weight.grad is not None
+
+
+def _unwrapped(rank: int, kind: str) -> bool:
+    """Whether a module's gradients are its own again once its wrapper is dropped."""
+    module = net(0)
+    wrapped = wrap(kind, module)
+    wrapped.reset()
+    wrapped(batch(rank, 0), True).sum().backward()
+    del wrapped
+    gc.collect()
+    module.zero_grad()
+    module(batch(rank, 1), True).sum().backward()
+    found = [p.grad for p in module.parameters() if p.requires_grad]
+    alone = net(0)
+    alone(batch(rank, 1), True).sum().backward()
+    wanted = [p.grad for p in alone.parameters() if p.requires_grad]
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["naive", "buckets"])
+def test_a_dropped_wrapper_leaves_the_module(kind: str) -> None:
+    """Catches hooks that keep a wrapper for good and go on taking the module's gradients."""
+    assert run_ranks(2, _unwrapped, kind) == [True, True]

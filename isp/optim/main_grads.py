@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from isp.autograd import after_gradients
 from isp.comm import Channel
 from isp.layers.module import NamedParameter
 from isp.layers.weight_gradients import weight_gradient
@@ -87,10 +88,9 @@ class MainGradients:
         }
         self._last = False
         self._reduced = False
-        self._hooks = [
-            item.parameter.register_post_accumulate_grad_hook(self._collect_leaf)
-            for item in self.parameters
-        ]
+        self._hooks = after_gradients(
+            self, MainGradients.collect, (item.parameter for item in self.parameters)
+        )
 
     @property
     def reduced(self) -> bool:
@@ -225,10 +225,6 @@ class MainGradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _collect_leaf(self, leaf: Tensor) -> None:
-        assert isinstance(leaf, nn.Parameter)
-        self.collect(leaf)
 
     def _accumulate(self, gradient: _Gradient, value: Tensor) -> None:
         self._require_open(gradient)

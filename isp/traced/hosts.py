@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ class Host(Protocol):
     """The manners of a family of models."""
 
     def connect(self, model: nn.Module, attend: Attend) -> None:
-        """Let the model's calls of attention arrive at `attend`."""
+        """Let the model's calls of attention arrive at `attend`, a method, while its object is."""
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits [B, S', V] of tokens at positions [B, S']."""
@@ -148,7 +149,11 @@ _BIASES = ("position_bias", "indices", "block_indices")
 
 
 def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    """`attend` as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..].
+
+    It is held weakly: the registry is there for good, and the model and its weights lie behind it.
+    """
+    held = WeakMethod(attend)
 
     def attention_function(
         module: nn.Module,
@@ -178,6 +183,9 @@ def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux)
-        return attend(q, k, v, options), None
+        found = held()
+        if found is None:
+            raise RuntimeError(f"{type(module).__name__} was parallelised by a run that is gone")
+        return found(q, k, v, options), None
 
     return attention_function

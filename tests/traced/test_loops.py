@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -272,3 +273,25 @@ def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
 def test_wrong_rows_are_refused(rows: Rows, said: str) -> None:
     """Catches rows that would be broadcast or cut in the middle, and losses of no token."""
     assert said in _raised(isp.parallelize(Own(), job()).loss, *rows)
+
+
+def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
+    """What is left of a run, and of the weights it trained, once nobody has it."""
+    run = isp.parallelize(make(), job(weight=2))
+    run.step(run.loss(*_data()[0]))
+    step = run.train_step
+    left = {
+        "run": weakref.ref(run),
+        "gradients": weakref.ref(step.gradients),
+        "optimizer": weakref.ref(step.optimizer),
+        "weight": weakref.ref(next(run.model.parameters())),
+    }
+    del run, step
+    gc.collect()
+    return [name for name, ref in left.items() if ref() is not None]
+
+
+@pytest.mark.parametrize("make", [Own, lambda: tiny("llama")], ids=["own", "llama"])
+def test_a_run_that_is_dropped_is_freed(make: Callable[[], nn.Module]) -> None:
+    """Catches hooks and registries that keep a model, its gradients and states for good."""
+    assert run_ranks(2, _dropped, make) == [[], []]
