@@ -48,8 +48,7 @@ def _trained(rank: int, names: list[str], rows: Rows, sizes: dict[str, int]) -> 
             evaluated = run.loss(*part).item()
         run.mesh.log.take()
         loss = run.loss(*part)
-        run.train_step.backward(loss, last=True)
-        run.train_step.finish(run._pending[1], 0.0)  # type: ignore[index]
+        run.step(loss, lr=0.0)
         gradients = run.train_step.gradients
         grads = {
             i.name: (gradients.whole(i.parameter).numpy().copy(), i.layout)
