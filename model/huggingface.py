@@ -265,8 +265,9 @@ def trained_positions(found: Mapping[str, Any]) -> int | None:
     if context is None:
         return None
     ropes = [found.get(name) for name in ("rope_scaling", "rope_parameters")]
+    ropes += [kind for rope in ropes if isinstance(rope, Mapping) for kind in rope.values()]
     reach = [
-        int(rope["factor"] * rope.get("original_max_position_embeddings", context))
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or context))
         for rope in ropes
         if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)
     ]

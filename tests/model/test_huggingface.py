@@ -16,7 +16,7 @@ from isp.config import ConfigError, load_config, to_yaml
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.models.build import parameter_shapes
 from model.config import ModelConfig
-from model.huggingface import config_json, model_values
+from model.huggingface import config_json, model_values, trained_positions
 from model.presets import PRESETS
 from model.weight_names import WeightTable
 from tests.model.test_decoder import CONFIG, SCALINGS, filled
@@ -245,6 +245,21 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
         config_json(model, dtype="float32", context=8, like={**like, "vocab_size": 5})
     with pytest.raises(ValueError, match="both"):
         config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
+
+
+@pytest.mark.parametrize(
+    ("rope", "trained"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": None}}, 256),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, 512),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0, 2.0]}}, 64),
+    ],
+)
+def test_the_rows_that_a_folder_is_for(rope: dict[str, Any], trained: int) -> None:
+    """Catches a warning for nothing, of scalings by kinds of layers or without a context."""
+    assert trained_positions({"max_position_embeddings": 64, **rope}) == trained
 
 
 def test_a_missing_package_is_told(tmp_path, monkeypatch) -> None:
