@@ -175,8 +175,9 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
-    """Those that transformers, too, lets lie."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    """Those that transformers, too, lets lie: also angles that models once kept by layer."""
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (r"rotary_emb\.inv_freq$", *own)
     return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 

@@ -108,6 +108,15 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path, name: str) -> 
     torch.testing.assert_close(parts["model.embed_tokens.weight"][2], table, rtol=0, atol=0)
 
 
+def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> None:
+    """Catches a folder of the first Llamas that is taken for another model's."""
+    folder = write_folder(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **old}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert folder_model(str(folder), "float32").num_parameters > 0
+
+
 def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
     """Catches a class that transformers no longer takes for its own, whose renaming it keeps."""
     folder = write_folder(tmp_path, "gpt_neox")
