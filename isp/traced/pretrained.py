@@ -142,6 +142,7 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
                 f" transformers' save_pretrained"
             )
         return _Random(model)
+    _check_whole(model)
     files, names = ConvertedFiles(folder, model), _names(model)
     shapes, aliases = {}, set(_ignored(model, files.names))
     for of_one in names.values():
@@ -150,6 +151,16 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
         aliases.update(of_one)
     files.check(shapes, aliases=aliases)
     return _Files(files, names)
+
+
+def _check_whole(model: Any) -> None:
+    """Raise ValueError if the files are of quantised weights."""
+    if found := getattr(model.config, "quantization_config", None):
+        raise ValueError(
+            f"its weights are quantised (config.json has quantization_config.quant_method="
+            f"{found.get('quant_method')}), and isp reads whole ones: write them by transformers'"
+            f" dequantize and save_pretrained, or leave the entry out if they are whole"
+        )
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

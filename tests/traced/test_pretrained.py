@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> No
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**tensors, **old}, folder / "model.safetensors", metadata={"format": "pt"})
     assert folder_model(str(folder), "float32").num_parameters > 0
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """Catches quantised numbers that are read as weights, and a list of names in place of why."""
+    folder = write_folder(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"weights are quantised .*=fp8\)"):
+        folder_model(str(folder), "float32")
 
 
 def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
