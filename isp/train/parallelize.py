@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo
@@ -112,12 +113,12 @@ class ParallelRun:
         self.device = device
         self.train_step = make_train_step(config, mesh, device, model=traced)
         mesh.set_timeout(config.comm.init_timeout_seconds)
-        self._has_stepped = self._steps = False
+        self._has_stepped = False
         self._trains = [
             (item, item.parameter.requires_grad) for item in self.train_step.built.parameters
         ]
-        self._pending: tuple[Tensor, StepWork] | None = None
-        """The loss to go backward from, and what it was found of."""
+        self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
+        """The loss to go backward from, what it was found of, and what keeps others from it."""
 
     @property
     def dp_rank(self) -> int:
@@ -155,8 +156,7 @@ class ParallelRun:
         work = step.start([batch])
         loss = step.forward(work, 0)
         loss = loss + (step.over_ranks(work.total) - loss.detach())
-        loss.register_hook(self._check_in_step)
-        self._pending = loss, work
+        self._pending = loss, work, loss.register_hook(_refuse_backward)
         return loss
 
     def step(self, loss: Tensor, lr: float | None = None) -> StepOutcome:
@@ -168,12 +168,9 @@ class ParallelRun:
             raise RuntimeError(
                 "step takes the loss that the last call of loss gave, as it is, once"
             )
-        (_, work), self._pending = self._pending, None
-        self._steps = True
-        try:
-            self.train_step.backward(loss, last=True)
-        finally:
-            self._steps = False
+        (_, work, refusal), self._pending = self._pending, None
+        refusal.remove()
+        self.train_step.backward(loss, last=True)
         outcome = self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
         if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
@@ -263,14 +260,6 @@ class ParallelRun:
         cu_seqlens = torch.cat([starts, torch.tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
 
-    def _check_in_step(self, _: Tensor) -> None:
-        """Raise RuntimeError where a loss goes backward by itself: no gradient would be used."""
-        if not self._steps:
-            raise RuntimeError(
-                "the loss went backward outside of step: leave out loss.backward(), clipping and an"
-                " optimizer of your own, all of which run.step(loss, lr=..) does"
-            )
-
     def _check_trained(self) -> None:
         """Raise RuntimeError for a weight that `requires_grad` as it did not when ranks met."""
         for item, trains in self._trains:
@@ -291,6 +280,14 @@ class ParallelRun:
                 f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
                 f" there is nothing to predict"
             )
+
+
+def _refuse_backward(_: Tensor) -> None:
+    """Raise RuntimeError where a loss goes backward by itself: no gradient would be used."""
+    raise RuntimeError(
+        "the loss went backward outside of step: leave out loss.backward(), clipping and an"
+        " optimizer of your own, all of which run.step(loss, lr=..) does"
+    )
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:

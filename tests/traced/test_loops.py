@@ -279,6 +279,7 @@ def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
     """What is left of a run, and of the weights it trained, once nobody has it."""
     run = isp.parallelize(make(), job(weight=2))
     run.step(run.loss(*_data()[0]))
+    run.loss(*_data()[0])  # which nobody steps
     step = run.train_step
     left = {
         "run": weakref.ref(run),
