@@ -133,8 +133,16 @@ class JobConfig:
 
     def check_folder_model(self) -> None:
         """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked."""
-        if self.model.hf is not None:
-            self.language_model.check_layout(self.parallel, self.row_tokens)
+        if self.model.hf is None:
+            return
+        model: Any = self.language_model
+        model.check_layout(self.parallel, self.row_tokens)
+        positions = model.learned_positions
+        if positions is not None and self.data.seq_len > positions:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} is longer than the table of positions of"
+                f" model.hf={self.model.hf}: use {positions} at most"
+            )
 
     @property
     def row_tokens(self) -> int:

@@ -124,12 +124,18 @@ class TracedModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Rows of the smallest table beside that of the tokens; None if there is none."""
+        """Rows of the smallest table of positions; None if there is none.
+
+        A table beside that of the tokens, of no fewer rows than config.json says, if there is one:
+        a few models have one of two kinds of tokens, too.
+        """
         names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
         tables = [self._shape.get_submodule(name) for name in names][1:]
         # OPT's begins with rows that stand for no position
         rows = [int(t.weight.shape[0]) - int(getattr(t, "offset", 0)) for t in tables]  # type: ignore[index]
-        return min(rows, default=None)
+        config = self.host.config(self.model)
+        least = config.get("max_position_embeddings") or config.get("n_positions") or 0
+        return min((number for number in rows if number >= least), default=None)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""

@@ -183,3 +183,24 @@ def test_the_command_line_tells_a_fault_in_one_line(folder: Path) -> None:
     assert "missing: model.norm.weight" in said.err
     assert "Traceback" not in said.err
     assert not (folder.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", {}),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+        (
+            "bert",
+            {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        ),
+    ],
+)
+def test_rows_beyond_a_table_of_positions_are_refused(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """Catches an IndexError in a rank, and a table of kinds of tokens that is taken for one."""
+    folder = write_folder(tmp_path / "model", kind, weights=False, **sizes)
+    config_of(folder, "--data.seq_len=128").check_folder_model()
+    with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use 128 at most"):
+        config_of(folder, "--data.seq_len=129").check_folder_model()
