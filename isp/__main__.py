@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from isp.cli import main
 
@@ -10,7 +11,8 @@ if __name__ == "__main__":
     if code and "RANK" in os.environ:
         # Transfers of a rank that failed are still under way, and a thread of gloo that tells
         # Python so while the interpreter ends aborts it: the failure would be that signal.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # of a pipe whose reader has gone
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
