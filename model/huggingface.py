@@ -247,14 +247,13 @@ def config_json(
         found.pop("layer_types", None)
     scaling = None if was is None or was["rope_scaling"] is None else was["rope_scaling"]
     before = None if scaling is None else RopeScaling(**scaling)
+    reached = max(context, found.get("max_position_embeddings") or 0)
     if was is None or (was["rope_theta"], before) != (model.rope_theta, model.rope_scaling):
         found.pop("rope_parameters", None)
         found.update(_rope_json(model))
-        found["max_position_embeddings"] = max(
-            context, found.get("max_position_embeddings", 0), _reach(model.rope_scaling)
-        )
+        found["max_position_embeddings"] = max(reached, _reach(model.rope_scaling))
     elif scaling is None:  # a scaling that stays may be made of it
-        found["max_position_embeddings"] = max(context, found.get("max_position_embeddings", 0))
+        found["max_position_embeddings"] = reached
     found.pop("dtype", None)
     return {**found, "torch_dtype": dtype}
 
