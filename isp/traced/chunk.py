@@ -28,6 +28,7 @@ from isp.layers.module import NamedParameter
 from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
+from isp.traced.experts import SwappedExperts
 from isp.traced.head import AtHead
 from isp.traced.hosts import Host
 from isp.traced.passage import Masks, Passage, outer_calls
@@ -94,7 +95,7 @@ class TracedChunk:
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
         self._recompute = Recomputer(
             tracker=RngStatesTracker(layers.device),
-            announce=layers.recomputing,
+            announce=self._computing_again,
             offload_to=layers.host if offload else None,
             segment=segment,
         )
@@ -109,6 +110,8 @@ class TracedChunk:
         self._outer_calls = tuple(outer_calls(trace))
         self._passage: Passage | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
+        self._experts: dict[str, SwappedExperts] = {}
+        self._computes_again = False
         self._named = tuple(shard_parameters(model, trace, layers, plan))
         self._swap()
         host.connect(model, self._attend)
@@ -224,17 +227,9 @@ class TracedChunk:
     def _declared(self, name: str, block: str | None, calls: list[Call]) -> DeclaredBlock:
         points = _launch_points(calls) if block is not None else {}
         visits = [
-            DeclaredVisit(
-                name=_visit_name(call),
-                layer=self._holders.get(call.module) if call.kind is not Kind.ATTENTION else None,
-                at=self._points[name]
-                if call.kind is Kind.ATTENTION
-                else self.model.get_submodule(call.module),
-                launch_point=points.get(index),
-                weight_in_backward=call.kind is not Kind.TABLE and call.module != self._head,
-                passes=self._passes(call),
-            )
+            visit
             for index, call in enumerate(calls)
+            for visit in self._visits(name, call, points.get(index))
         ]
         return DeclaredBlock(
             name=name,
@@ -244,10 +239,38 @@ class TracedChunk:
             input_kept=block is None or self._input_kept[block],
         )
 
+    def _visits(
+        self, part: str, call: Call, launch_point: LaunchPoint | None
+    ) -> Iterator[DeclaredVisit]:
+        """The visits of a call in a part of the model."""
+        name = _visit_name(call)
+        if call.kind is Kind.ATTENTION:
+            point = self._points[part]
+            yield DeclaredVisit(name=name, at=point, launch_point=launch_point, passes=Passes())
+            return
+        at = self.model.get_submodule(call.module)
+        if call.kind is Kind.EXPERTS:
+            for weight in self._experts[call.module].weights if self._plan is None else ():
+                first = weight is self._experts[call.module].weights[0]
+                yield DeclaredVisit(
+                    name=f"{name}.{weight.local}",
+                    layer=weight,
+                    at=at,
+                    launch_point=launch_point if first else None,
+                    with_previous=not first,
+                )
+            return
+        yield DeclaredVisit(
+            name=name,
+            layer=self._holders[call.module],
+            at=at,
+            launch_point=launch_point,
+            weight_in_backward=call.kind is not Kind.TABLE and call.module != self._head,
+            passes=self._passes(call),
+        )
+
     def _passes(self, call: Call) -> Passes:
         """What a linear is given is written and read; of a table, the rows."""
-        if call.kind is Kind.ATTENTION:
-            return Passes()
         rows, columns = self._holders[call.module].layouts["weight"].global_shape
         transposed = is_transposed(self.model.get_submodule(call.module))
         return Passes(between=2 * (rows if transposed else columns))
@@ -278,12 +301,25 @@ class TracedChunk:
                 assert isinstance(module, nn.Embedding)
                 moves = Moves() if plan is None else moves_for(mode, Role.ROW, tensor)
                 self._holders[name] = SwappedTable(module, name, communicator, called, moves)
+        for call in self.trace.calls:
+            if call.kind is Kind.EXPERTS and call.module not in self._experts:
+                self._experts[call.module] = SwappedExperts(
+                    self.model.get_submodule(call.module),
+                    call.module,
+                    communicator,
+                    partial(self._passed, call.kind, call.module),
+                    recomputed=lambda: self._recomputed[self._under_way("experts").name],
+                    recomputing=lambda: self._computes_again,
+                )
         layouts = {item.parameter: item.layout for item in self._named}
         for holder in self._holders.values():
             holder.layouts = {
                 local: layouts[parameter]
                 for local, parameter in holder.module.named_parameters(recurse=False)
             }
+        for experts in self._experts.values():
+            for weight in experts.weights:
+                weight.layouts = {"weight": layouts[weight.weight]}
         for block in self.trace.blocks:
             module = self.model.get_submodule(block)
             module.forward = partial(self._through_block, block, module.forward)
@@ -312,6 +348,15 @@ class TracedChunk:
         if self._recomputed[block] and torch.is_grad_enabled():
             return self._recompute(run, *args)
         return run(*args)
+
+    @contextmanager
+    def _computing_again(self) -> Iterator[None]:
+        before, self._computes_again = self._computes_again, True
+        try:
+            with self._layers.recomputing():
+                yield
+        finally:
+            self._computes_again = before
 
     # -- behind the head ---------------------------------------------------------------------
 

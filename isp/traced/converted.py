@@ -54,6 +54,11 @@ class ConvertedFiles(WeightFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(_only(source), layout)
+        if layout is not None and _has_tensor_of_each_row(source, layout):
+            ((start, stop),) = layout.intervals()
+            part = self._made(name, super().read, slice(start, stop)) if start < stop else None
+            if part is not None and tuple(part.shape) == layout.local_shape:
+                return part
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)
 
@@ -63,12 +68,15 @@ class ConvertedFiles(WeightFiles):
             return super()._shape(_only(source))
         return tuple(self._made(name, self._empty).shape)
 
-    def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """A parameter of the tensors that `read` gives, by transformers' converter."""
+    def _made(self, name: str, read: Callable[[str], Tensor], of: slice = slice(None)) -> Tensor:
+        """A parameter of the tensors that `read` gives, by transformers' converter.
+
+        `of`: those of each pattern that it is made of.
+        """
         target, tensors, converter = self._sources[name]
         converter = copy.deepcopy(converter)  # it keeps what it is given
         for pattern, names in tensors.items():
-            for found in names:
+            for found in names[of]:
                 converter.add_tensor(target, found, pattern, partial(read, found))
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)[name]
@@ -83,6 +91,12 @@ class ConvertedFiles(WeightFiles):
 
     def _empty(self, name: str) -> Tensor:
         return torch.empty(super()._shape(name), device="meta")
+
+
+def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
+    """Whether there is one tensor of each pattern for each row: experts, cut between experts."""
+    rows = layout.global_shape[0]
+    return layout.dim == 0 and rows > 1 and {len(n) for n in source.tensors.values()} == {rows}
 
 
 def _only(source: _Source) -> str:

@@ -187,11 +187,17 @@ def _layout(
     layers: LayerFactory,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """The cut of a parameter: by rows over the weight group, or as the plan has it."""
+    """The cut of a parameter: over the weight group by rows, or as the plan has it.
+
+    Experts that do not divide are cut within each, if that does, so that ranks have equally much.
+    """
     shape = tuple(parameter.shape)
     if plan is None:
         if role is Role.SHARDED:
             return layers.sharded_layout(shape, dim=0)
+        if role is Role.EXPERT:
+            divides = (dim for dim, n in enumerate(shape) if n % layers.weight.size == 0)
+            return layers.sharded_layout(shape, dim=next(divides, 0))
         return layers.replicated_layout(shape)
     owner, _, local = name.rpartition(".")
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:

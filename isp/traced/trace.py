@@ -41,6 +41,7 @@ class Kind(StrEnum):
     LINEAR = "linear"
     TABLE = "embedding"
     ATTENTION = "attention"
+    EXPERTS = "experts"
     BLOCK = "block"
     """A whole block; a trace has its calls instead."""
 
@@ -63,7 +64,7 @@ class Call(NamedTuple):
 
     kind: Kind
     module: str
-    """The linear or table that is called; of attention, the block that calls it."""
+    """The linear, table or experts that are called; of attention, the block that calls it."""
     block: str | None
     """The block that the call lies in; None: outside the blocks."""
     sizes: AttentionSizes | None = None
@@ -78,9 +79,11 @@ class Role(StrEnum):
     VECTOR = "vector"
     """Norms, sinks: whole on every rank."""
     EXPERT = "expert"
-    """Experts and their routers: whole on every rank."""
+    """Experts in a block, [E, .., ..]: cut over the weight group, and gathered to be read."""
+    ROUTER = "router"
+    """Routers of experts, and experts' biases: whole on every rank."""
     IDLE = "idle"
-    """A linear or table that no forward calls: whole on every rank."""
+    """Of a linear, a table or experts that no block calls: whole on every rank."""
 
 
 class ModelTrace(NamedTuple):
@@ -168,7 +171,7 @@ def trace_model(
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
         sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
-        + sum(p.numel() for name, p in parameters.items() if roles[name] is Role.EXPERT),
+        + sum(p.numel() for n, p in parameters.items() if roles[n] in (Role.EXPERT, Role.ROUTER)),
         tuple(recorder.called),
         logits.shape[-1],
         recorder.reads_positions,
@@ -248,6 +251,8 @@ class _Recorder:
                     on(module.register_forward_hook, self._called(name))
                 elif isinstance(module, nn.Embedding):
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
+                elif holds_experts(module):
+                    on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
             stack.enter_context(experts_passed(self._model))
             yield
 
@@ -256,7 +261,8 @@ class _Recorder:
         lists = {_list_of(c.block) for c in self._calls if c.block and c.kind is Kind.ATTENTION}
         for call in self._calls:
             inside = call.block is not None and _list_of(call.block) in lists
-            yield call if inside else call._replace(block=None)
+            if inside or call.kind is not Kind.EXPERTS:
+                yield call if inside else call._replace(block=None)
 
     def _entering(self, block: str | None) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -317,7 +323,7 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
     """In this context experts hand on what they are given: routes depend on values."""
     with ExitStack() as stack:
         for module in model.modules():
-            if _holds_experts(module):
+            if holds_experts(module):
                 stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
         yield
 
@@ -378,13 +384,15 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
 def _check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
     """Raise ValueError for a weight that is cut, and read by another than its own module."""
     for name, by in reads.items():
-        if roles[name] is Role.SHARDED:
+        if roles[name] in _GATHERED:
             raise ValueError(
                 f"{name} is read by {by} outside of its module's forward, where a rank has a part"
                 f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
                 f" table's)"
             )
 
+
+_GATHERED = (Role.SHARDED, Role.EXPERT)
 
 _HOW = (
     "A layer has to call transformers' attention interface, or isp.attention(q, k, v), exactly once"
@@ -406,7 +414,7 @@ def _roles(model: nn.Module, called: set[str]) -> dict[str, Role]:
                     f" isp does not know how to cut it, or how to sum its gradient"
                 )
             first = kept[id(parameter)]
-            if roles.get(first) is not Role.SHARDED:  # a shared one is sharded by any use
+            if roles.get(first) not in _GATHERED:  # a shared one is cut by any use
                 roles[first] = role
     return roles
 
@@ -418,15 +426,17 @@ def _role(
         return Role.SHARDED if name in called else Role.IDLE
     if parameter.dim() <= 1:
         return Role.VECTOR
-    if _holds_experts(module):
-        return Role.EXPERT
+    if holds_experts(module) and parameter.dim() == 3:
+        return Role.EXPERT if name in called else Role.IDLE
+    if holds_experts(module):
+        return Role.ROUTER
     parent = model.get_submodule(name.rpartition(".")[0])
-    if parameter.dim() == 2 and any(_holds_experts(sibling) for sibling in parent.children()):
-        return Role.EXPERT
+    if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
+        return Role.ROUTER
     return None
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
     """Whether a module has weights of several experts in one: [E, .., ..]."""
     own = module.parameters(recurse=False)
     return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)

@@ -1,0 +1,266 @@
+"""Somebody else's experts: weights [E, .., ..] of one module, whole only while it computes.
+
+[Note: A graph inside] What the module does with its weights is its own affair: it takes one expert
+after the other, or groups of tokens for all. So its code runs as it is, on whole weights in place
+of the shards, and autograd records it in a graph that begins and ends in one function of the graph
+outside. Of a weight, that graph saves only which part was read: backward has the weight gathered
+anew. Whole weights are there exactly as long as a forward or a backward of the module takes.
+
+[Note: A graph again] In a recomputed block the graph is recorded by the recompute, and the function
+that first went forward takes it from there: nothing is computed a third time.
+
+E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from isp.autograd import once_differentiable
+from isp.layers.linear import Wanted, wanted
+from isp.parallel.layout import ParameterLayout
+from isp.parallel.phase import Phase
+from isp.weights.wp import FullWeights, WPCommunicator
+
+__all__ = ["ExpertWeight", "SwappedExperts"]
+
+
+class ExpertWeight:
+    """One of the weights of experts as the runtime sees it: a holder of a shard."""
+
+    bias: nn.Parameter | None = None
+
+    def __init__(self, module: nn.Module, name: str, local: str) -> None:
+        self.module = module
+        self.name = f"{name}.{local}"
+        self.local = local
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = getattr(self.module, self.local)
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+class SwappedExperts:
+    """A module that holds experts; `called` hears of each call.
+
+    `recomputed` says whether the block that calls it now is, `recomputing` whether it is just now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        called: Callable[[], None],
+        *,
+        recomputed: Callable[[], bool],
+        recomputing: Callable[[], bool],
+    ) -> None:
+        own = module.named_parameters(recurse=False)
+        self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
+        self.communicator = communicator
+        self.recomputed, self.recomputing = recomputed, recomputing
+        self.recorded: list[_Graph] = []
+        """By recomputes whose backward is to come [Note: A graph again]."""
+        self.reading: tuple[FullWeights, ...] = ()
+        """The whole weights, while a backward reads them."""
+        self._call = _Call(module)
+        gathered = {weight.local for weight in self.weights}
+        self._others = [n for n, _ in module.named_parameters() if n not in gathered]
+        module.register_forward_pre_hook(lambda *_: called())
+        if communicator.gathers_weights:
+            setattr(module, "forward", self._forward)  # noqa: B010
+
+    @contextmanager
+    def whole(self, phase: Phase) -> Iterator[tuple[FullWeights, ...]]:
+        """The whole weights; in backward they are asked for from the last to the first."""
+        order = self.weights if phase is Phase.FORWARD else self.weights[::-1]
+        with ExitStack() as stack:
+            visits = [self.communicator.visit(w, phase, w.weight) for w in order]
+            full = tuple(stack.enter_context(visit) for visit in visits)
+            yield full if phase is Phase.FORWARD else full[::-1]
+
+    def compute(self, given: _Given, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
+        """What the module makes of `tensors` and its whole weights."""
+        inputs, others = tensors[: len(given.places)], tensors[len(given.places) :]
+        leaves = list(given.leaves)
+        for place, x in zip(given.places, inputs, strict=True):
+            leaves[place] = x
+        args, kwargs = tree_unflatten(leaves, given.spec)
+        names = [*self._others, *(weight.local for weight in self.weights)]
+        parameters = {f"module.{n}": x for n, x in zip(names, [*others, *full], strict=True)}
+        out: Tensor = torch.func.functional_call(self._call, parameters, args, kwargs)
+        return out
+
+    def deliver(self, weight: ExpertWeight, dw: Tensor | None, want: Wanted) -> Tensor | None:
+        """The gradient of a shard for autograd, or None if the communicator brings it."""
+        if not want:
+            return None
+        if dw is None:  # the other ranks wait for this one's part
+            dw = weight.weight.new_zeros(weight.layouts["weight"].global_shape)
+        returned = want is Wanted.VALUE
+        return self.communicator.grad_hook(dw, module=weight, returned=returned)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = tuple(i for i, x in enumerate(leaves) if _is_differentiable(x))
+        given = _Given(tuple(leaves), spec, places)
+        others = [self._call.module.get_parameter(name) for name in self._others]
+        tensors = [*(leaves[place] for place in places), *others]
+        shards = [weight.weight for weight in self.weights]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *shards)):
+            out: Tensor = _Experts.apply(*tensors, *shards, self, given)
+            return out
+        with self.whole(Phase.FORWARD) as whole:
+            return self.compute(given, tensors, [full.weight for full in whole])
+
+
+def _is_differentiable(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+class _Call(nn.Module):
+    """Calls the code of a module's class, and none of its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._code = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._code(*args, **kwargs)
+
+
+class _Given(NamedTuple):
+    """What a module is called with."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    places: tuple[int, ...]
+    """Those of the leaves that may have a gradient."""
+
+
+class _Graph(NamedTuple):
+    """A graph inside [Note: A graph inside]; it keeps no tensor that it does not save."""
+
+    begins: tuple[GradientEdge | None, ...]
+    """At each tensor and then each whole weight; None at those without a gradient."""
+    ends: GradientEdge | None
+    """None if nothing that has a gradient was used: no token went to an expert."""
+
+    def backward(self, dy: Tensor, wants: Sequence[Wanted]) -> list[Tensor | None]:
+        """The gradients that are wanted, in the order of `begins`; None of what was not used."""
+        if self.ends is None:
+            return [None] * len(wants)
+        begins = [b for b, want in zip(self.begins, wants, strict=True) if want and b is not None]
+        found = iter(torch.autograd.grad([self.ends], begins, [dy], allow_unused=True))
+        return [next(found) if want else None for want in wants]
+
+
+class _Part(NamedTuple):
+    """A tensor that lies in a whole weight."""
+
+    weight: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedParts(saved_tensors_hooks):
+    """In this context a graph saves, of tensors within whole weights, only where they lie."""
+
+    def __init__(self, experts: SwappedExperts, full: list[Tensor]) -> None:
+        starts = [(x.dtype, x.data_ptr(), x.storage_offset(), _bytes_spanned(x)) for x in full]
+
+        def pack(x: Tensor) -> Tensor | _Part:
+            for index, (dtype, start, offset, size) in enumerate(starts):
+                if start <= x.data_ptr() < start + size:
+                    if x.dtype != dtype:
+                        return x.clone()
+                    return _Part(index, x.shape, x.stride(), int(x.storage_offset() - offset))
+            return x
+
+        def unpack(saved: Tensor | _Part) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            whole = experts.reading[saved.weight].weight
+            offset = whole.storage_offset() + saved.offset
+            return whole.as_strided(saved.size, saved.stride, offset)
+
+        super().__init__(pack, unpack)
+
+
+def _bytes_spanned(x: Tensor) -> int:
+    """Bytes from the first element to the last, with what lies between."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+class _Begin(torch.autograd.Function):
+    """Where a graph begins, at a tensor that it does not keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        raise AssertionError("a graph inside was followed beyond its beginning")
+
+
+class _Experts(torch.autograd.Function):
+    """forward   y = the module's code, on tensors and whole weights
+    backward   their gradients; those of the weights, last one first, to the communicator
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        experts: SwappedExperts = inputs[-2]
+        given: _Given = inputs[-1]
+        tensors = inputs[: -2 - len(experts.weights)]
+        ctx.experts, ctx.graph = experts, None
+        ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
+        with experts.whole(Phase.FORWARD) as whole:
+            full = [one.weight for one in whole]
+            if (recomputed := experts.recomputed()) and not experts.recomputing():
+                experts.recorded.clear()
+                return experts.compute(given, tensors, full)
+            with torch.enable_grad(), _SavedParts(experts, full):
+                token = torch.empty(0, requires_grad=True)
+                begun = [
+                    _Begin.apply(x, token) if needed else x.detach()
+                    for x, needed in zip((*tensors, *full), ctx.needs_input_grad, strict=False)
+                ]
+                y = experts.compute(given, begun[: len(tensors)], begun[len(tensors) :])
+        *begins, ends = (get_gradient_edge(x) if x.requires_grad else None for x in (*begun, y))
+        graph = _Graph(tuple(begins), ends)
+        if recomputed:
+            experts.recorded.append(graph)
+        else:
+            ctx.graph = graph
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        experts: SwappedExperts = ctx.experts
+        assert len(ctx.saved_tensors) == 1  # reading it computes again [Note: A graph again]
+        graph = ctx.graph or experts.recorded.pop()
+        wants = [wanted(ctx, index) for index in range(len(graph.begins))]
+        with experts.whole(Phase.BACKWARD) as experts.reading:
+            gradients = graph.backward(dy, wants)
+        experts.reading = ()
+        of_weights = range(len(wants) - len(experts.weights), len(wants))
+        for weight, i in zip(experts.weights[::-1], of_weights[::-1], strict=True):
+            gradients[i] = experts.deliver(weight, gradients[i], wants[i])
+        return *gradients, None, None

@@ -1,0 +1,164 @@
+"""Experts of others' models: cut over the ranks, whole only while they compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import isp
+from isp.config import JobConfig
+from isp.weights.pool import Lease
+from tests.ranks import run_each, run_ranks
+from tests.traced.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
+from tests.traced.own import VOCAB, Own, OwnBlock
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
+
+
+class OwnExperts(nn.Module):
+    """Three experts for the tokens that are chosen; nothing of it is used where none are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(3, size, size))
+        self.down = nn.Parameter(0.3 * torch.randn(3, 1, size))
+        self.bias = nn.Parameter(torch.randn(3, size))
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x: Tensor, *, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        if chosen.any():
+            out[chosen] = self._of_all(self.norm(x[chosen]))
+        return out
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        inside = torch.einsum("nd,eid->eni", x, self.up) + self.bias.unsqueeze(1)
+        first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
+        return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
+
+
+class _Block(OwnBlock):
+    def __init__(self, experts: OwnExperts) -> None:
+        super().__init__(32, 4, 2, 0.0)
+        self.experts = experts
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = x + self.experts(x, chosen=chosen)
+        return x + self.experts(torch.sin(x), chosen=chosen)
+
+
+class Chosen(Own):
+    """Of its blocks the first and the last share their experts, for low tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = OwnExperts(32), OwnExperts(32)
+        self.blocks = nn.ModuleList(_Block(experts) for experts in (first, second, first))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x, ids < VOCAB // 2)
+        return self.head(self.norm(x))
+
+
+def _half_frozen() -> nn.Module:
+    model = tiny("qwen3_moe", **SIZES)
+    model.model.layers[0].mlp.experts.requires_grad_(False)
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
+    return model
+
+
+SIZES = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "cut within experts": lambda: tiny("qwen3_moe", **SIZES),
+    "half frozen": _half_frozen,
+    "unused on a rank": lambda: Chosen().double(),
+}
+
+
+def _job(recompute: float, *, pool: bool = True) -> JobConfig:
+    """What is read too late is no number."""
+    config = job(1, 2, recompute=recompute)
+    weight = replace(config.parallel.weight, memory_pool=pool, poison_freed_buffers=True)
+    return replace(config, parallel=replace(config.parallel, weight=weight))
+
+
+def _data() -> list[Rows]:
+    """Rows of two ranks, of which the second has high tokens alone."""
+    data = [packed_rows(2, 64, DOCUMENTS, seed) for seed in (1, 2)]
+    for rows in data:
+        rows.input_ids[1] = VOCAB // 2 + rows.input_ids[1] % (VOCAB // 2)
+    return data
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> tuple[Trained, int]:
+    model, config, data = case
+    run = isp.parallelize(model, config)
+    losses, norms = [], []
+    for rows in data:
+        with torch.no_grad():
+            run.loss(*rows.part(run.dp_rank, run.dp_size))
+        outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    built = run.train_step.built
+    weights = {p.name: run._whole(p).clone() for p in built.parameters}
+    own = sum(p.parameter.numel() for p in built.parameters if p.parameter.dim() == 3)
+    return Trained(losses, norms, weights), own
+
+
+def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
+    """Catches a gradient of experts that is lost, summed twice or of stale weights; ranks that wait
+    for one of whose tokens none goes to an expert; a graph that goes back for another call.
+    """
+    data, models = _data(), {name: make() for name, make in MODELS.items()}
+    wanted = {name: trained_plainly(model, data) for name, model in models.items()}
+    cases = {
+        f"{name}, {recompute}": (copy.deepcopy(model), _job(recompute), data)
+        for name, model in models.items()
+        for recompute in (0.0, 0.4, 1.0)
+    }
+    for case, of_ranks in run_each(2, _train, cases, timeout_seconds=100).items():
+        plain = wanted[case.partition(",")[0]]
+        for found, own in of_ranks:
+            assert worst(found, plain) < TOLERANCE, case
+            assert 2 * own == sum(w.numel() for w in plain.weights.values() if w.dim() == 3), case
+
+
+def _between(rank: int, recompute: float) -> tuple[int, int]:
+    """How many whole weights there are between forward and backward, of how many in all."""
+    run = isp.parallelize(tiny("qwen3_moe", **SIZES), _job(recompute, pool=False))
+    communicator, whole = run.train_step.built.communicator, []
+    assert communicator is not None
+    lease = communicator.pool.lease
+
+    def watched(*what: Any) -> Lease:
+        made = lease(*what)
+        whole.append(StorageWeakRef(made.tensor.untyped_storage()))
+        return made
+
+    communicator.pool.lease = watched  # type: ignore[method-assign]
+    loss = run.loss(*_data()[0].part(rank, 2))
+    communicator.drain()
+    alive = sum(not ref.expired() for ref in whole)
+    assert loss.requires_grad
+    return alive, len(whole)
+
+
+def test_no_whole_weight_outlives_its_forward() -> None:
+    """Catches a graph of experts that keeps what it read: all layers' whole weights at once."""
+    for recompute in (0.0, 1.0):
+        for alive, made in run_ranks(2, _between, recompute):
+            assert alive == 0
+            assert made > 12  # those that were launched before it are not counted
