@@ -27,7 +27,7 @@ from isp.traced.hosts import OwnModule, host_of
 from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.region import OnlyColumnsRead
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
-from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
+from isp.traced.trace import Kind, Role, check_drivable, experts_passed, trace_model
 from isp.weights.trace import recomputed_blocks
 from isp.weights.wp import LocalWeights
 
@@ -94,13 +94,16 @@ class TracedModel:
     @property
     def flop_rule(self) -> str:
         """The `flops` rule, in words."""
+        parameters = "linears"
+        if self.trace.elements(Role.EXPERT):
+            parameters += " and of the experts that a token goes to"
         return (
-            "6 x parameters of linears x tokens + 6 x (size of keys + of values) x heads x half the"
-            " square of each document's length, recomputation not counted"
+            f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
+            " half the square of each document's length, recomputation not counted"
         )
 
     def flops(self, document_lengths: Iterable[int]) -> int:
-        """FLOPs of forward and backward; an expert counts as if every token went to it."""
+        """FLOPs of forward and backward; of experts, as many count as a token goes to."""
         lengths = list(document_lengths)
         total = 6 * self.trace.multiplied * sum(lengths)
         for call in self.trace.calls:

@@ -101,7 +101,7 @@ class ModelTrace(NamedTuple):
         return tuple(dict.fromkeys(call.block for call in self.calls if call.block is not None))
 
     multiplied: int
-    """Elements of all weights that a token is multiplied by."""
+    """Elements of all weights that a token is multiplied by: of experts, those that it goes to."""
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
     vocab_size: int
@@ -170,8 +170,8 @@ def trace_model(
         calls,
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
-        sum(_multiplied(model.get_submodule(c.module)) for c in calls if c.kind is Kind.LINEAR)
-        + sum(p.numel() for n, p in parameters.items() if roles[n] in (Role.EXPERT, Role.ROUTER)),
+        sum(_multiplied(model, call, recorder.routes) for call in calls)
+        + sum(p.numel() for p in _routers(model, roles)),
         tuple(recorder.called),
         logits.shape[-1],
         recorder.reads_positions,
@@ -192,10 +192,23 @@ def _head(
     return None if is_transposed(model.get_submodule(found)) else found
 
 
-def _multiplied(linear: nn.Module) -> int:
-    weight = linear.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight.numel()
+def _routers(model: nn.Module, roles: dict[str, Role]) -> Iterator[nn.Parameter]:
+    for name in (name for name, role in roles.items() if role is Role.ROUTER):
+        if not holds_experts(
+            model.get_submodule(name.rpartition(".")[0])
+        ):  # else a bias of experts
+            yield model.get_parameter(name)
+
+
+def _multiplied(model: nn.Module, call: Call, routes: dict[str, int]) -> int:
+    """Elements of the weights that a call multiplies a token by."""
+    own = list(model.get_submodule(call.module).parameters(recurse=False))
+    if call.kind is Kind.LINEAR:
+        return sum(p.numel() for p in own if p.dim() == 2)
+    if call.kind is not Kind.EXPERTS:
+        return 0
+    route = routes.get(call.module)
+    return sum(p[:route].numel() for p in own if p.dim() == 3)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -222,6 +235,8 @@ class _Recorder:
         self.reads: dict[str, str] = {}
         """The parameters that were read outside of their modules' forward, and by what."""
         self.reads_positions = False
+        self.routes: dict[str, int] = {}
+        """To how many experts a token goes, of modules that are told."""
         self.finder = HeadFinder()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -253,6 +268,7 @@ class _Recorder:
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
                 elif holds_experts(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
+                    on(module.register_forward_pre_hook, self._routing(name))
             stack.enter_context(experts_passed(self._model))
             yield
 
@@ -291,6 +307,14 @@ class _Recorder:
         name = self._names.get(id(tensor))
         if name is not None and not any(tensor is mine for mine in own):
             self.reads[name] = by
+
+    def _routing(self, name: str) -> Callable[..., None]:
+        def called(_: nn.Module, given: tuple[Any, ...]) -> None:
+            for x in given[1:2]:  # of transformers' interface the second: experts of tokens [N, k]
+                if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point():
+                    self.routes[name] = x.shape[-1]
+
+        return called
 
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
         def called(*_: Any) -> None:

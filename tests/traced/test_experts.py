@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 import isp
 from isp.config import JobConfig
+from isp.traced.model import TracedModel
 from isp.weights.pool import Lease
 from tests.ranks import run_each, run_ranks
 from tests.traced.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
@@ -162,3 +164,19 @@ def test_no_whole_weight_outlives_its_forward() -> None:
         for alive, made in run_ranks(2, _between, recompute):
             assert alive == 0
             assert made > 12  # those that were launched before it are not counted
+
+
+def test_flops_count_the_experts_that_a_token_goes_to() -> None:
+    """Catches a utilisation that is counted of all experts, or of none."""
+    model, tokens = tiny("qwen3_moe", **{**SIZES, "num_experts": 8}), 32
+    traced, ids = TracedModel(model, in_place=False), torch.arange(tokens).unsqueeze(0)
+    attention = 3 * sum(
+        call.sizes.num_heads * 2 * call.sizes.head_size * tokens**2
+        for call in traced.trace.calls
+        if call.sizes is not None
+    )
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, position_ids=ids).logits.sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
+    assert traced.flops([tokens]) - attention == products
