@@ -46,6 +46,8 @@ class ParallelModule(nn.Module):
     `name` is its qualified name in the whole model, by which its transfers are logged.
     """
 
+    weight_name = "weight"
+
     def __init__(self) -> None:
         super().__init__()
         self.name = ""

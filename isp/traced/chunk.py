@@ -253,7 +253,7 @@ class TracedChunk:
             for weight in self._experts[call.module].weights if self._plan is None else ():
                 first = weight is self._experts[call.module].weights[0]
                 yield DeclaredVisit(
-                    name=f"{name}.{weight.local}",
+                    name=f"{name}.{weight.weight_name}",
                     layer=weight,
                     at=at,
                     launch_point=launch_point if first else None,
@@ -319,7 +319,7 @@ class TracedChunk:
             }
         for experts in self._experts.values():
             for weight in experts.weights:
-                weight.layouts = {"weight": layouts[weight.weight]}
+                weight.layouts = {weight.weight_name: layouts[weight.weight]}
         for block in self.trace.blocks:
             module = self.model.get_submodule(block)
             module.forward = partial(self._through_block, block, module.forward)

@@ -37,17 +37,14 @@ class ExpertWeight:
 
     bias: nn.Parameter | None = None
 
-    def __init__(self, module: nn.Module, name: str, local: str) -> None:
+    def __init__(self, module: nn.Module, name: str, weight_name: str) -> None:
         self.module = module
-        self.name = f"{name}.{local}"
-        self.local = local
+        self.name, self.weight_name = name, weight_name
         self.layouts: dict[str, ParameterLayout] = {}
 
     @property
     def weight(self) -> nn.Parameter:
-        weight = getattr(self.module, self.local)
-        assert isinstance(weight, nn.Parameter)
-        return weight
+        return self.module.get_parameter(self.weight_name)
 
 
 class SwappedExperts:
@@ -75,7 +72,7 @@ class SwappedExperts:
         self.reading: tuple[FullWeights, ...] = ()
         """The whole weights, while a backward reads them."""
         self._call = _Call(module)
-        gathered = {weight.local for weight in self.weights}
+        gathered = {weight.weight_name for weight in self.weights}
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
         module.register_forward_pre_hook(lambda *_: called())
         if communicator.gathers_weights:
@@ -97,7 +94,7 @@ class SwappedExperts:
         for place, x in zip(given.places, inputs, strict=True):
             leaves[place] = x
         args, kwargs = tree_unflatten(leaves, given.spec)
-        names = [*self._others, *(weight.local for weight in self.weights)]
+        names = [*self._others, *(weight.weight_name for weight in self.weights)]
         parameters = {f"module.{n}": x for n, x in zip(names, [*others, *full], strict=True)}
         out: Tensor = torch.func.functional_call(self._call, parameters, args, kwargs)
         return out
@@ -107,7 +104,7 @@ class SwappedExperts:
         if not want:
             return None
         if dw is None:  # the other ranks wait for this one's part
-            dw = weight.weight.new_zeros(weight.layouts["weight"].global_shape)
+            dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
         returned = want is Wanted.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
 

@@ -32,6 +32,8 @@ __all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
 class _Swapped:
     """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
 
+    weight_name = "weight"
+
     def __init__(
         self, module: nn.Module, name: str, communicator: WPCommunicator, moves: Moves
     ) -> None:

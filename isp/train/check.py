@@ -385,7 +385,7 @@ def _planned(built: BuiltModel, micro_num: int) -> _Counts:
         if act.kind is ActKind.GATHER:
             planned.update((Purpose.WEIGHT, parameter) for parameter in act.parameters)
     for layer, local, name in _uses(built):
-        parameter = layer.weight if local == "weight" else layer.bias
+        parameter = layer.weight if local == layer.weight_name else layer.bias
         if parameter is not None and parameter.requires_grad:
             planned[Purpose.WEIGHT_GRADIENT, name] += micro_num
     return planned
@@ -397,7 +397,7 @@ def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
     names = weight_names(declared)
     for _, _, visit in declared_visits(declared):
         if visit.layer is not None:
-            yield visit.layer, "weight", names[id(visit.layer.weight)]
+            yield visit.layer, visit.layer.weight_name, names[id(visit.layer.weight)]
             if visit.layer.bias is not None:
                 yield visit.layer, "bias", f"{visit.layer.name}.bias"
 

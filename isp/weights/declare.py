@@ -33,6 +33,8 @@ class WeightHolder(Protocol):
 
     name: str
     layouts: dict[str, ParameterLayout]
+    weight_name: str
+    """Of the weight in its module."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -102,7 +104,9 @@ def weight_names(declared: DeclaredChunks) -> dict[int, str]:
     names: dict[int, str] = {}
     for _, _, visit in declared_visits(declared):
         if visit.layer is not None:
-            names.setdefault(id(visit.layer.weight), f"{visit.layer.name}.weight")
+            names.setdefault(
+                id(visit.layer.weight), f"{visit.layer.name}.{visit.layer.weight_name}"
+            )
     for name, count in Counter(names.values()).items():
         if count > 1:
             raise ValueError(f"{count} weights are named {name}: call bind_names(model) first")

@@ -55,7 +55,8 @@ class ShardedParameter:
     @classmethod
     def of(cls, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
         """The weight of `layer`, and its bias if it has one."""
-        weight = cls(layer.name, "weight", layer.weight, layer.layouts["weight"])
+        own = layer.weight_name
+        weight = cls(layer.name, own, layer.weight, layer.layouts[own])
         if layer.bias is None:
             return (weight,)
         return weight, cls(layer.name, "bias", layer.bias, layer.layouts["bias"])
