@@ -281,6 +281,16 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """What `torch._grouped_mm` gives, which torch knows on the meta device for bfloat16 alone.
+
+    Groups of rows, [N, I] and [E, I, O] -> [N, O], or of what is added up, [I, N] and [N, O] ->
+    [E, I, O].
+    """
+    groups = offs.shape if b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
 class Products(TorchDispatchMode):
     """Notes the products of matrices, and memory that is made."""
 
@@ -290,7 +300,11 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten._grouped_mm:
+            out = _grouped_product(*args, **kwargs)
+            self._recorder.note(Product(2 * args[0].numel() * args[1].shape[-1]))
+        else:
+            out = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))

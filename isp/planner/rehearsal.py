@@ -32,6 +32,7 @@ from isp.comm.host import HostMemory
 from isp.config.models import language_model
 from isp.layers.linear import linears_of
 from isp.layers.sequence import SequenceRanks
+from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Case, Coordinates
@@ -54,7 +55,6 @@ from isp.planner.tape import (
 )
 from isp.traced.chunk import TracedChunk
 from isp.traced.model import TracedModel
-from isp.traced.trace import Role as TraceRole
 from isp.weights.declare import as_chunks
 from isp.weights.trace import Block
 from model.config import ModelConfig
@@ -198,11 +198,6 @@ def _rehearsed(
         sequence=part.ranks(own_model.attention_windows, recorder),
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    if isinstance(own_model, TracedModel) and own_model.trace.elements(TraceRole.EXPERT):
-        raise ValueError(
-            f"cannot plan model.hf={model.hf}: which experts its tokens go to is known"
-            f" in a run alone; isp profile measures one"
-        )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
     blocks = whole.weight_blocks()
     recorder.follow(blocks)
@@ -218,7 +213,7 @@ def _rehearsed(
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
         with saved_tensors_hooks(recorder.keep, lambda x: x):
-            output = whole(ids, ids, _ends_of(tokens, part.documents))
+            output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
             length = output.shape[1]
             chunk_tokens = model.loss_chunk_tokens
@@ -255,6 +250,19 @@ def _rehearsed(
     after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0
     loss_bytes = saved[-1].total + rest, made.most + rest + after
     return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
+
+
+def _forward(whole: Chunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    try:
+        output: Tensor = whole(ids, ids, cu_seqlens)
+        return output
+    except (NotImplementedError, RuntimeError) as error:
+        if model.hf is None:
+            raise
+        raise ValueError(
+            f"cannot plan model.hf={model.hf}: what it computes depends on values, such as which"
+            f" experts a token goes to ({str(error).splitlines()[0]}); isp profile measures a run"
+        ) from error
 
 
 def _ends_of(tokens: int, documents: int) -> Tensor | None:

@@ -258,6 +258,7 @@ class TracedChunk:
                     at=at,
                     launch_point=launch_point if first else None,
                     with_previous=not first,
+                    passes=_passes_of_experts(weight.weight, call.route),
                 )
             return
         yield DeclaredVisit(
@@ -487,6 +488,12 @@ def _nothing(holder: SwappedLinear | SwappedTable, x: Tensor) -> Tensor:
     if isinstance(holder, SwappedTable):
         return holder.weight.new_zeros(*x.shape, columns)
     return x.new_zeros(*x.shape[:-1], columns if holder.transposed else rows)
+
+
+def _passes_of_experts(weight: Tensor, route: int | None) -> Passes:
+    """What each expert is given is written and read, for as many as a token goes to."""
+    experts, *sizes = weight.shape
+    return Passes(between=2 * min(sizes) * (experts if route is None else route))
 
 
 def _visit_name(call: Call) -> str:

@@ -174,33 +174,41 @@ class _Part(NamedTuple):
 
 
 class _SavedParts(saved_tensors_hooks):
-    """In this context a graph saves, of tensors within whole weights, only where they lie."""
+    """In this context a graph saves, of tensors within whole weights, only where they lie.
 
-    def __init__(self, experts: SwappedExperts, full: list[Tensor]) -> None:
-        starts = [(x.dtype, x.data_ptr(), x.storage_offset(), _bytes_spanned(x)) for x in full]
+    Others go through the hooks that were there before, but not through those of a recompute: these
+    know what to compute again for by the backward that asks, and a graph inside has its own.
+    """
 
-        def pack(x: Tensor) -> Tensor | _Part:
-            for index, (dtype, start, offset, size) in enumerate(starts):
-                if start <= x.data_ptr() < start + size:
-                    if x.dtype != dtype:
-                        return x.clone()
-                    return _Part(index, x.shape, x.stride(), int(x.storage_offset() - offset))
-            return x
+    def __init__(self, experts: SwappedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
+        kinds = [(x.untyped_storage()._cdata, x.dtype, int(x.storage_offset())) for x in full]
+        hooks = None
+        if not recomputing:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_other, unpack_other = hooks or (_same, _same)
 
-        def unpack(saved: Tensor | _Part) -> Tensor:
-            if isinstance(saved, Tensor):
-                return saved
+        def pack(x: Tensor) -> Any:
+            memory = x.untyped_storage()._cdata
+            for index, (whole, dtype, offset) in enumerate(kinds):
+                if memory == whole and x.dtype == dtype:
+                    return _Part(index, x.shape, x.stride(), int(x.storage_offset()) - offset)
+                if memory == whole:
+                    return pack_other(x.clone())
+            return pack_other(x)
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _Part):
+                other: Tensor = unpack_other(saved)
+                return other
             whole = experts.reading[saved.weight].weight
-            offset = whole.storage_offset() + saved.offset
+            offset = int(whole.storage_offset()) + saved.offset
             return whole.as_strided(saved.size, saved.stride, offset)
 
         super().__init__(pack, unpack)
 
 
-def _bytes_spanned(x: Tensor) -> int:
-    """Bytes from the first element to the last, with what lies between."""
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return (last + 1) * x.element_size()
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class _Begin(torch.autograd.Function):
@@ -232,7 +240,7 @@ class _Experts(torch.autograd.Function):
             if (recomputed := experts.recomputed()) and not experts.recomputing():
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
-            with torch.enable_grad(), _SavedParts(experts, full):
+            with torch.enable_grad(), _SavedParts(experts, full, recomputed):
                 token = torch.empty(0, requires_grad=True)
                 begun = [
                     _Begin.apply(x, token) if needed else x.detach()

@@ -6,7 +6,7 @@ B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakMethod
@@ -109,6 +109,9 @@ class HuggingFace:
         for part in model.modules():  # some kinds of rotary positions look at the largest one
             if isinstance(getattr(part, "rope_type", None), str):
                 setattr(part, "rope_type", "default")  # noqa: B010
+        whole: Any = model
+        with suppress(ValueError):  # which models say that have no experts, or know one way alone
+            whole.set_experts_implementation("grouped_mm")
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:

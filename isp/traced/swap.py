@@ -20,7 +20,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, WeightGradientRoute, multiply
 from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
-from isp.parallel.layout import ParameterLayout
+from isp.parallel.layout import ParameterLayout, even_dim
 from isp.traced.region import Entrance
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import ModelTrace, Role, is_transposed
@@ -198,8 +198,7 @@ def _layout(
         if role is Role.SHARDED:
             return layers.sharded_layout(shape, dim=0)
         if role is Role.EXPERT:
-            divides = (dim for dim, n in enumerate(shape) if n % layers.weight.size == 0)
-            return layers.sharded_layout(shape, dim=next(divides, 0))
+            return layers.sharded_layout(shape, dim=even_dim(shape, layers.weight.size))
         return layers.replicated_layout(shape)
     owner, _, local = name.rpartition(".")
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:

@@ -69,6 +69,8 @@ class Call(NamedTuple):
     """The block that the call lies in; None: outside the blocks."""
     sizes: AttentionSizes | None = None
     """Of attention."""
+    route: int | None = None
+    """To how many of the experts a token goes; None: the call does not tell."""
 
 
 class Role(StrEnum):
@@ -170,7 +172,7 @@ def trace_model(
         calls,
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
-        sum(_multiplied(model, call, recorder.routes) for call in calls)
+        sum(_multiplied(model, call) for call in calls)
         + sum(p.numel() for p in _routers(model, roles)),
         tuple(recorder.called),
         logits.shape[-1],
@@ -200,15 +202,14 @@ def _routers(model: nn.Module, roles: dict[str, Role]) -> Iterator[nn.Parameter]
             yield model.get_parameter(name)
 
 
-def _multiplied(model: nn.Module, call: Call, routes: dict[str, int]) -> int:
+def _multiplied(model: nn.Module, call: Call) -> int:
     """Elements of the weights that a call multiplies a token by."""
     own = list(model.get_submodule(call.module).parameters(recurse=False))
     if call.kind is Kind.LINEAR:
         return sum(p.numel() for p in own if p.dim() == 2)
     if call.kind is not Kind.EXPERTS:
         return 0
-    route = routes.get(call.module)
-    return sum(p[:route].numel() for p in own if p.dim() == 3)
+    return sum(p[: call.route].numel() for p in own if p.dim() == 3)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -235,8 +236,6 @@ class _Recorder:
         self.reads: dict[str, str] = {}
         """The parameters that were read outside of their modules' forward, and by what."""
         self.reads_positions = False
-        self.routes: dict[str, int] = {}
-        """To how many experts a token goes, of modules that are told."""
         self.finder = HeadFinder()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -268,7 +267,6 @@ class _Recorder:
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
                 elif holds_experts(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
-                    on(module.register_forward_pre_hook, self._routing(name))
             stack.enter_context(experts_passed(self._model))
             yield
 
@@ -308,19 +306,19 @@ class _Recorder:
         if name is not None and not any(tensor is mine for mine in own):
             self.reads[name] = by
 
-    def _routing(self, name: str) -> Callable[..., None]:
-        def called(_: nn.Module, given: tuple[Any, ...]) -> None:
-            for x in given[1:2]:  # of transformers' interface the second: experts of tokens [N, k]
-                if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point():
-                    self.routes[name] = x.shape[-1]
-
-        return called
-
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
-        def called(*_: Any) -> None:
-            self._calls.append(Call(kind, name, self._block))
+        def called(_: nn.Module, given: tuple[Any, ...]) -> None:
+            route = _route(given) if kind is Kind.EXPERTS else None
+            self._calls.append(Call(kind, name, self._block, route=route))
 
         return called
+
+
+def _route(given: tuple[Any, ...]) -> int | None:
+    """To how many experts a token goes, of which transformers gives the numbers, [N, k], second."""
+    if len(given) > 1 and isinstance(given[1], Tensor) and not given[1].is_floating_point():
+        return given[1].shape[-1]
+    return None
 
 
 class _Reads(TorchFunctionMode):

@@ -75,7 +75,10 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("llama", LAYOUTS), ("gpt2", LAYOUTS[:3])])
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [("llama", LAYOUTS), ("gpt2", LAYOUTS[:3]), ("qwen3_moe", LAYOUTS[:4])],
+)
 def test_planned_transfers_and_weights_are_those_of_a_run(
     tmp_path: Path, kind: str, layouts: tuple[tuple[str, ...], ...]
 ) -> None:
@@ -91,20 +94,17 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
             assert states(case, case.place(rank)).weights == weights
 
 
-def test_layouts_of_a_folder_are_searched_and_of_experts_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])
+def test_layouts_of_a_folder_are_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Catches a search that dies of a key which a folder has not, and numbers out of nothing."""
-    for kind, code in (("gpt2", 0), ("qwen3_moe", 1)):
-        folder = write_folder(tmp_path / kind, kind, weights=False)
-        words = ["isp", "layouts", str(write_job(tmp_path, folder)), "--world=2", "--fabric=cpu"]
-        monkeypatch.setattr("sys.argv", words)
-        assert (main() != 0) == code
-    told = capsys.readouterr()
-    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
-    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in told.out
-    assert "--parallel.weight.size" in told.out
-    assert "cannot plan model.hf=" in told.err
+    """Catches a search that dies of a key which a folder has not, or of experts."""
+    job = write_job(tmp_path, write_folder(tmp_path / kind, kind, weights=False))
+    assert main(["layouts", str(job), "--world=2", "--fabric=cpu"]) == 0
+    told = capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_config(small_config(kind))
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in told
+    assert "--data.micro_bsz" in told
 
 
 def test_the_ladder_of_a_folder_leaves_out_what_it_has_not(
