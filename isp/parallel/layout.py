@@ -12,7 +12,7 @@ from torch import Tensor
 from isp.parallel.partition import chunk_range
 from isp.parallel.topology import Axis
 
-__all__ = ["Interval", "ParameterLayout", "even_dim"]
+__all__ = ["Interval", "ParameterLayout"]
 
 Interval = tuple[int, int]
 """(start, stop) along the split dim of the global tensor."""
@@ -91,8 +91,3 @@ class ParameterLayout:
             )
         pieces = [full.narrow(self.dim, a, b - a) for a, b in self.intervals()]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-
-
-def even_dim(shape: tuple[int, ...], parts: int) -> int:
-    """The first dim that `parts` ranks can cut alike; the first of all if there is none."""
-    return next((dim for dim, size in enumerate(shape) if size % parts == 0), 0)

@@ -18,7 +18,6 @@ from isp.config.models import language_model
 from isp.layers.module import NamedParameter
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
-from isp.parallel.layout import even_dim
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Coordinates
 from isp.weights.trace import Block, Visit
@@ -93,9 +92,6 @@ def _local_parameters(
     for name, layout in _shape(model, mode, embed_split_hidden, order, rank).layouts.items():
         if layout.reduce_over is Axis.WEIGHT_DATA:
             layout = replace(layout, parts=parts, index=index)
-            if len(layout.global_shape) == 3:  # experts, see `isp.traced.swap`
-                dim = even_dim(layout.global_shape, parts)
-                layout = replace(layout, dim=dim, segments=())
         data = torch.empty(layout.local_shape, dtype=dtype, device="meta")
         found.append(NamedParameter(name, nn.Parameter(data), layout))
     return tuple(found)

@@ -28,7 +28,7 @@ from isp.layers.module import NamedParameter
 from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
-from isp.traced.experts import SwappedExperts
+from isp.traced.experts import Place, SwappedExperts
 from isp.traced.head import AtHead
 from isp.traced.hosts import Host
 from isp.traced.passage import Masks, Passage, outer_calls
@@ -302,15 +302,9 @@ class TracedChunk:
                 assert isinstance(module, nn.Embedding)
                 moves = Moves() if plan is None else moves_for(mode, Role.ROW, tensor)
                 self._holders[name] = SwappedTable(module, name, communicator, called, moves)
-        for call in self.trace.calls:
-            if call.kind is Kind.EXPERTS and call.module not in self._experts:
-                self._experts[call.module] = SwappedExperts(
-                    self.model.get_submodule(call.module),
-                    call.module,
-                    communicator,
-                    partial(self._passed, call.kind, call.module),
-                    recomputed=lambda: self._recomputed[self._under_way("experts").name],
-                    recomputing=lambda: self._computes_again,
+            elif kind is Kind.EXPERTS:
+                self._experts[name] = SwappedExperts(
+                    module, name, communicator, called, self._place
                 )
         layouts = {item.parameter: item.layout for item in self._named}
         for holder in self._holders.values():
@@ -433,6 +427,10 @@ class TracedChunk:
 
     def _passed(self, kind: Kind, module: str) -> None:
         self._under_way(module).arrive(kind, module)
+
+    def _place(self) -> Place:
+        passage = self._under_way("experts")
+        return Place(passage.passed, self._recomputed[passage.name], self._computes_again)
 
     def _under_way(self, called: str) -> Passage:
         if self._passage is None:

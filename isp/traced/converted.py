@@ -56,8 +56,10 @@ class ConvertedFiles(WeightFiles):
             return super().read(_only(source), layout)
         if layout is not None and _has_tensor_of_each_row(source, layout):
             ((start, stop),) = layout.intervals()
-            part = self._made(name, super().read, slice(start, stop)) if start < stop else None
-            if part is not None and tuple(part.shape) == layout.local_shape:
+            if start == stop:
+                return torch.empty(layout.local_shape)
+            part = self._made(name, super().read, slice(start, stop))
+            if tuple(part.shape) == layout.local_shape:
                 return part
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)

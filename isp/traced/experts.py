@@ -1,10 +1,10 @@
-"""Somebody else's experts: weights [E, .., ..] of one module, whole only while it computes.
+"""Somebody else's experts: weights [E, .., ..] of one module, gathered as those of linears are.
 
 [Note: A graph inside] What the module does with its weights is its own affair: it takes one expert
 after the other, or groups of tokens for all. So its code runs as it is, on whole weights in place
 of the shards, and autograd records it in a graph that begins and ends in one function of the graph
 outside. Of a weight, that graph saves only which part was read: backward has the weight gathered
-anew. Whole weights are there exactly as long as a forward or a backward of the module takes.
+anew, so the graph keeps none.
 
 [Note: A graph again] In a recomputed block the graph is recorded by the recompute, and the function
 that first went forward takes it from there: nothing is computed a third time.
@@ -47,11 +47,19 @@ class ExpertWeight:
         return self.module.get_parameter(self.weight_name)
 
 
-class SwappedExperts:
-    """A module that holds experts; `called` hears of each call.
+class Place(NamedTuple):
+    """Where a call comes."""
 
-    `recomputed` says whether the block that calls it now is, `recomputing` whether it is just now.
-    """
+    number: int
+    """Among the calls of its block."""
+    recomputed: bool
+    """Whether the block is."""
+    recomputing: bool
+    """Whether that is under way."""
+
+
+class SwappedExperts:
+    """A module that holds experts; `called` hears of each call, `place` tells where it comes."""
 
     def __init__(
         self,
@@ -59,18 +67,17 @@ class SwappedExperts:
         name: str,
         communicator: WPCommunicator,
         called: Callable[[], None],
-        *,
-        recomputed: Callable[[], bool],
-        recomputing: Callable[[], bool],
+        place: Callable[[], Place],
     ) -> None:
         own = module.named_parameters(recurse=False)
         self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
         self.communicator = communicator
-        self.recomputed, self.recomputing = recomputed, recomputing
-        self.recorded: list[_Graph] = []
-        """By recomputes whose backward is to come [Note: A graph again]."""
+        self.name, self.place = name, place
+        self.recorded: dict[int, _Graph] = {}
+        """By the recompute whose backward is to come, by number [Note: A graph again]."""
         self.reading: tuple[FullWeights, ...] = ()
         """The whole weights, while a backward reads them."""
+        self._checked = False
         self._call = _Call(module)
         gathered = {weight.weight_name for weight in self.weights}
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
@@ -87,8 +94,25 @@ class SwappedExperts:
             full = tuple(stack.enter_context(visit) for visit in visits)
             yield full if phase is Phase.FORWARD else full[::-1]
 
+    @contextmanager
+    def read_by_backward(self) -> Iterator[None]:
+        """The whole weights are there for a graph that goes back.
+
+        All are waited for: ranks read them in the order in which their tokens want it, or not at
+        all, and what is not there is gathered by all.
+        """
+        with self.whole(Phase.BACKWARD) as self.reading:
+            try:
+                assert all(whole.weight.dim() for whole in self.reading[::-1])
+                yield
+            finally:
+                self.reading = ()
+
     def compute(self, given: _Given, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
-        """What the module makes of `tensors` and its whole weights."""
+        """What the module makes of `tensors` and its whole weights.
+
+        Raises TypeError if that is no tensor, RuntimeError if it writes into what it is given.
+        """
         inputs, others = tensors[: len(given.places)], tensors[len(given.places) :]
         leaves = list(given.leaves)
         for place, x in zip(given.places, inputs, strict=True):
@@ -96,8 +120,25 @@ class SwappedExperts:
         args, kwargs = tree_unflatten(leaves, given.spec)
         names = [*self._others, *(weight.weight_name for weight in self.weights)]
         parameters = {f"module.{n}": x for n, x in zip(names, [*others, *full], strict=True)}
-        out: Tensor = torch.func.functional_call(self._call, parameters, args, kwargs)
+        versions = [x._version for x in tensors]
+        out = torch.func.functional_call(self._call, parameters, args, kwargs)
+        if not isinstance(out, Tensor):
+            raise TypeError(f"{self.name} gives a {type(out).__name__}: experts give one tensor")
+        if versions != [x._version for x in tensors]:
+            raise RuntimeError(
+                f"{self.name} writes into a tensor that it is given, of which gradients would not"
+                f" know: let it make a new one"
+            )
         return out
+
+    def check(self, graph: _Graph) -> None:
+        """Raise RuntimeError if the graph, the first one, leads on to what is outside."""
+        if not self._checked and graph.leaves():
+            raise RuntimeError(
+                f"{self.name} reads a tensor that has a gradient and is neither given to it nor its"
+                f" parameter: that gradient would be lost. Give it as an argument"
+            )
+        self._checked = True
 
     def deliver(self, weight: ExpertWeight, dw: Tensor | None, want: Wanted) -> Tensor | None:
         """The gradient of a shard for autograd, or None if the communicator brings it."""
@@ -154,6 +195,20 @@ class _Graph(NamedTuple):
     """At each tensor and then each whole weight; None at those without a gradient."""
     ends: GradientEdge | None
     """None if nothing that has a gradient was used: no token went to an expert."""
+
+    def leaves(self) -> bool:
+        """Whether there is a way from its end to a parameter that is not by its begins."""
+        seen = {begin.node for begin in self.begins if begin is not None}
+        ahead: list[Any] = [] if self.ends is None else [self.ends.node]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            if hasattr(node, "variable"):
+                return True
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+        return False
 
     def backward(self, dy: Tensor, wants: Sequence[Wanted]) -> list[Tensor | None]:
         """The gradients that are wanted, in the order of `begins`; None of what was not used."""
@@ -233,24 +288,25 @@ class _Experts(torch.autograd.Function):
         experts: SwappedExperts = inputs[-2]
         given: _Given = inputs[-1]
         tensors = inputs[: -2 - len(experts.weights)]
-        ctx.experts, ctx.graph = experts, None
+        ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
         ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
         with experts.whole(Phase.FORWARD) as whole:
             full = [one.weight for one in whole]
-            if (recomputed := experts.recomputed()) and not experts.recomputing():
+            if ctx.place.recomputed and not ctx.place.recomputing:
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
-            with torch.enable_grad(), _SavedParts(experts, full, recomputed):
+            with torch.enable_grad(), _SavedParts(experts, full, ctx.place.recomputing):
                 token = torch.empty(0, requires_grad=True)
                 begun = [
                     _Begin.apply(x, token) if needed else x.detach()
                     for x, needed in zip((*tensors, *full), ctx.needs_input_grad, strict=False)
                 ]
+                begins = tuple(get_gradient_edge(x) if x.requires_grad else None for x in begun)
                 y = experts.compute(given, begun[: len(tensors)], begun[len(tensors) :])
-        *begins, ends = (get_gradient_edge(x) if x.requires_grad else None for x in (*begun, y))
-        graph = _Graph(tuple(begins), ends)
-        if recomputed:
-            experts.recorded.append(graph)
+        graph = _Graph(begins, get_gradient_edge(y) if y.requires_grad else None)
+        experts.check(graph)
+        if ctx.place.recomputed:
+            experts.recorded[ctx.place.number] = graph
         else:
             ctx.graph = graph
         return y.detach()
@@ -260,11 +316,12 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         experts: SwappedExperts = ctx.experts
         assert len(ctx.saved_tensors) == 1  # reading it computes again [Note: A graph again]
-        graph = ctx.graph or experts.recorded.pop()
+        graph = ctx.graph
+        if graph is None:
+            graph = experts.recorded.pop(ctx.place.number)
         wants = [wanted(ctx, index) for index in range(len(graph.begins))]
-        with experts.whole(Phase.BACKWARD) as experts.reading:
+        with experts.read_by_backward():
             gradients = graph.backward(dy, wants)
-        experts.reading = ()
         of_weights = range(len(wants) - len(experts.weights), len(wants))
         for weight, i in zip(experts.weights[::-1], of_weights[::-1], strict=True):
             gradients[i] = experts.deliver(weight, gradients[i], wants[i])

@@ -38,6 +38,11 @@ class Passage:
         self._calls = calls
         self._next = 0
 
+    @property
+    def passed(self) -> int:
+        """The calls that have come."""
+        return self._next
+
     def arrive(self, kind: Kind, module: str) -> None:
         """A call.  Raises RuntimeError if it is not the next one of the trace."""
         if self._next < len(self._calls):

@@ -20,7 +20,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, WeightGradientRoute, multiply
 from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
-from isp.parallel.layout import ParameterLayout, even_dim
+from isp.parallel.layout import ParameterLayout
 from isp.traced.region import Entrance
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import ModelTrace, Role, is_transposed
@@ -163,7 +163,7 @@ def shard_parameters(
     """Put this rank's shard in the place of every parameter, wherever it is used."""
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for local, parameter in module.named_parameters(recurse=False):
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
     for name in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(name)
@@ -189,16 +189,11 @@ def _layout(
     layers: LayerFactory,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """The cut of a parameter: over the weight group by rows, or as the plan has it.
-
-    Experts that do not divide are cut within each, if that does, so that ranks have equally much.
-    """
+    """The cut of a parameter: by rows over the weight group, or as the plan has it."""
     shape = tuple(parameter.shape)
     if plan is None:
-        if role is Role.SHARDED:
+        if role in (Role.SHARDED, Role.EXPERT):
             return layers.sharded_layout(shape, dim=0)
-        if role is Role.EXPERT:
-            return layers.sharded_layout(shape, dim=even_dim(shape, layers.weight.size))
         return layers.replicated_layout(shape)
     owner, _, local = name.rpartition(".")
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:

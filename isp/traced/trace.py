@@ -81,11 +81,11 @@ class Role(StrEnum):
     VECTOR = "vector"
     """Norms, sinks: whole on every rank."""
     EXPERT = "expert"
-    """Experts in a block, [E, .., ..]: cut over the weight group, and gathered to be read."""
+    """Experts [E, .., ..] that are called as transformers calls them: as `SHARDED`."""
     ROUTER = "router"
-    """Routers of experts, and experts' biases: whole on every rank."""
+    """Other experts, routers of experts, and their biases: whole on every rank."""
     IDLE = "idle"
-    """Of a linear, a table or experts that no block calls: whole on every rank."""
+    """Of a linear or table that no forward calls: whole on every rank."""
 
 
 class ModelTrace(NamedTuple):
@@ -163,7 +163,9 @@ def trace_model(
             f"{type(model).__name__} could not be traced: it is called with tokens and positions"
             f" [1, {_TOKENS}] on the meta device, and said: {error}"
         ) from error
-    calls = tuple(recorder.calls_in_blocks_of_attention())
+    every = tuple(recorder.calls_in_blocks_of_attention())
+    cut = _cut_experts(model, every, recorder.reads)
+    calls = tuple(c for c in every if c.kind is not Kind.EXPERTS or c.module in cut)
     _check_blocks(model, calls)
     parameters = dict(model.named_parameters())
     roles = _roles(model, {call.module for call in calls})
@@ -172,13 +174,35 @@ def trace_model(
         calls,
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
-        sum(_multiplied(model, call) for call in calls)
-        + sum(p.numel() for p in _routers(model, roles)),
+        _multiplied(model, every, roles),
         tuple(recorder.called),
         logits.shape[-1],
         recorder.reads_positions,
         _head(model, calls, recorder.finder, logits),
     )
+
+
+def _cut_experts(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
+    """The modules of experts that may be cut, as what they do with their weights is known.
+
+    They are called as transformers calls them, with tokens and numbers of experts, in blocks alone,
+    and nobody else reads what is theirs.
+    """
+    experts = [call for call in calls if call.kind is Kind.EXPERTS]
+    others = {call.module for call in experts if call.block is None or call.route is None}
+    others |= {name.rpartition(".")[0] for name in reads}
+    cut = {call.module for call in experts} - others
+    held = {
+        id(parameter)
+        for name, module in model.named_modules()
+        if name not in cut
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name
+        for name in cut
+        if not any(id(p) in held for p in model.get_submodule(name).parameters(recurse=False))
+    }
 
 
 def _head(
@@ -194,22 +218,19 @@ def _head(
     return None if is_transposed(model.get_submodule(found)) else found
 
 
-def _routers(model: nn.Module, roles: dict[str, Role]) -> Iterator[nn.Parameter]:
+def _multiplied(model: nn.Module, calls: Iterable[Call], roles: dict[str, Role]) -> int:
+    """Elements of all weights that a token is multiplied by."""
+    total = 0
+    for call in calls:
+        for parameter in model.get_submodule(call.module).parameters(recurse=False):
+            if call.kind is Kind.LINEAR and parameter.dim() == 2:
+                total += parameter.numel()
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:
+                total += parameter[: call.route].numel()
     for name in (name for name, role in roles.items() if role is Role.ROUTER):
-        if not holds_experts(
-            model.get_submodule(name.rpartition(".")[0])
-        ):  # else a bias of experts
-            yield model.get_parameter(name)
-
-
-def _multiplied(model: nn.Module, call: Call) -> int:
-    """Elements of the weights that a call multiplies a token by."""
-    own = list(model.get_submodule(call.module).parameters(recurse=False))
-    if call.kind is Kind.LINEAR:
-        return sum(p.numel() for p in own if p.dim() == 2)
-    if call.kind is not Kind.EXPERTS:
-        return 0
-    return sum(p[: call.route].numel() for p in own if p.dim() == 3)
+        if not _holds_experts(model.get_submodule(name.rpartition(".")[0])):
+            total += model.get_parameter(name).numel()
+    return total
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -265,7 +286,7 @@ class _Recorder:
                     on(module.register_forward_hook, self._called(name))
                 elif isinstance(module, nn.Embedding):
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
-                elif holds_experts(module):
+                elif _holds_experts(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
             stack.enter_context(experts_passed(self._model))
             yield
@@ -275,8 +296,7 @@ class _Recorder:
         lists = {_list_of(c.block) for c in self._calls if c.block and c.kind is Kind.ATTENTION}
         for call in self._calls:
             inside = call.block is not None and _list_of(call.block) in lists
-            if inside or call.kind is not Kind.EXPERTS:
-                yield call if inside else call._replace(block=None)
+            yield call if inside else call._replace(block=None)
 
     def _entering(self, block: str | None) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -345,7 +365,7 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
     """In this context experts hand on what they are given: routes depend on values."""
     with ExitStack() as stack:
         for module in model.modules():
-            if holds_experts(module):
+            if _holds_experts(module):
                 stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
         yield
 
@@ -406,15 +426,13 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
 def _check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
     """Raise ValueError for a weight that is cut, and read by another than its own module."""
     for name, by in reads.items():
-        if roles[name] in _GATHERED:
+        if roles[name] is Role.SHARDED:
             raise ValueError(
                 f"{name} is read by {by} outside of its module's forward, where a rank has a part"
                 f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
                 f" table's)"
             )
 
-
-_GATHERED = (Role.SHARDED, Role.EXPERT)
 
 _HOW = (
     "A layer has to call transformers' attention interface, or isp.attention(q, k, v), exactly once"
@@ -436,7 +454,7 @@ def _roles(model: nn.Module, called: set[str]) -> dict[str, Role]:
                     f" isp does not know how to cut it, or how to sum its gradient"
                 )
             first = kept[id(parameter)]
-            if roles.get(first) not in _GATHERED:  # a shared one is cut by any use
+            if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
                 roles[first] = role
     return roles
 
@@ -448,17 +466,15 @@ def _role(
         return Role.SHARDED if name in called else Role.IDLE
     if parameter.dim() <= 1:
         return Role.VECTOR
-    if holds_experts(module) and parameter.dim() == 3:
-        return Role.EXPERT if name in called else Role.IDLE
-    if holds_experts(module):
-        return Role.ROUTER
+    if _holds_experts(module):
+        return Role.EXPERT if name in called and parameter.dim() == 3 else Role.ROUTER
     parent = model.get_submodule(name.rpartition(".")[0])
-    if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
+    if parameter.dim() == 2 and any(_holds_experts(sibling) for sibling in parent.children()):
         return Role.ROUTER
     return None
 
 
-def holds_experts(module: nn.Module) -> bool:
+def _holds_experts(module: nn.Module) -> bool:
     """Whether a module has weights of several experts in one: [E, .., ..]."""
     own = module.parameters(recurse=False)
     return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)
