@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes", "tensors_in"]
+__all__ = ["LiveBytes", "tensors_here", "tensors_in"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,3 +68,10 @@ def _collect(x: Any, found: list[Tensor]) -> None:
     elif isinstance(x, dict):
         for part in x.values():
             _collect(part, found)
+
+
+def tensors_here() -> dict[int, Tensor]:
+    """A tensor of each memory that this rank has made and that is still there."""
+    kinds = Tensor, nn.Parameter
+    found = (x for x in gc.get_objects() if type(x) in kinds)
+    return {x.untyped_storage()._cdata: x for x in found}

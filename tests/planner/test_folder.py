@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,9 +18,10 @@ from isp.data.batch import MicroBatch
 from isp.parallel import Axis
 from isp.planner.case import Case
 from isp.planner.counts import traffic
-from isp.planner.memory import states
+from isp.planner.memory import memory, states
 from isp.train.data import share_micro_batches, stacked
 from isp.train.step import TrainStep, make_train_step
+from tests.planner.live import LiveBytes, tensors_here
 from tests.ranks import run_ranks
 from tests.traced.folders import small_config, write_folder, write_job
 
@@ -92,6 +94,35 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
             counted, weights = of_ranks[rank][n]
             assert {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()} == counted
             assert states(case, case.place(rank)).weights == weights
+
+
+def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
+    """Bytes of tensors in a step, at most."""
+    found = []
+    for config in configs:
+        earlier = tensors_here().keys()
+        step = _step(rank, config)
+        step(_batches(config), 0.1)
+        gc.collect()
+        with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
+            step(_batches(config), 0.1)  # pools are full in the second step
+        step.drain()
+        found.append(live.peak)
+        del step
+    return found
+
+
+def test_planned_peak_of_experts_is_the_measured_one(tmp_path: Path) -> None:
+    """Catches experts planned whole, or as kept by the graph; products planned without memory."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
+    keys = ["--data.seq_len=256", "--training.dtype=float32"]
+    job = write_job(tmp_path, write_folder(tmp_path, "qwen3_moe", weights=False, **sizes))
+    configs = [load_config(job, [*words, *keys]) for words in LAYOUTS[:3]]
+    of_ranks = run_ranks(WORLD, _peaks, configs, timeout_seconds=100)
+    for n, config in enumerate(configs):
+        for rank, found in enumerate(of_ranks):
+            planned = memory(Case.of(config, WORLD, on_cpu=True), rank)
+            assert planned.total == pytest.approx(found[n], rel=0.1), (LAYOUTS[n], planned.moment)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])

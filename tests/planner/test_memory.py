@@ -20,7 +20,7 @@ from isp.planner.rehearsal import _rehearsed, rehearsal, tapes_of
 from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
-from tests.planner.live import LiveBytes
+from tests.planner.live import LiveBytes, tensors_here
 from tests.ranks import run_each, run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
 
@@ -143,11 +143,11 @@ class _OneDocument(Task):
 def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Found]:
     meshes, found = Meshes(rank), []
     for layout, model, dtype in cases:
-        earlier = _tensors().keys()
+        earlier = tensors_here().keys()
         run = make_run(meshes.of(layout), layout, _OneDocument(model=model), dtype=_torch(dtype))
         run.numbers(range(1))
         gc.collect()
-        with LiveBytes(x for key, x in _tensors().items() if key not in earlier) as live:
+        with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
             run.numbers(range(1, 2))  # pools are full in the second step
         host = run.step.built.host.reserved_bytes
         found.append(Found(live.peak - host, live.where, _states(run), host))
@@ -160,13 +160,6 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[F
 def _torch(dtype: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, dtype)
     return found
-
-
-def _tensors() -> dict[int, torch.Tensor]:
-    """A tensor of each memory that this rank has made and that is still there."""
-    kinds = torch.Tensor, torch.nn.Parameter
-    found = (x for x in gc.get_objects() if type(x) in kinds)
-    return {x.untyped_storage()._cdata: x for x in found}
 
 
 def _tensors_of(run: Run) -> list[torch.Tensor]:
