@@ -4,7 +4,7 @@ The model goes forward and back once on the meta device, over channels of the la
 say what would travel. So what is planned is what the layers do, in the order in which they do it,
 and what autograd keeps of it.
 
-One block of a kind is run and stands for all of its kind. Kinds are told apart by what the blocks
+Two blocks of a kind are run and stand for all of it. Kinds are told apart by what the blocks
 declare and by the shapes of their weights.
 
 [Note: Plain loss] Tables and head are rehearsed with layers that are not recomputed. A rehearsal of
@@ -16,7 +16,7 @@ computed again for it, does what the others do but keep it and bring it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -200,11 +200,18 @@ def _rehearsed(
     )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
     blocks = whole.weight_blocks()
-    recorder.follow(blocks)
+    parameters = list(whole.shards())
+    (declared,) = as_chunks((blocks,))
+    shapes = {p.name: p.layout.global_shape for p in parameters}
+    kinds = [kind_of(block, shapes) for block in declared]
+    run_blocks: Sequence[int] = range(len(blocks))
+    if isinstance(whole, TracedChunk):
+        run_blocks = _first_and_last(kinds)
+        whole.left_out = frozenset(b.name for i, b in enumerate(blocks) if i not in run_blocks)
+    recorder.follow(blocks, run_blocks)
     own = tokens // tensor.size if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
-    parameters = list(whole.shards())
     weights = [item.parameter for item in parameters]
     products = DryProducts(recorder, weights, on_cpu=on_cpu)
     if not part.gathers_weights:
@@ -235,13 +242,10 @@ def _rehearsed(
                 recorder.note(Loss())  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
-    (declared,) = as_chunks((blocks,))
-    shapes = {p.name: p.layout.global_shape for p in parameters}
-    kinds = [kind_of(block, shapes) for block in declared]
-    pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
+    pairs = ((kinds.index(kinds[b]), b) for b in run_blocks)
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
-    own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
+    own_kinds = ((b, kinds[b]) for b in run_blocks if kinds[b][0] == recomputed)
     by_kind = {kind: recorder.tapes(b, saved[b]) for b, kind in own_kinds}
     vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
     logits = rows * tokens * vocab // tensor.size
@@ -250,6 +254,12 @@ def _rehearsed(
     after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0
     loss_bytes = saved[-1].total + rest, made.most + rest + after
     return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
+
+
+def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
+    """Where the first of each kind is, and the last: those that are run."""
+    last = {kind: b for b, kind in enumerate(kinds)}
+    return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
 
 def _forward(whole: Chunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:

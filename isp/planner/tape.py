@@ -181,6 +181,8 @@ class TapeRecorder:
         self._ahead = 0
         """The block that what is kept belongs to: the next from a block's last visit on."""
         self._launched = 0
+        self._next: dict[int, int] = {}
+        """The block behind each."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
         """Blocks and visits that forward has come to."""
@@ -209,9 +211,10 @@ class TapeRecorder:
         self._offloaded: Counter[int] = Counter()
         """Bytes in the host's memory, by block."""
 
-    def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
-        """Note when a visit of `blocks` is reached."""
-        for b, block in enumerate(blocks):
+    def follow(self, blocks: Sequence[DeclaredBlock], run: Sequence[int]) -> None:
+        """Note when a visit of `blocks` is reached, of which those at `run` are."""
+        self._next = dict(zip(run, [*run[1:], len(blocks)], strict=True))
+        for b, block in ((b, blocks[b]) for b in run):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             called: set[int] = set()
             for v, visit in enumerate(block.visits):
@@ -365,7 +368,7 @@ class TapeRecorder:
         if self.phase is not Phase.FORWARD or not y.requires_grad:
             return
         block, _ = self._places[id(module)]
-        self._ahead = block + (id(module) in self._lasts)
+        self._ahead = self._next[block] if id(module) in self._lasts else block
         if y.requires_grad:  # not so within a layer that computes its own gradient
             y.register_hook(lambda _: self._goes_back(block))
 

@@ -81,7 +81,8 @@ class TracedChunk:
         self._head = trace.head if loss_chunk_tokens and not layers.splits_logits else None
         self.loss_chunk_tokens = 0 if self._head is None else loss_chunk_tokens
         """Tokens whose losses are computed at a time; 0: all, of logits as a whole."""
-        self._leaves_out_blocks = False
+        self.left_out = frozenset[str]()
+        """Blocks that hand on what they are given."""
         self.model = model
         self.splits_logits = layers.splits_logits
         self.entrances: dict[str, Entrance] = {}
@@ -328,7 +329,7 @@ class TracedChunk:
         """
         passage = self._under_way(block)
         passage.arrive(Kind.BLOCK, block)
-        if self._leaves_out_blocks:
+        if block in self.left_out:
             return args[0]
         masks = passage.masks
 
@@ -388,7 +389,7 @@ class TracedChunk:
         instead = {name: partial(_nothing, self._holders[name]) for name in outside}
         assert self._head is not None
         before = generator_states(self._layers.device) if self.model.training else None
-        self._leaves_out_blocks = True
+        left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
         try:
             with (
                 self._passing(Passage("the model", self._outer_calls, Masks(None))),
@@ -396,7 +397,7 @@ class TracedChunk:
             ):
                 return self._host.forward(self.model, ids, positions)
         finally:
-            self._leaves_out_blocks = False
+            self.left_out = left_out
             if before is not None:  # what is left out may have drawn numbers
                 restore_generators(self._layers.device, before)
 
