@@ -27,7 +27,7 @@ from isp.autograd import once_differentiable
 from isp.layers.linear import Wanted, wanted
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
-from isp.weights.wp import FullWeights, WPCommunicator
+from isp.weights.wp import WPCommunicator
 
 __all__ = ["ExpertWeight", "SwappedExperts"]
 
@@ -75,7 +75,7 @@ class SwappedExperts:
         self.name, self.place = name, place
         self.recorded: dict[int, _Graph] = {}
         """By the recompute whose backward is to come, by number [Note: A graph again]."""
-        self.reading: tuple[FullWeights, ...] = ()
+        self.reading: list[Tensor] = []
         """The whole weights, while a backward reads them."""
         self._checked = False
         self._call = _Call(module)
@@ -86,27 +86,26 @@ class SwappedExperts:
             setattr(module, "forward", self._forward)  # noqa: B010
 
     @contextmanager
-    def whole(self, phase: Phase) -> Iterator[tuple[FullWeights, ...]]:
-        """The whole weights; in backward they are asked for from the last to the first."""
-        order = self.weights if phase is Phase.FORWARD else self.weights[::-1]
+    def whole(self, phase: Phase) -> Iterator[list[Tensor]]:
+        """The whole weights, waited for in order, in backward from the last to the first.
+
+        All of them: what is not there is gathered by all ranks, and which tokens go to an expert
+        decides on each rank what is read, and when.
+        """
+        turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
         with ExitStack() as stack:
-            visits = [self.communicator.visit(w, phase, w.weight) for w in order]
-            full = tuple(stack.enter_context(visit) for visit in visits)
-            yield full if phase is Phase.FORWARD else full[::-1]
+            visits = [self.communicator.visit(w, phase, w.weight) for w in self.weights[turn]]
+            full = [stack.enter_context(visit) for visit in visits]
+            yield [one.weight for one in full][turn]
 
     @contextmanager
     def read_by_backward(self) -> Iterator[None]:
-        """The whole weights are there for a graph that goes back.
-
-        All are waited for: ranks read them in the order in which their tokens want it, or not at
-        all, and what is not there is gathered by all.
-        """
+        """The whole weights are there for a graph that goes back."""
         with self.whole(Phase.BACKWARD) as self.reading:
             try:
-                assert all(whole.weight.dim() for whole in self.reading[::-1])
                 yield
             finally:
-                self.reading = ()
+                self.reading = []
 
     def compute(self, given: _Given, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
         """What the module makes of `tensors` and its whole weights.
@@ -159,8 +158,8 @@ class SwappedExperts:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *shards)):
             out: Tensor = _Experts.apply(*tensors, *shards, self, given)
             return out
-        with self.whole(Phase.FORWARD) as whole:
-            return self.compute(given, tensors, [full.weight for full in whole])
+        with self.whole(Phase.FORWARD) as full:
+            return self.compute(given, tensors, full)
 
 
 def _is_differentiable(x: object) -> bool:
@@ -255,7 +254,7 @@ class _SavedParts(saved_tensors_hooks):
             if not isinstance(saved, _Part):
                 other: Tensor = unpack_other(saved)
                 return other
-            whole = experts.reading[saved.weight].weight
+            whole = experts.reading[saved.weight]
             offset = int(whole.storage_offset()) + saved.offset
             return whole.as_strided(saved.size, saved.stride, offset)
 
@@ -290,8 +289,7 @@ class _Experts(torch.autograd.Function):
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
         ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
-        with experts.whole(Phase.FORWARD) as whole:
-            full = [one.weight for one in whole]
+        with experts.whole(Phase.FORWARD) as full:
             if ctx.place.recomputed and not ctx.place.recomputing:
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
@@ -315,7 +313,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         experts: SwappedExperts = ctx.experts
-        assert len(ctx.saved_tensors) == 1  # reading it computes again [Note: A graph again]
+        (_,) = ctx.saved_tensors  # reading it computes again [Note: A graph again]
         graph = ctx.graph
         if graph is None:
             graph = experts.recorded.pop(ctx.place.number)
