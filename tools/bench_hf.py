@@ -1,13 +1,14 @@
-"""What a Llama of transformers costs in ISP: by `model.hf`, in the own decoder, and unchanged.
+"""What a model of transformers costs in ISP: by `model.hf`, in the own decoder, and unchanged.
 
     python tools/bench_hf.py --rounds 7
 
 All begin with the weights of one folder and train on the same batch in turn, a step each, the first
 one rotating, so that they see the same disturbances. A step is forward, backward, clipping and
 AdamW, float32 on CPU, a thread a rank. On two ranks (isp, tensor 2 and weight 2, forked) there are
-ISP's two alone, and a step begins and ends with nothing under way. First the losses of a few steps
-have to agree. Shown are medians of the ratios of the same round, of wall time and of processor
-time, which other programs on the machine blur less; of the ranks the slowest counts.
+ISP's two alone, and a step begins and ends with nothing under way. A model with experts the own
+decoder does not compute; there it is `model.hf` with weight 1. First the losses of a few steps have
+to agree. Shown are medians of the ratios of the same round, of wall time and of processor time,
+which other programs on the machine blur less; of the ranks the slowest counts.
 """
 
 from __future__ import annotations
@@ -54,9 +55,20 @@ SIZES = {
         "num_key_value_heads": 4,
         "intermediate_size": 1408,
     },
+    "16 experts": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+    },
 }
-PLAIN, HF, OWN = "transformers", "model.hf", "own decoder"
-KEYS = {HF: "hf", OWN: "init_from"}
+PLAIN, HF, OWN, WHOLE = "transformers", "model.hf", "own decoder", "weight 1"
+KEYS = {HF: "hf", OWN: "init_from", WHOLE: "hf"}
 TOLERANCE = 1e-5
 """Of the losses; sums in another order, float32."""
 Step = Callable[[], float]
@@ -65,23 +77,25 @@ Times = dict[str, list[tuple[float, float]]]
 
 
 def write_folder(folder: Path, size: str, seq_len: int) -> None:
-    """A Llama with random weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    """A Llama, or a Qwen3 with experts, with random weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(**SIZES[size], max_position_embeddings=seq_len)
+    kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else LlamaConfig
+    config = kind(**SIZES[size], max_position_embeddings=seq_len)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def job(folder: Path, key: str, ranks: int, seq_len: int) -> JobConfig:
-    """A run of the model in `folder`, named by `model.<key>`."""
+def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
+    """A run of the model in `folder`."""
+    weight = 1 if name == WHOLE else ranks
     values = {
-        "model": {key: str(folder)},
+        "model": {KEYS[name]: str(folder)},
         "data": {"source": str(folder), "seq_len": seq_len},
-        "parallel": {"tensor": {"size": ranks, "mode": "isp"}, "weight": {"size": ranks}},
+        "parallel": {"tensor": {"size": ranks, "mode": "isp"}, "weight": {"size": weight}},
         "optimizer": {"lr": 1e-3},
         "training": {"device": "cpu", "dtype": "float32"},
     }
-    path = folder / f"{key}-{ranks}-{dist.get_rank()}.yaml"
+    path = folder / f"{name}-{ranks}-{dist.get_rank()}.yaml"
     path.write_text(json.dumps(values))
     return load_config(path)
 
@@ -142,7 +156,9 @@ def plain(folder: Path, config: JobConfig, batch: MicroBatch, kernel: str | None
 
 def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
     """A training step of each, on the same batch."""
-    jobs = {name: job(folder, key, ranks, seq_len) for name, key in KEYS.items()}
+    experts = "num_experts" in json.loads((folder / "config.json").read_text())
+    other = ([WHOLE] if ranks > 1 else []) if experts else [OWN]
+    jobs = {name: job(folder, name, ranks, seq_len) for name in (HF, *other)}
     torch.manual_seed(0)
     tokens = torch.randint(jobs[HF].model.vocab_size, (1, seq_len + 1))
     positions = torch.arange(seq_len).unsqueeze(0)

@@ -81,11 +81,12 @@ def _as_trained(rank: int, case: tuple[str, Mode]) -> None:
             whole = alone.logits(alone(ids, positions, ends))[:, last]
             first = trained.head.first_logit
             own = whole[..., first : first + logits.shape[-1]]
-            # the ranks' products are added up in another order
+            # ranks' products are added up in another order, and some CPUs add those of few rows so
             torch.testing.assert_close(logits, own, rtol=1e-12, atol=1e-12)
             if mode is Mode.MTP or ids.shape[1] % channel.size == 0:
                 logits = fast.logits_of(ids, positions, ends, lambda x: x)
-                assert torch.equal(logits, trained.logits(trained(ids, positions, ends)))
+                own = trained.logits(trained(ids, positions, ends))
+                torch.testing.assert_close(logits, own, rtol=1e-12, atol=1e-12)
 
 
 def test_buffers_of_a_prompt_are_not_kept_while_decoding() -> None:
