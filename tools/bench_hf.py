@@ -156,8 +156,8 @@ def plain(folder: Path, config: JobConfig, batch: MicroBatch, kernel: str | None
 
 def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
     """A training step of each, on the same batch."""
-    experts = "num_experts" in json.loads((folder / "config.json").read_text())
-    other = ([WHOLE] if ranks > 1 else []) if experts else [OWN]
+    computed = json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    other = [OWN] if computed else [WHOLE] * (ranks > 1)
     jobs = {name: job(folder, name, ranks, seq_len) for name in (HF, *other)}
     torch.manual_seed(0)
     tokens = torch.randint(jobs[HF].model.vocab_size, (1, seq_len + 1))
