@@ -305,7 +305,7 @@ class Products(TorchDispatchMode):
             self._recorder.note(Product(2 * args[0].numel() * args[1].shape[-1]))
         else:
             out = func(*args, **kwargs)
-        if (count := flop_registry.get(func.overloadpacket)) is not None:
-            self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+            if (count := flop_registry.get(func.overloadpacket)) is not None:
+                self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

@@ -4,8 +4,8 @@ The model goes forward and back once on the meta device, over channels of the la
 say what would travel. So what is planned is what the layers do, in the order in which they do it,
 and what autograd keeps of it.
 
-Two blocks of a kind are run and stand for all of it. Kinds are told apart by what the blocks
-declare and by the shapes of their weights.
+At most two blocks of a kind are run, and stand for all of it. Kinds are told apart by what the
+blocks declare and by the shapes of their weights.
 
 [Note: Plain loss] Tables and head are rehearsed with layers that are not recomputed. A rehearsal of
 layers that are goes back from a sum, and is of use for them alone.
@@ -270,8 +270,8 @@ def _forward(whole: Chunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor |
         if model.hf is None:
             raise
         raise ValueError(
-            f"cannot plan model.hf={model.hf}: what it computes depends on values, such as which"
-            f" experts a token goes to ({str(error).splitlines()[0]}); isp profile measures a run"
+            f"cannot plan model.hf={model.hf}: its code does not run without values, such as which"
+            f" experts a token goes to: {next(iter(str(error).splitlines()), '')}"
         ) from error
 
 

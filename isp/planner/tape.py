@@ -182,7 +182,7 @@ class TapeRecorder:
         """The block that what is kept belongs to: the next from a block's last visit on."""
         self._launched = 0
         self._next: dict[int, int] = {}
-        """The block behind each."""
+        """The block that is run behind each."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
         """Blocks and visits that forward has come to."""

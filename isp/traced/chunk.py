@@ -250,8 +250,11 @@ class TracedChunk:
             yield DeclaredVisit(name=name, at=point, launch_point=launch_point, passes=Passes())
             return
         at = self.model.get_submodule(call.module)
+        if call.kind is Kind.EXPERTS and self._plan is not None:  # they are whole
+            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
+            return
         if call.kind is Kind.EXPERTS:
-            for weight in self._experts[call.module].weights if self._plan is None else ():
+            for weight in self._experts[call.module].weights:
                 first = weight is self._experts[call.module].weights[0]
                 yield DeclaredVisit(
                     name=f"{name}.{weight.weight_name}",
@@ -259,7 +262,7 @@ class TracedChunk:
                     at=at,
                     launch_point=launch_point if first else None,
                     with_previous=not first,
-                    passes=_passes_of_experts(weight.weight, call.route),
+                    passes=_passes_of_experts(weight.weight, call.route or 0),
                 )
             return
         yield DeclaredVisit(
@@ -329,13 +332,13 @@ class TracedChunk:
         """
         passage = self._under_way(block)
         passage.arrive(Kind.BLOCK, block)
-        if block in self.left_out:
-            return args[0]
         masks = passage.masks
 
         if not args:  # its input is the first of what it is called with
             first, *others = kwargs.items()
             forward, args, kwargs = partial(_by_name, forward, first[0]), first[1:], dict(others)
+        if block in self.left_out:
+            return args[0]
 
         def run(*args: Any) -> Any:
             with self._passing(Passage(block, self._calls[block], masks)), self._host.attending():
@@ -489,10 +492,9 @@ def _nothing(holder: SwappedLinear | SwappedTable, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], columns if holder.transposed else rows)
 
 
-def _passes_of_experts(weight: Tensor, route: int | None) -> Passes:
+def _passes_of_experts(weight: Tensor, route: int) -> Passes:
     """What each expert is given is written and read, for as many as a token goes to."""
-    experts, *sizes = weight.shape
-    return Passes(between=2 * min(sizes) * (experts if route is None else route))
+    return Passes(between=2 * min(weight.shape[1:]) * route)
 
 
 def _visit_name(call: Call) -> str:

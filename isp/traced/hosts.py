@@ -110,7 +110,7 @@ class HuggingFace:
             if isinstance(getattr(part, "rope_type", None), str):
                 setattr(part, "rope_type", "default")  # noqa: B010
         whole: Any = model
-        with suppress(ValueError):  # which models say that have no experts, or know one way alone
+        with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
             whole.set_experts_implementation("grouped_mm")
         return model
 

@@ -192,17 +192,15 @@ def _cut_experts(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) 
     others = {call.module for call in experts if call.block is None or call.route is None}
     others |= {name.rpartition(".")[0] for name in reads}
     cut = {call.module for call in experts} - others
-    held = {
-        id(parameter)
-        for name, module in model.named_modules()
-        if name not in cut
-        for parameter in module.parameters(recurse=False)
-    }
-    return {
-        name
-        for name in cut
-        if not any(id(p) in held for p in model.get_submodule(name).parameters(recurse=False))
-    }
+    own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
+    while True:
+        held = set[int]().union(
+            *(parameters for name, parameters in own.items() if name not in cut)
+        )
+        left = {name for name in cut if not own[name] & held}
+        if left == cut:
+            return cut
+        cut = left
 
 
 def _head(
@@ -335,10 +333,16 @@ class _Recorder:
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
-    """To how many experts a token goes, of which transformers gives the numbers, [N, k], second."""
-    if len(given) > 1 and isinstance(given[1], Tensor) and not given[1].is_floating_point():
-        return given[1].shape[-1]
-    return None
+    """To how many experts a token goes, if a call is like transformers': [N, D], then [N, k]."""
+    if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
+        return None
+    tokens, numbers = given[:2]
+    if len(tokens) != len(numbers) or numbers.dtype not in _NUMBERS:
+        return None
+    return int(numbers.shape[1])
+
+
+_NUMBERS = (torch.int32, torch.int64)
 
 
 class _Reads(TorchFunctionMode):

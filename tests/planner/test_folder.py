@@ -16,6 +16,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.parallel import Axis
+from isp.planner import rehearsal
 from isp.planner.case import Case
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
@@ -123,6 +124,22 @@ def test_planned_peak_of_experts_is_the_measured_one(tmp_path: Path) -> None:
         for rank, found in enumerate(of_ranks):
             planned = memory(Case.of(config, WORLD, on_cpu=True), rank)
             assert planned.total == pytest.approx(found[n], rel=0.1), (LAYOUTS[n], planned.moment)
+
+
+def test_first_and_last_of_a_kind_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches memory that is kept for a block which is left out, and a kind without a block."""
+    sizes = {"num_hidden_layers": 6, "mlp_only_layers": [2, 3, 4]}
+    job = write_job(tmp_path, write_folder(tmp_path, "qwen3_moe", weights=False, **sizes))
+    cases = [Case.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:4]]
+    found = [memory(case, 0).total for case in cases]
+    rehearsal._rehearsed.cache_clear()
+    monkeypatch.setattr(rehearsal, "_first_and_last", lambda kinds: range(len(kinds)))
+    try:
+        assert [memory(case, 0).total for case in cases] == pytest.approx(found, rel=0.01)
+    finally:
+        rehearsal._rehearsed.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])
