@@ -82,8 +82,8 @@ class _Block(OwnBlock):
         if self.experts.trouble == "beside":
             self.experts.factor = weights.sum()
         y = self.experts(tokens, numbers, weights=weights)
-        y = y + self.experts(torch.sin(tokens), numbers, weights=weights)
         self.unused = self.experts(torch.cos(tokens), numbers, weights=weights).detach().mean()
+        y = y + self.experts(torch.sin(tokens), numbers, weights=weights)
         return x + y.view(x.shape)
 
 
@@ -93,7 +93,7 @@ class Chosen(Own):
     def __init__(self, trouble: str = "") -> None:
         super().__init__()
         first, second = OwnExperts(32), OwnExperts(32)
-        first.trouble = trouble
+        second.trouble = trouble
         self.blocks = nn.ModuleList(_Block(experts) for experts in (first, second, first))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Any:
@@ -224,7 +224,7 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
     for trouble, words in told.items():
         for found in run_ranks(2, _refused, trouble):
             assert words in found
-            assert "blocks.0.experts" in found
+            assert "blocks.1.experts" in found
 
 
 def test_flops_count_the_experts_that_a_token_goes_to() -> None:
