@@ -61,11 +61,12 @@ class DryWeights(WPCommunicator):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        before, self._recorder.phase = self._recorder.phase, Phase.RECOMPUTE
+        before = self._recorder.phase, self.is_recomputing
+        self._recorder.phase, self.is_recomputing = Phase.RECOMPUTE, True
         try:
             yield
         finally:
-            self._recorder.phase = before
+            self._recorder.phase, self.is_recomputing = before
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return master_dtype(dtype) if self._wide_gradients else dtype

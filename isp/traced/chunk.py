@@ -96,7 +96,7 @@ class TracedChunk:
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
         self._recompute = Recomputer(
             tracker=RngStatesTracker(layers.device),
-            announce=self._computing_again,
+            announce=layers.recomputing,
             offload_to=layers.host if offload else None,
             segment=segment,
         )
@@ -112,7 +112,6 @@ class TracedChunk:
         self._passage: Passage | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
-        self._computes_again = False
         self._named = tuple(shard_parameters(model, trace, layers, plan))
         self._swap()
         host.connect(model, self._attend)
@@ -348,15 +347,6 @@ class TracedChunk:
             return self._recompute(run, *args)
         return run(*args)
 
-    @contextmanager
-    def _computing_again(self) -> Iterator[None]:
-        before, self._computes_again = self._computes_again, True
-        try:
-            with self._layers.recomputing():
-                yield
-        finally:
-            self._computes_again = before
-
     # -- behind the head ---------------------------------------------------------------------
 
     def _whole_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -434,7 +424,7 @@ class TracedChunk:
 
     def _place(self) -> Place:
         passage = self._under_way("experts")
-        return Place(passage.passed, self._recomputed[passage.name], self._computes_again)
+        return Place(passage.passed, self._recomputed[passage.name])
 
     def _under_way(self, called: str) -> Passage:
         if self._passage is None:

@@ -54,8 +54,6 @@ class Place(NamedTuple):
     """Among the calls of its block."""
     recomputed: bool
     """Whether the block is."""
-    recomputing: bool
-    """Whether that is under way."""
 
 
 class SwappedExperts:
@@ -291,10 +289,11 @@ class _Experts(torch.autograd.Function):
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
         ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
         with experts.whole(Phase.FORWARD) as full:
-            if ctx.place.recomputed and not ctx.place.recomputing:
+            recomputing = experts.communicator.is_recomputing
+            if ctx.place.recomputed and not recomputing:
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
-            with torch.enable_grad(), _SavedParts(experts, full, ctx.place.recomputing):
+            with torch.enable_grad(), _SavedParts(experts, full, recomputing):
                 token = torch.empty(0, requires_grad=True)
                 begun = [
                     _Begin.apply(x, token) if needed else x.detach()

@@ -250,7 +250,7 @@ class ISPCommunicator(WPCommunicator):
         self._cursor: PlanCursor | None = None
         self._announced = False
         """Whether somebody calls `begin` [Note: Unannounced]."""
-        self._recomputing = False
+        self.is_recomputing = False
         self._latch = _ErrorLatch()
 
     @property
@@ -327,11 +327,11 @@ class ISPCommunicator(WPCommunicator):
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Forward passes in this context compute again what a backward is about to need."""
-        before, self._recomputing = self._recomputing, True
+        before, self.is_recomputing = self.is_recomputing, True
         try:
             yield
         finally:
-            self._recomputing = before
+            self.is_recomputing = before
 
     def switch_current_model_chunk(self, chunk: int) -> None:
         """Say which chunk's forward or backward runs from here on."""
@@ -391,7 +391,7 @@ class ISPCommunicator(WPCommunicator):
         """The planned step of a visit; what was planned on the way to it is done."""
         if self._latch.error is not None:
             self._latch.check()
-        if self._recomputing and phase is _FORWARD:  # a layer does not know that it is
+        if self.is_recomputing and phase is _FORWARD:  # a layer does not know that it is
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
         if not self._announced and phase is _FORWARD and (found is None or found[1]):

@@ -60,6 +60,9 @@ class WPCommunicator(ABC):
 
     gathers_weights: bool
     """Whether weights, and so their gradients, travel."""
+    is_recomputing = False
+    """Whether forward passes compute again what a backward needs: within `recomputing`, if weights
+    are gathered."""
 
     @property
     @abstractmethod

@@ -91,8 +91,8 @@ def run_experts(bench: Bench, announced: bool) -> None:
         check_and_update(model, full)
     assert {id(m) for m in asked} == {id(model.one), id(model.expert), id(model.two)}
     with wrapper.recomputing():
-        assert dense._recomputing
-        assert expert._recomputing
+        assert dense.is_recomputing
+        assert expert.is_recomputing
     wrapper.begin(sequential_actions(1))
     assert min(leased_bytes(c) for c in (dense, expert)) > 0
     wrapper.drain()
