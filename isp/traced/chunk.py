@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,6 @@ from isp.layers.head import chunked_loss, chunked_losses
 from isp.layers.linear import Moves, Role, moves_for, multiply
 from isp.layers.loss import losses_and_gradient, vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
-from isp.parallel.config import LaunchPoint
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.traced.experts import Place, SwappedExperts
@@ -35,14 +33,10 @@ from isp.traced.passage import Masks, Passage, outer_calls
 from isp.traced.region import Entrance
 from isp.traced.swap import SwappedLinear, SwappedTable, shard_parameters
 from isp.traced.tensor_plan import TensorPlan, in_features
-from isp.traced.trace import (
-    Call,
-    Kind,
-    ModelTrace,
-    is_transposed,
-)
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
-from isp.weights.trace import Passes, inputs_kept
+from isp.traced.trace import Kind, ModelTrace
+from isp.traced.visits import parts_of, visits_of
+from isp.weights.declare import DeclaredBlock
+from isp.weights.trace import inputs_kept
 from isp.weights.wp import FullWeights
 
 __all__ = ["InitialWeights", "TracedChunk"]
@@ -213,71 +207,19 @@ class TracedChunk:
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """The weights gathered in a forward, in order."""
-        declared = []
-        for block, group in groupby(self.trace.calls, key=lambda call: call.block):
-            calls = list(group)
-            if block is None:
-                declared += [self._declared(call.module, None, [call]) for call in calls]
-            else:
-                declared.append(self._declared(block, block, calls))
-        return tuple(declared)
+        holders = {**self._holders, **({} if self._plan is not None else self._experts)}
+        return tuple(
+            DeclaredBlock(
+                name=name,
+                module=self.model.get_submodule(name),
+                visits=tuple(visits_of(self.model, calls, holders, self._points, self._head)),
+                recomputed=self._recomputed.get(name, False),
+                input_kept=self._input_kept.get(name, True),
+            )
+            for name, calls in parts_of(self.trace)
+        )
 
     # -- inside ------------------------------------------------------------------------------
-
-    def _declared(self, name: str, block: str | None, calls: list[Call]) -> DeclaredBlock:
-        points = _launch_points(calls) if block is not None else {}
-        visits = [
-            visit
-            for index, call in enumerate(calls)
-            for visit in self._visits(name, call, points.get(index))
-        ]
-        return DeclaredBlock(
-            name=name,
-            module=self.model.get_submodule(name),
-            visits=tuple(visits),
-            recomputed=block is not None and self._recomputed[block],
-            input_kept=block is None or self._input_kept[block],
-        )
-
-    def _visits(
-        self, part: str, call: Call, launch_point: LaunchPoint | None
-    ) -> Iterator[DeclaredVisit]:
-        """The visits of a call in a part of the model."""
-        name = _visit_name(call)
-        if call.kind is Kind.ATTENTION:
-            point = self._points[part]
-            yield DeclaredVisit(name=name, at=point, launch_point=launch_point, passes=Passes())
-            return
-        at = self.model.get_submodule(call.module)
-        if call.kind is Kind.EXPERTS and self._plan is not None:  # they are whole
-            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
-            return
-        if call.kind is Kind.EXPERTS:
-            for weight in self._experts[call.module].weights:
-                first = weight is self._experts[call.module].weights[0]
-                yield DeclaredVisit(
-                    name=f"{name}.{weight.weight_name}",
-                    layer=weight,
-                    at=at,
-                    launch_point=launch_point if first else None,
-                    with_previous=not first,
-                    passes=_passes_of_experts(weight.weight, call.route or 0),
-                )
-            return
-        yield DeclaredVisit(
-            name=name,
-            layer=self._holders[call.module],
-            at=at,
-            launch_point=launch_point,
-            weight_in_backward=call.kind is not Kind.TABLE and call.module != self._head,
-            passes=self._passes(call),
-        )
-
-    def _passes(self, call: Call) -> Passes:
-        """What a linear is given is written and read; of a table, the rows."""
-        rows, columns = self._holders[call.module].layouts["weight"].global_shape
-        transposed = is_transposed(self.model.get_submodule(call.module))
-        return Passes(between=2 * (rows if transposed else columns))
 
     def _swap(self) -> None:
         """Let linears, tables and blocks go through this chunk."""
@@ -480,28 +422,3 @@ def _nothing(holder: SwappedLinear | SwappedTable, x: Tensor) -> Tensor:
     if isinstance(holder, SwappedTable):
         return holder.weight.new_zeros(*x.shape, columns)
     return x.new_zeros(*x.shape[:-1], columns if holder.transposed else rows)
-
-
-def _passes_of_experts(weight: Tensor, route: int) -> Passes:
-    """What each expert is given is written and read, for as many as a token goes to."""
-    return Passes(between=2 * min(weight.shape[1:]) * route)
-
-
-def _visit_name(call: Call) -> str:
-    if call.kind is not Kind.ATTENTION:
-        return call.module.removeprefix(f"{call.block}.")
-    window = None if call.sizes is None else call.sizes.window
-    return "attn" if window is None else f"attn of {window} tokens"
-
-
-def _launch_points(calls: list[Call]) -> dict[int, LaunchPoint]:
-    """The places of a block that the configuration has names for."""
-    attention = next(i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION)
-    points = {attention: LaunchPoint.ATTN}
-    if attention > 0:
-        points[0] = LaunchPoint.WQKV
-    for point, index in zip(
-        (LaunchPoint.WO, LaunchPoint.W1), range(attention + 1, len(calls)), strict=False
-    ):
-        points[index] = point
-    return points

@@ -1,0 +1,106 @@
+"""A traced model as a communicator wants it: the places where a forward reads weights, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from torch import Tensor, nn
+
+from isp.parallel.config import LaunchPoint
+from isp.traced.experts import SwappedExperts
+from isp.traced.swap import SwappedLinear, SwappedTable
+from isp.traced.trace import Call, Kind, ModelTrace, is_transposed
+from isp.weights.declare import DeclaredVisit
+from isp.weights.trace import Passes
+
+__all__ = ["parts_of", "visits_of"]
+
+
+def parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
+    """The parts of a model that are gathered as units, with their calls, in order.
+
+    The blocks by their names, and each call outside of them by its module's.
+    """
+    for block, calls in groupby(trace.calls, key=lambda call: call.block):
+        if block is None:
+            yield from ((call.module, [call]) for call in calls)
+        else:
+            yield block, list(calls)
+
+
+def visits_of(
+    model: nn.Module,
+    calls: Sequence[Call],
+    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts],
+    points: Mapping[str, nn.Module],
+    head: str | None,
+) -> Iterator[DeclaredVisit]:
+    """The visits of a part of `model`, which makes these `calls`.
+
+    `holders`: of weights, by module; experts that have none are whole. `points`: what is called
+    where a block attends. `head`: a linear whose weight backward does not read.
+    """
+    named = _launch_points(calls)
+    for index, call in enumerate(calls):
+        name, launch_point = _name(call), named.get(index)
+        if call.kind is Kind.ATTENTION:
+            at = points[call.module]
+            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
+            continue
+        at, holder = model.get_submodule(call.module), holders.get(call.module)
+        if holder is None:
+            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
+        elif isinstance(holder, SwappedExperts):
+            for number, weight in enumerate(holder.weights):
+                yield DeclaredVisit(
+                    name=f"{name}.{weight.weight_name}",
+                    layer=weight,
+                    at=at,
+                    launch_point=None if number else launch_point,
+                    with_previous=number > 0,
+                    passes=_passes_of_experts(weight.weight, call.route or 0),
+                )
+        else:
+            yield DeclaredVisit(
+                name=name,
+                layer=holder,
+                at=at,
+                launch_point=launch_point,
+                weight_in_backward=call.kind is not Kind.TABLE and call.module != head,
+                passes=_passes(holder),
+            )
+
+
+def _passes(holder: SwappedLinear | SwappedTable) -> Passes:
+    """What a linear is given is written and read; of a table, the rows."""
+    rows, columns = holder.layouts["weight"].global_shape
+    return Passes(between=2 * (rows if is_transposed(holder.module) else columns))
+
+
+def _passes_of_experts(weight: Tensor, route: int) -> Passes:
+    """What each expert is given is written and read, for as many as a token goes to."""
+    return Passes(between=2 * min(weight.shape[1:]) * route)
+
+
+def _name(call: Call) -> str:
+    if call.kind is not Kind.ATTENTION:
+        return call.module.removeprefix(f"{call.block}.")
+    window = None if call.sizes is None else call.sizes.window
+    return "attn" if window is None else f"attn of {window} tokens"
+
+
+def _launch_points(calls: Sequence[Call]) -> dict[int, LaunchPoint]:
+    """The places of a block that the configuration has names for; none outside of blocks."""
+    kinds = [call.kind for call in calls]
+    if Kind.ATTENTION not in kinds:
+        return {}
+    attention = kinds.index(Kind.ATTENTION)
+    points = {attention: LaunchPoint.ATTN}
+    if attention > 0:
+        points[0] = LaunchPoint.WQKV
+    for point, index in zip(
+        (LaunchPoint.WO, LaunchPoint.W1), range(attention + 1, len(calls)), strict=False
+    ):
+        points[index] = point
+    return points
