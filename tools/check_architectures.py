@@ -18,8 +18,9 @@ import torch
 from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
 from isp.traced.model import TracedModel
+from isp.traced.roles import Role
 from isp.traced.tiny import tiny_config, tiny_model
-from isp.traced.trace import AttentionSizes, ModelTrace, Role
+from isp.traced.trace import AttentionSizes, ModelTrace
 from isp.train.check import Check, Layout, Verdict, fault_of
 from isp.train.check_subjects import HuggingFaceSubject
 

@@ -26,8 +26,9 @@ from isp.traced.chunk import InitialWeights, TracedChunk
 from isp.traced.hosts import OwnModule, host_of
 from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.region import OnlyColumnsRead
+from isp.traced.roles import Role
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
-from isp.traced.trace import Kind, Role, check_drivable, experts_passed, trace_model
+from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
 from isp.weights.trace import recomputed_blocks
 from isp.weights.wp import LocalWeights
 

@@ -22,8 +22,9 @@ from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
 from isp.traced.region import Entrance
+from isp.traced.roles import Role, is_transposed
 from isp.traced.tensor_plan import TensorPlan
-from isp.traced.trace import ModelTrace, Role, is_transposed
+from isp.traced.trace import ModelTrace
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]

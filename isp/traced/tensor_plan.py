@@ -18,8 +18,9 @@ from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo
 from isp.layers.linear import Moves, Role, moves_for
 from isp.parallel import Mode
-from isp.traced.trace import Call, Kind, ModelTrace, is_linear, is_transposed
-from isp.traced.trace import Role as ParameterRole
+from isp.traced.roles import Role as ParameterRole
+from isp.traced.roles import is_linear, is_transposed
+from isp.traced.trace import Call, Kind, ModelTrace
 
 __all__ = ["Cut", "Region", "TensorPlan", "in_features", "tensor_plan"]
 

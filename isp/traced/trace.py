@@ -19,13 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import Attend, AttentionOptions
 from isp.traced.head import HeadFinder
+from isp.traced.roles import (
+    Role,
+    check_reads,
+    holds_experts,
+    is_linear,
+    is_transposed,
+    roles_of,
+)
 
 __all__ = [
     "AttentionSizes",
     "Call",
     "Kind",
     "ModelTrace",
-    "Role",
     "check_drivable",
     "experts_passed",
     "trace_model",
@@ -71,21 +78,6 @@ class Call(NamedTuple):
     """Of attention."""
     route: int | None = None
     """To how many of the experts a token goes; None: the call does not tell."""
-
-
-class Role(StrEnum):
-    """The places where a parameter may live."""
-
-    SHARDED = "sharded"
-    """Of a linear or a table: cut over the weight group, and gathered to be read."""
-    VECTOR = "vector"
-    """Norms, sinks: whole on every rank."""
-    EXPERT = "expert"
-    """Experts [E, .., ..] that are called as transformers calls them: as `SHARDED`."""
-    ROUTER = "router"
-    """Other experts, routers of experts, and their biases: whole on every rank."""
-    IDLE = "idle"
-    """Of a linear or table that no forward calls: whole on every rank."""
 
 
 class ModelTrace(NamedTuple):
@@ -168,8 +160,8 @@ def trace_model(
     calls = tuple(c for c in every if c.kind is not Kind.EXPERTS or c.module in cut)
     _check_blocks(model, calls)
     parameters = dict(model.named_parameters())
-    roles = _roles(model, {call.module for call in calls})
-    _check_reads(recorder.reads, roles)
+    roles = roles_of(model, {call.module for call in calls})
+    check_reads(recorder.reads, roles)
     return ModelTrace(
         calls,
         roles,
@@ -226,19 +218,9 @@ def _multiplied(model: nn.Module, calls: Iterable[Call], roles: dict[str, Role])
             if call.kind is Kind.EXPERTS and parameter.dim() == 3:
                 total += parameter[: call.route].numel()
     for name in (name for name, role in roles.items() if role is Role.ROUTER):
-        if not _holds_experts(model.get_submodule(name.rpartition(".")[0])):
+        if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
             total += model.get_parameter(name).numel()
     return total
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's own, or GPT-2's with a transposed weight."""
-    return type(module) is nn.Linear or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a linear with a weight [I, O]: `Conv1D` of transformers, known by its shape."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 class _Recorder:
@@ -284,7 +266,7 @@ class _Recorder:
                     on(module.register_forward_hook, self._called(name))
                 elif isinstance(module, nn.Embedding):
                     on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
-                elif _holds_experts(module):
+                elif holds_experts(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
             stack.enter_context(experts_passed(self._model))
             yield
@@ -369,7 +351,7 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
     """In this context experts hand on what they are given: routes depend on values."""
     with ExitStack() as stack:
         for module in model.modules():
-            if _holds_experts(module):
+            if holds_experts(module):
                 stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
         yield
 
@@ -427,58 +409,6 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
             )
 
 
-def _check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
-    """Raise ValueError for a weight that is cut, and read by another than its own module."""
-    for name, by in reads.items():
-        if roles[name] is Role.SHARDED:
-            raise ValueError(
-                f"{name} is read by {by} outside of its module's forward, where a rank has a part"
-                f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
-                f" table's)"
-            )
-
-
 _HOW = (
     "A layer has to call transformers' attention interface, or isp.attention(q, k, v), exactly once"
 )
-
-
-def _roles(model: nn.Module, called: set[str]) -> dict[str, Role]:
-    """The role of each parameter; raises ValueError for one that has none."""
-    roles: dict[str, Role] = {}
-    kept = {id(p): name for name, p in model.named_parameters()}
-    for name, module in model.named_modules():
-        for local, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{local}" if name else local
-            role = _role(model, name, module, parameter, called)
-            if role is None:
-                raise ValueError(
-                    f"{full} {list(parameter.shape)} of {type(module).__name__} is neither of an"
-                    f" nn.Linear or nn.Embedding, nor a vector, nor of experts or their router:"
-                    f" isp does not know how to cut it, or how to sum its gradient"
-                )
-            first = kept[id(parameter)]
-            if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
-                roles[first] = role
-    return roles
-
-
-def _role(
-    model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
-) -> Role | None:
-    if is_linear(module) or isinstance(module, nn.Embedding):
-        return Role.SHARDED if name in called else Role.IDLE
-    if parameter.dim() <= 1:
-        return Role.VECTOR
-    if _holds_experts(module):
-        return Role.EXPERT if name in called and parameter.dim() == 3 else Role.ROUTER
-    parent = model.get_submodule(name.rpartition(".")[0])
-    if parameter.dim() == 2 and any(_holds_experts(sibling) for sibling in parent.children()):
-        return Role.ROUTER
-    return None
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """Whether a module has weights of several experts in one: [E, .., ..]."""
-    own = module.parameters(recurse=False)
-    return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)

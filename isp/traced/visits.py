@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from isp.parallel.config import LaunchPoint
 from isp.traced.experts import SwappedExperts
+from isp.traced.roles import is_transposed
 from isp.traced.swap import SwappedLinear, SwappedTable
-from isp.traced.trace import Call, Kind, ModelTrace, is_transposed
+from isp.traced.trace import Call, Kind, ModelTrace
 from isp.weights.declare import DeclaredVisit
 from isp.weights.trace import Passes
 

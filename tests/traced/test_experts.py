@@ -1,4 +1,4 @@
-"""Experts of others' models: cut over the ranks, whole only while they compute."""
+"""Experts of others' models: cut over the ranks, and gathered as linears are."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _between(rank: int, recompute: float) -> tuple[int, int]:
     return alive, len(whole)
 
 
-def test_no_whole_weight_outlives_its_forward() -> None:
+def test_no_graph_keeps_a_whole_weight() -> None:
     """Catches a graph of experts that keeps what it read: all layers' whole weights at once."""
     for recompute in (0.0, 1.0):
         for alive, made in run_ranks(2, _between, recompute):

@@ -1,0 +1,96 @@
+"""Where each parameter of somebody else's model may live: what is cut, and what is whole.
+
+E experts
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import nn
+
+__all__ = [
+    "Role",
+    "check_reads",
+    "holds_experts",
+    "is_linear",
+    "is_transposed",
+    "roles_of",
+]
+
+
+class Role(StrEnum):
+    """The places where a parameter may live."""
+
+    SHARDED = "sharded"
+    """Of a linear or a table: cut over the weight group, and gathered to be read."""
+    VECTOR = "vector"
+    """Norms, sinks: whole on every rank."""
+    EXPERT = "expert"
+    """Experts [E, .., ..] that are called as transformers calls them: as `SHARDED`."""
+    ROUTER = "router"
+    """Other experts, routers of experts, and their biases: whole on every rank."""
+    IDLE = "idle"
+    """Of a linear or table that no forward calls: whole on every rank."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's own, or GPT-2's with a transposed weight."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear with a weight [I, O]: `Conv1D` of transformers, known by its shape."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def roles_of(model: nn.Module, called: set[str]) -> dict[str, Role]:
+    """The role of each parameter; raises ValueError for one that has none."""
+    roles: dict[str, Role] = {}
+    kept = {id(p): name for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{local}" if name else local
+            role = _role(model, name, module, parameter, called)
+            if role is None:
+                raise ValueError(
+                    f"{full} {list(parameter.shape)} of {type(module).__name__} is neither of an"
+                    f" nn.Linear or nn.Embedding, nor a vector, nor of experts or their router:"
+                    f" isp does not know how to cut it, or how to sum its gradient"
+                )
+            first = kept[id(parameter)]
+            if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
+                roles[first] = role
+    return roles
+
+
+def _role(
+    model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
+) -> Role | None:
+    if is_linear(module) or isinstance(module, nn.Embedding):
+        return Role.SHARDED if name in called else Role.IDLE
+    if parameter.dim() <= 1:
+        return Role.VECTOR
+    if holds_experts(module):
+        return Role.EXPERT if name in called and parameter.dim() == 3 else Role.ROUTER
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
+        return Role.ROUTER
+    return None
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of several experts in one: [E, .., ..]."""
+    own = module.parameters(recurse=False)
+    return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)
+
+
+def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
+    """Raise ValueError for a weight that is cut, and read by another than its own module."""
+    for name, by in reads.items():
+        if roles[name] is Role.SHARDED:
+            raise ValueError(
+                f"{name} is read by {by} outside of its module's forward, where a rank has a part"
+                f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
+                f" table's)"
+            )
