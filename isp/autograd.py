@@ -1,4 +1,4 @@
-"""Around torch's autograd: its `once_differentiable` at less cost, its hooks without a leak."""
+"""Around torch's autograd: its functions at less cost, its hooks without a leak."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.autograd import function
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["after_gradients", "once_differentiable"]
+__all__ = ["Function", "after_gradients", "once_differentiable"]
 
 R = TypeVar("R")
 T = TypeVar("T")
+
+
+class Function(function.Function):
+    """torch's own, whose `apply` first looks for the transforms of `torch.func` and their tensors.
+
+    None of ours can be transformed so. Torch still refuses it, in fewer words.
+    """
+
+    apply = vars(torch._C._FunctionBase)["apply"]
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from isp.autograd import Function
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.kept_inputs import HostInputs, Keep, Restore, Segment, in_parts
@@ -134,7 +135,7 @@ def _with_first_held(
     return of_held, (held, *rest)
 
 
-class _Ticket(torch.autograd.Function):
+class _Ticket(Function):
     """Hands tensors through and saves an empty one: who reads it has them computed again."""
 
     @staticmethod

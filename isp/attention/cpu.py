@@ -28,6 +28,7 @@ from isp.attention.pieces import (
     document_lengths,
     pieces_of,
 )
+from isp.autograd import Function
 
 __all__ = ["CpuAttention"]
 
@@ -161,7 +162,7 @@ def _gradients(
     return dq, dk, dv
 
 
-class _Pieces(torch.autograd.Function):
+class _Pieces(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None

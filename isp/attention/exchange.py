@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 
@@ -280,7 +280,7 @@ class _Trip:
         return arrival()
 
 
-class _Depart(torch.autograd.Function):
+class _Depart(Function):
     @staticmethod
     def forward(ctx: Any, trip: _Trip, *xs: Tensor) -> Tensor:
         ctx.trip = trip
@@ -293,7 +293,7 @@ class _Depart(torch.autograd.Function):
         return None, *ctx.trip.arrive()
 
 
-class _Arrive(torch.autograd.Function):
+class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, trip: _Trip, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
@@ -319,7 +319,7 @@ def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) 
     return lambda: _Arrive.apply(trip, ticket)
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(Function):
     @staticmethod
     def forward(ctx: Any, exchange: RoundTrip, reverse: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.reverse = exchange, reverse
@@ -340,7 +340,7 @@ def exchanged(exchange: RoundTrip, *xs: Tensor, reverse: bool = False) -> tuple[
     return ys
 
 
-class NothingToAttend(torch.autograd.Function):
+class NothingToAttend(Function):
     """Attention of a rank without queries: empty, and joined to k, v and sinks all the same.
 
     Without this node the rank's backward would never reach their exchange, nor the sum of the

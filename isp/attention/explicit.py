@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isp.attention.mask import AttentionMask
 from isp.attention.pieces import EVERYTHING, Block, document_lengths, pieces_of
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 
 __all__ = ["ExplicitAttention"]
 
@@ -65,7 +65,7 @@ class ExplicitAttention:
         return torch.einsum("kgrc,ckd->rkgd", weights, v).flatten(1, 2)
 
 
-class _Blocks(torch.autograd.Function):
+class _Blocks(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -29,7 +29,7 @@ from torch import Tensor
 from isp.attention.keys import KeyExchange, wide
 from isp.attention.lse import LseKernel
 from isp.attention.route import Route
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 
@@ -108,7 +108,7 @@ class Ring:
             yield step, k, v
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring) -> Tensor:
         total, lse = ring.attend(q, kv)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.comm.channel import Channel
 from isp.parallel.partition import chunk_range, divide
@@ -59,7 +59,7 @@ _Move = Callable[[Tensor, _Cut, Channel], Tensor]
 """What it gives shares no memory with what it was given, unless it stays."""
 
 
-class _Mapped(torch.autograd.Function):
+class _Mapped(Function):
     """forward   y = move(x)
     backward  dx = back(dy)
     """

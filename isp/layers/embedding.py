@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import Moves, Wanted, wanted
 from isp.layers.module import MasterStream, ParallelModule
@@ -35,7 +35,7 @@ class TableLayer(WeightHolder, Protocol):
         """The row that takes no gradient, of those that backward adds up; -1: none."""
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Function):
     """forward   y = move_y(rows of the table; 0 for ids that other ranks hold)
     wgrad     dW = move_dy(dy) added up row by row, to the communicator
     """

@@ -36,7 +36,7 @@ from torch import Tensor
 from isp.attention import AttentionMask, DistributedAttention
 from isp.attention.exchange import Arrival
 from isp.attention.heads import HeadPlan
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import ParallelLinear, Wanted, wanted
 from isp.layers.norm import RMSNorm
@@ -134,7 +134,7 @@ class _Call(NamedTuple):
     """Of the input."""
 
 
-class _Groups(torch.autograd.Function):
+class _Groups(Function):
     """forward   out = x + move_y(sum of heads Wo^T), heads of move_x(norm(x))
     backward   of each group: its heads again, dWo, d(q, k, v), dWqkv, dn; dx = dout + norm'(dn)
     """

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Wanted, wanted
@@ -32,7 +32,7 @@ ChunkLoss = Callable[[Tensor, FullWeights, Tensor, Tensor | None], tuple[Tensor,
 target, and the gradient of what the linear gives; none where no gradient is expected."""
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _ChunkedLoss(Function):
     """forward   of each chunk of tokens: logits = move_y(move_x(x) W^T), their losses, and at once
                  dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
     backward  dx and dW, times dloss / expected; dW to the communicator

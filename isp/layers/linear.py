@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import MasterStream, ParallelModule
@@ -169,7 +169,7 @@ def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLaye
             yield cast(LinearLayer, visit.layer)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """forward   y = move_y(move_x(x) W^T + b)
     dgrad     dx = move_dx(move_dy(dy) W)
     wgrad     dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), to the communicator

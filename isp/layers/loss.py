@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 
@@ -85,7 +85,7 @@ def _gradient(softmax: _Softmax, dloss: Tensor, smoothing: float) -> Tensor:
     return values
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(Function):
     """forward   loss = log(sum exp(logits)) - (1 - e) logits[target] - e mean(logits)
     backward  dlogits = (softmax - (1 - e) onehot(target) - e / V) * dloss
 

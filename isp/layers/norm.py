@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.layers.compiled import lazily_compiled, widened
 from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
@@ -64,7 +64,7 @@ class RMSNorm(ParallelModule):
         return torch.ones(self.layouts[name].global_shape)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, inverse = _norm(x, weight, eps)
@@ -77,7 +77,7 @@ class _Norm(torch.autograd.Function):
         return *_norm_gradients(dout, *ctx.saved_tensors), None
 
 
-class _NormOfSum(torch.autograd.Function):
+class _NormOfSum(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isp.autograd import Function
 from isp.layers.linear import ParallelLinear, Wanted
 from isp.layers.weight_gradients import weight_gradient
 
 __all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
 
 
-class _Keep(torch.autograd.Function):
+class _Keep(Function):
     """Hands x through and saves it; the others only say that there is a backward to come."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import host_memory
 from isp.layers.compiled import lazily_compiled
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
@@ -140,7 +140,7 @@ def split_heads(
     return q, k, v
 
 
-class _Turn(torch.autograd.Function):
+class _Turn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -155,7 +155,7 @@ class _Turn(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(Function):
     @staticmethod
     def forward(
         ctx: Any, fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool

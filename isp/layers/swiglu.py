@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.layers.compiled import lazily_compiled, widened
 
 __all__ = ["silu_and_multiply"]
@@ -30,7 +30,7 @@ def silu_and_multiply(fused: Tensor, *, compiled: bool = False) -> Tensor:
     return out
 
 
-class _SiluAndMultiply(torch.autograd.Function):
+class _SiluAndMultiply(Function):
     @staticmethod
     def forward(ctx: Any, fused: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(fused)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import ParallelLinear, Wanted, wanted
@@ -62,7 +62,7 @@ class TiledMLP:
         return (slice(i, i + length) for i in range(0, x.shape[1], length))
 
 
-class _Tiles(torch.autograd.Function):
+class _Tiles(Function):
     """forward   out = x + y, y = move_y(row(activation(column(move_x(norm(x))))))
     backward   of each tile: h again, dW_row += dy^T h, dW_column += da^T n, dx = dout + norm'(dn)
     """

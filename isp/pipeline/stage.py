@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients
@@ -189,7 +189,7 @@ class _Entry:
         return dx
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     """forward   x, in a graph because of `door`, which is empty
     backward  dx to the entry
     """

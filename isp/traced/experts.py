@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.layers.linear import Wanted, wanted
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -264,7 +264,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class _Begin(torch.autograd.Function):
+class _Begin(Function):
     """Where a graph begins, at a tensor that it does not keep."""
 
     @staticmethod
@@ -276,7 +276,7 @@ class _Begin(torch.autograd.Function):
         raise AssertionError("a graph inside was followed beyond its beginning")
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Function):
     """forward   y = the module's code, on tensors and whole weights
     backward   their gradients; those of the weights, last one first, to the communicator
     """

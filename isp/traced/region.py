@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from isp.autograd import once_differentiable
+from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.cargo import Cargo, Purpose
 from isp.parallel import Mode
@@ -84,7 +84,7 @@ class Entrance:
         self.shown = None
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
