@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from isp.autograd import after_gradients
@@ -30,6 +31,8 @@ class _Gradient:
     """Gradients that were promised and have not come."""
     passed: bool = False
     """Whether the last backward pass is through with it."""
+    lent: bool = False
+    """Whether the buffer is being received into: what comes meanwhile waits in `p.grad`."""
 
     def open(self) -> Tensor:
         """The buffer, from here on with a gradient of this step."""
@@ -119,7 +122,7 @@ class MainGradients:
         for item in self.parameters:
             item.parameter.grad = None
         for gradient in self._of.values():
-            gradient.untouched, gradient.passed = True, False
+            gradient.untouched, gradient.passed, gradient.lent = True, False, False
         self._last = self._reduced = False
 
     @property
@@ -154,13 +157,28 @@ class MainGradients:
         self._require_open(gradient)
         gradient.owed += 1
 
+    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        """The main gradient itself, to receive a promised gradient of `dtype` in: of the first.
+
+        It is lent until it is given to `add`.
+        """
+        gradient = self._of[id(parameter)]
+        if not gradient.untouched or gradient.place.view.dtype != dtype:
+            return None
+        gradient.lent = True
+        return gradient.open()
+
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that did not come through autograd; keeps the promise if there is one.
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
         found = self._of[id(parameter)]
-        self._accumulate(found, gradient)
+        if gradient is found.place.view:
+            found.lent = False
+            self._take(found, parameter)
+        else:
+            self._accumulate(found, gradient)
         self._keep_promise(found)
 
     def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
@@ -184,9 +202,7 @@ class MainGradients:
         The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
         """
         gradient = self._of[id(parameter)]
-        if parameter.grad is not None:
-            self._accumulate(gradient, parameter.grad)
-            parameter.grad = None
+        self._take(gradient, parameter)
         gradient.passed = gradient.passed or self._last
         self._settle(gradient)
 
@@ -226,8 +242,15 @@ class MainGradients:
             hook.remove()
         self._hooks.clear()
 
+    def _take(self, gradient: _Gradient, parameter: nn.Parameter) -> None:
+        """Take what autograd has accumulated in `parameter.grad`, if anything."""
+        if parameter.grad is not None and not gradient.lent:
+            self._accumulate(gradient, parameter.grad)
+            parameter.grad = None
+
     def _accumulate(self, gradient: _Gradient, value: Tensor) -> None:
         self._require_open(gradient)
+        assert not gradient.lent, f"two communicators deliver gradients of {gradient.name}"
         if gradient.untouched:
             gradient.open().copy_(value)
         else:

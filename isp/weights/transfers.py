@@ -170,6 +170,12 @@ class GradientSink(Protocol):
     def promise(self, parameter: nn.Parameter) -> None:
         """Announce one `add`.  Raises RuntimeError if there is none to come any more."""
 
+    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        """The tensor, if there is one of `dtype`, that a promised gradient may be received in.
+
+        It is to be given to `add`, which then has nothing to do.
+        """
+
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient, as promised; the tensor may not be kept."""
 
@@ -182,6 +188,9 @@ class ParameterGradients:
 
     def promise(self, parameter: nn.Parameter) -> None:
         pass
+
+    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         pass
@@ -219,7 +228,8 @@ class _Sum(NamedTuple):
 class GradientReducer:
     """Sums full gradients over the weight group, each rank keeping its shard, in order of launch.
 
-    A gradient is sent from where it was computed if it is cut by rows and they divide.
+    A gradient is sent from where it was computed if it is cut by rows and they divide, and the sum
+    is then received where the sink adds it up, if it is the first there.
     At most `max_bytes_in_flight` of full gradients are kept: beyond that the oldest is waited for.
     """
 
@@ -249,14 +259,17 @@ class GradientReducer:
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
         while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        self._in_flight.append(self._send(parameter, grad, num_bytes))
+        place = None
+        if parameter.layout.travels_as_it_lies:
+            place = self.sink.place(parameter.parameter, self._summed_in(grad.dtype))
+        self._in_flight.append(self._send(parameter, grad, num_bytes, place))
         self.bytes_in_flight += num_bytes
 
     def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
         if self.channel.size == 1:
             return grad
-        sent = self._send(parameter, grad, 0)
+        sent = self._send(parameter, grad, 0, None)
         shard = sent.shard().clone()
         sent.release()
         return shard
@@ -270,16 +283,22 @@ class GradientReducer:
         while self._in_flight:
             self._deliver_oldest()
 
-    def _send(self, parameter: ShardedParameter, grad: Tensor, num_bytes: int) -> _Sum:
+    def _send(
+        self, parameter: ShardedParameter, grad: Tensor, num_bytes: int, place: Tensor | None
+    ) -> _Sum:
+        """Set the sum on its way to `place`, or into a buffer."""
         pieces = parameter.as_it_travels(grad, parameter.buffer_shape[0])
-        shape, device = parameter.layout.piece_shape, grad.device
-        leases = [self.pool.lease(shape, self._summed_in(grad.dtype), device)]
+        leases = []
+        if place is None:
+            shape, dtype = parameter.layout.piece_shape, self._summed_in(grad.dtype)
+            leases.append(self.pool.lease(shape, dtype, grad.device))
+            place = leases[0].tensor
         received = None
         if self.channel.sums_locally:
-            leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, device))
-            received = leases[1].tensor
+            leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
+            received = leases[-1].tensor
         pending = self.channel.reduce_scatter_into(
-            leases[0].tensor, pieces, received=received, cargo=parameter.gradient_cargo
+            place, pieces, received=received, cargo=parameter.gradient_cargo
         )
         return _Sum(parameter, pending, leases, num_bytes)
 
