@@ -165,7 +165,9 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
-        wide = (x if x.dim() == out.dim() else x.flatten(0, 1)).to(out.dtype)
+        wide = x if x.dim() == out.dim() else x.flatten(0, 1)
+        if wide.dtype != out.dtype:  # to torch, `to` is an operator even then
+            wide = wide.to(out.dtype)
         return self._launch(
             "reduce_scatter",
             cargo,

@@ -60,7 +60,8 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: TableLayer = ctx.layer
-        if not (want := wanted(ctx, 1)):
+        _, want = wanted(ctx, 2)
+        if not want:
             return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()

@@ -168,7 +168,7 @@ class _Groups(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         layer, column, row = call.layer, call.layer.column, call.layer.row
-        wants = [wanted(ctx, index) for index in range(len(ctx.needs_input_grad) - 1)]
+        wants = wanted(ctx, len(ctx.needs_input_grad) - 1)
         x = kept(call.node)
         leaves = [x.detach().requires_grad_(), layer.norm.weight][: 1 + bool(wants[1])]
         with torch.enable_grad():

@@ -102,7 +102,7 @@ class _ChunkedLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        want_x, want_w, want_b = (wanted(ctx, index) for index in range(3))
+        want_x, want_w, want_b = wanted(ctx, 3)
         dx, dw, db, expected = ctx.saved_tensors
         head, communicator = ctx.head, ctx.head.communicator
         factor = dloss / expected  # 1, unless somebody has done something else with the loss

@@ -114,19 +114,20 @@ class Wanted(IntEnum):
     """It flows on, to the function that made the input or into the sum that the leaf keeps."""
 
 
-def wanted(ctx: Any, index: int) -> Wanted:
-    """Say what the backward pass under way wants of input `index` of `ctx`'s function.
+def wanted(ctx: Any, count: int) -> list[Wanted]:
+    """Say what the backward pass under way wants of the first `count` inputs of `ctx`'s function.
 
     `ctx.needs_input_grad` only says what could have a gradient; `autograd.grad(y, x)` and
-    `backward(inputs=[x])` leave out the rest. The inputs before `index` have to be tensors.
+    `backward(inputs=[x])` leave out the rest. Of these all but the last have to be tensors.
     """
-    if not ctx.needs_input_grad[index]:
-        return _NOTHING
-    try:
-        runs = torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-    except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
-        return _VALUE
-    return _FLOW if runs else _NOTHING
+    found, nodes = [], ctx.next_functions
+    for index, needed in enumerate(ctx.needs_input_grad[:count]):
+        try:
+            runs = needed and torch._C._will_engine_execute_node(nodes[index][0])
+            found.append(_FLOW if runs else _NOTHING)
+        except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
+            found.append(_VALUE)
+    return found
 
 
 # Python 3.11 looks a member up as slowly as a function is called.
@@ -201,7 +202,7 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
-        want_x, want_w, want_b = wanted(ctx, 0), wanted(ctx, 1), wanted(ctx, 2)
+        want_x, want_w, want_b = wanted(ctx, 3)
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
         visit = communicator.visit(layer, _BACKWARD, weight) if want_x else _NO_VISIT

@@ -99,7 +99,7 @@ class _Tiles(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         mlp: TiledMLP = ctx.mlp
         column, row = mlp.column, mlp.row
-        want_x, want_norm, want_column, want_row = (wanted(ctx, index) for index in range(4))
+        want_x, want_norm, want_column, want_row = wanted(ctx, 4)
         x = kept(ctx.node)  # ahead of the visits: what is recomputed for it has visits of its own
         dx = torch.empty_like(x) if want_x else None
         d_norm = SummedGradient(want_norm)

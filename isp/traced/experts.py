@@ -317,7 +317,7 @@ class _Experts(Function):
         graph = ctx.graph
         if graph is None:
             graph = experts.recorded.pop(ctx.place.number)
-        wants = [wanted(ctx, index) for index in range(len(graph.begins))]
+        wants = wanted(ctx, len(graph.begins))
         with experts.read_by_backward():
             gradients = graph.backward(dy, wants)
         of_weights = range(len(wants) - len(experts.weights), len(wants))
