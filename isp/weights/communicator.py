@@ -141,7 +141,7 @@ class _Visit:
 
     @property
     def weight(self) -> Tensor:
-        weight = self._wait(GatheredLayer.weight)
+        weight = self._wait(0)
         # Only now: what is needed at once does not share the wire with what is needed next.
         if self._ahead:
             self._launch_ahead()
@@ -149,7 +149,7 @@ class _Visit:
 
     @property
     def bias(self) -> Tensor | None:
-        return self._wait(GatheredLayer.bias) if self._with_bias else None
+        return self._wait(1) if self._with_bias else None
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         communicator = self._communicator
@@ -171,13 +171,14 @@ class _Visit:
             if self._cursor is communicator._cursor:
                 communicator._launch(acts)
 
-    def _wait(self, what: Callable[[GatheredLayer], Tensor]) -> Tensor:
+    def _wait(self, index: int) -> Tensor:
+        """The full weight, or the bias behind it; waits for it."""
         communicator = self._communicator
         try:
             if self._held is None:
                 planned = self._cursor is communicator._cursor
                 self._held = communicator._hold(self._layer, planned, self._with_bias)
-            return what(self._held)
+            return self._held.full[index].wait()
         except Exception as failed:
             communicator._latch.error = failed
             raise
@@ -248,6 +249,10 @@ class ISPCommunicator(WPCommunicator):
         """The keys of all visits, in forward order."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
         self._cursor: PlanCursor | None = None
+        self._planned: Plan | None = None
+        """The plan that was followed last: often the next one, too."""
+        self._visited: list[Hashable] = []
+        """The keys of its steps."""
         self._announced = False
         """Whether somebody calls `begin` [Note: Unannounced]."""
         self.is_recomputing = False
@@ -376,7 +381,10 @@ class ISPCommunicator(WPCommunicator):
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
         self.drain()
-        self._cursor = cursor = PlanCursor(self.plan(actions), self._keys.__getitem__)
+        planned = self.plan(actions)
+        if planned is not self._planned:
+            self._planned, self._visited = planned, [self._keys[s.site] for s in planned.steps]
+        self._cursor = cursor = PlanCursor(planned, self._visited)
         streams.follow(self._stream)  # what is queued now, such as an update of the weights
         self._launch(cursor.plan.start)
         return cursor

@@ -35,7 +35,7 @@ in, first out, and whoever waited for the second would have waited for the first
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -106,13 +106,12 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
 
 
 class PlanCursor:
-    """A place in a plan. `key_of` names the visit at a site, as `arrive` will name it."""
+    """A place in a plan. `keys` names the visit at each step, as `arrive` will name it."""
 
-    def __init__(self, plan: Plan, key_of: Callable[[Site], Hashable]) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, keys: Sequence[Hashable]) -> None:
+        self.plan, self.keys = plan, keys
         self.position = 0
         """The next step that has not been arrived at."""
-        self._key_of = key_of
 
     def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
         """The step of this visit and those skipped on the way to it; None if it is not planned.
@@ -120,10 +119,10 @@ class PlanCursor:
         Looks through the rest of the current action, and through the first block of the next one:
         further away lies another visit of the same layer, which this one is not.
         """
-        steps, start = self.plan.steps, self.position
-        if start < len(steps):
+        steps, keys, start = self.plan.steps, self.keys, self.position
+        if start < len(keys) and keys[start] == key:
             step = steps[start]
-            if step.site.phase is phase and self._key_of(step.site) == key:  # nothing was skipped
+            if step.site.phase is phase:  # nothing was skipped
                 self.position = start + 1
                 return step, ()
         current = _action(steps[start - 1]) if start else None
@@ -135,7 +134,7 @@ class PlanCursor:
                     action_ahead, first_block = _action(step), step.site.block
                 if _action(step) != action_ahead or step.site.block != first_block:
                     return None
-            if step.site.phase is phase and self._key_of(step.site) == key:
+            if step.site.phase is phase and keys[index] == key:
                 self.position = index + 1
                 return step, steps[start:index]
         return None
@@ -143,9 +142,10 @@ class PlanCursor:
     def goes_forward(self, key: Hashable, weight: str) -> bool:
         """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
         inside = False
-        for step in islice(self.plan.steps, max(0, self.position - 1), None):
+        rest = zip(self.plan.steps, self.keys, strict=True)
+        for step, here in islice(rest, max(0, self.position - 1), None):
             inside = inside or any(act[:2] == (ActKind.WAIT, weight) for act in step.before)
-            if inside and step.site.phase is not Phase.BACKWARD and self._key_of(step.site) == key:
+            if inside and step.site.phase is not Phase.BACKWARD and here == key:
                 return True
             if inside and any(act[:2] == (ActKind.FREE, weight) for act in step.after):
                 return False

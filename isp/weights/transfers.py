@@ -77,12 +77,13 @@ class GatheredLayer:
     nobody sees: that is for `begin` and `drain`.
     """
 
-    __slots__ = ("_full", "_holders", "_leases", "_shards", "_version")
+    __slots__ = ("_holders", "_leases", "_shards", "_version", "full")
 
     def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._shards = shards
         self._version = self._now()
-        self._full: list[Pending] = []
+        self.full: list[Pending] = []
+        """The full weight, and the bias behind it."""
         self._leases: list[Lease] = []
         self._holders = 1
 
@@ -92,16 +93,8 @@ class GatheredLayer:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the bias is here, too."""
-        return len(self._full) > 1
-
-    def weight(self) -> Tensor:
-        """The full weight; waits for it."""
-        return self._full[0].wait()
-
-    def bias(self) -> Tensor:
-        """The full bias; waits for it."""
-        return self._full[1].wait()
+        """Whether the bias is there, too."""
+        return len(self.full) > 1
 
     def hold(self) -> GatheredLayer:
         """Itself, with one more that has to let go of it."""
@@ -112,7 +105,7 @@ class GatheredLayer:
         """The last one waits for what is still under way, and gives the buffers back."""
         self._holders -= 1
         if self._holders == 0:
-            for full in self._full:
+            for full in self.full:
                 full.wait()
             for lease in self._leases:
                 lease.release()
@@ -135,13 +128,13 @@ def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPoo
     for shard in shards:
         piece, layout = shard.parameter.detach(), shard.layout
         if channel.size == 1:
-            gathered._full.append(Pending.ready(piece))
+            gathered.full.append(Pending.ready(piece))
             continue
         lease = pool.lease(shard.buffer_shape, piece.dtype, piece.device)
         gathered._leases.append(lease)
         piece = shard.as_it_travels(piece, layout.piece_shape[0])
         full = channel.all_gather_into(lease.tensor, piece, cargo=shard.cargo)
-        gathered._full.append(full if layout.travels_as_it_lies else full.then(layout.joined))
+        gathered.full.append(full if layout.travels_as_it_lies else full.then(layout.joined))
     return gathered
 
 

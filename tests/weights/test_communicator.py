@@ -324,8 +324,9 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     """Catches a visit out of turn taken for one far ahead: all that lies between would be lost."""
     chunks = decoder(2)
     order = sequential_actions(2)
-    cursor = PlanCursor(plan(chunks, order, Prefetch()), lambda site: site)
-    sites = [step.site for step in cursor.plan.steps]
+    planned = plan(chunks, order, Prefetch())
+    sites = [step.site for step in planned.steps]
+    cursor = PlanCursor(planned, sites)
     forward = sites[: sites.index(Site(Phase.BACKWARD, 0, 3, 0))]
     for site in forward:
         assert cursor.arrive(site, Phase.FORWARD) is not None
