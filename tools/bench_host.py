@@ -6,9 +6,9 @@ Tensors are so small that what is measured is Python and the dispatch of torch's
 share weights or sequence, of which this process is one; their wire is torch's fake process group,
 which is there at once, behind the path that NCCL takes. Times are processor time of the main
 thread, of a long model less a short one, by the layers between them; forward and backward are those
-of the trainer's step, the latter up to the last delivered gradient. Models take turns. Of all
-rounds the least is shown, which other programs disturb least, and of what lies beyond plain torch
-the median, too.
+of the trainer's step, the latter up to the last delivered gradient; as there, Python's garbage is
+collected between steps alone. Models take turns. Of all rounds the least is shown, which other
+programs disturb least, and of what lies beyond plain torch the median, too.
 
 Beside the times stand counts of the same layers: collectives, torch ops, calls of Python functions,
 those of ours among them, and blocks of Python's memory that forward leaves for backward.
@@ -48,6 +48,7 @@ from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig, TensorConfig, WeightConfig
 from isp.parallel.topology import Topology
+from isp.run.garbage import collected_every
 from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
@@ -293,14 +294,14 @@ def measure(rounds: int) -> None:
     heads = ["forward", "backward", "beyond", "median", *Counts._fields]
     print(f"| | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
     counts = {row.name: of_a_layer(*models[row.name], number=row.micro_num) for row in every}
-    gc.collect()
-    gc.freeze()
     taken: dict[str, list[tuple[Times, Times]]] = {name: [] for name in models}
-    for index in range(rounds):
-        names = list(models)
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            short, long = models[name]
-            taken[name].append((timed(short), timed(long)))
+    with collected_every(1) as collect_garbage:
+        for index in range(rounds):
+            names = list(models)
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                short, long = models[name]
+                taken[name].append((timed(short), timed(long)))
+            collect_garbage(index)
     least = {row.name: _a_layer(taken[row.name], min, row.micro_num) for row in every}
     median = {
         row.name: _a_layer(taken[row.name], statistics.median, row.micro_num) for row in every

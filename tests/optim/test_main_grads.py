@@ -73,9 +73,13 @@ def test_wide_sums_under_narrow_parameters():
     assert gradients.grad(items[0].parameter).item() == 260.0
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_promised_gradients_arrive_later(last: bool):
-    """Catches a hook that takes None for "no gradient" while one is on its way."""
+def test_promised_gradients_arrive_later(last: bool, in_place: bool):
+    """Catches a hook that takes None for "no gradient" while one is on its way.
+
+    And one that adds to a main gradient while another is being received there.
+    """
     items = make((3,))
     w = items[0].parameter
     gradients = MainGradients(items, SOLO)
@@ -85,11 +89,17 @@ def test_promised_gradients_arrive_later(last: bool):
         gradients.expect_last()
     x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
     y = Deferred.apply(Deferred.apply(x, w, gradients, due), w, gradients, due)
+    place = gradients.place(w, torch.float64) if in_place else None
     (y + w).sum().backward()
     with pytest.raises(RuntimeError, match=r"not delivered.*p0"):
         gradients.reduce()
+    if place is not None:
+        assert gradients.place(w, torch.float64) is None, "lent already"
+        parameter, gradient = due[0]
+        due[0] = parameter, place.copy_(gradient)  # whatever is there is overwritten
     for parameter, gradient in due:
         gradients.add(parameter, gradient)
+    assert w.grad is None
     gradients.reduce()
     assert len(due) == 2
     assert torch.equal(gradients.grad(w), (2 * x * w + 1).detach())

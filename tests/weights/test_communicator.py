@@ -13,6 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isp.comm import Channel
+from isp.layers.module import named_parameters
+from isp.optim import MainGradients
+from isp.parallel import Axis
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -237,6 +241,22 @@ def test_bounded_reductions_are_summed_oldest_first() -> None:
         sum a.wo, sum a.wqkv, reduce embedding, sum embedding
         """
     )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_first_sums_are_received_in_main_gradients(micro_batches: int) -> None:
+    """Catches a buffer and a copy for each, and sums that overwrite those on their way."""
+    net, communicator, _ = echo_net()
+    step(net, communicator, micro_batches)
+    apart, communicator, _ = echo_net()
+    gradients = MainGradients(named_parameters(apart), {axis: Channel.solo(axis) for axis in Axis})
+    communicator.deliver_to(gradients)
+    gradients.zero()
+    step(apart, communicator, micro_batches)
+    gradients.reduce()
+    assert bool(communicator.reduce_pool.allocations) is (micro_batches > 1)
+    for p, q in zip(net.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(p.grad, gradients.grad(q))
 
 
 VARIANTS = list(itertools.product(OverlapUnit, LaunchPoint, (0.0, 0.25, 0.5, 1.0), (1, 3)))
