@@ -106,11 +106,18 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Not asked, transformers would ask at the terminal, on every rank.
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         with parameters_on_meta():
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # somebody else's code on somebody's file: anything may come
         first = next(iter(str(error).strip().splitlines()), "")
+        if "custom code" in first:
+            first += " isp runs no code that a folder brings: give isp.parallelize the model"
         raise ValueError(
             f"transformers {transformers.__version__} makes no causal language model of it:"
             f" {type(error).__name__}: {first}"

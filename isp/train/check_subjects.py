@@ -151,7 +151,7 @@ def read_folder(folder: Path) -> Any:
         ) from None
     logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyError, OSError, TypeError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(

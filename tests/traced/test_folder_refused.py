@@ -146,9 +146,12 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
 
 
 def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
-    """Catches a traceback of transformers', and dropout that only some layouts have."""
+    """Catches a traceback of transformers', its question whether to run code, and dropout."""
     change(folder, model_type="unheard_of")
     with pytest.raises(ValueError, match=r"model\.hf=.*makes no causal language model of it"):
+        _ = config_of(folder).language_model
+    change(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    with pytest.raises(ValueError, match=r"isp runs no code that a folder brings"):
         _ = config_of(folder).language_model
     drops = write_folder(folder.parent / "drops", "gpt2", weights=False, resid_pdrop=0.1)
     with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout drops 0\.1"):
