@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Function(function.Function):
     """torch's own, whose `apply` first looks for the transforms of `torch.func` and their tensors.
 
-    None of ours can be transformed so. Torch still refuses it, in fewer words.
+    None of ours can be transformed so; torch still refuses to, by an assertion of its own.
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]

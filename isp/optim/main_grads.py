@@ -32,12 +32,23 @@ class _Gradient:
     passed: bool = False
     """Whether the last backward pass is through with it."""
     lent: bool = False
-    """Whether the buffer is being received into: what comes meanwhile waits in `p.grad`."""
+    """Whether a promised gradient is being received in the buffer."""
+    waiting: Tensor | None = None
+    """The sum of what has come meanwhile."""
 
     def open(self) -> Tensor:
         """The buffer, from here on with a gradient of this step."""
         self.untouched = False
         return self.place.view
+
+    def sum_in(self) -> tuple[Tensor, bool]:
+        """The tensor to add the next gradient to, and whether it is the first one there."""
+        if not self.lent:
+            fresh = self.untouched
+            return self.open(), fresh
+        if fresh := self.waiting is None:
+            self.waiting = torch.empty_like(self.place.view)
+        return self.waiting, fresh
 
     def value(self) -> Tensor:
         """The gradient so far, zeros if none has come."""
@@ -122,7 +133,8 @@ class MainGradients:
         for item in self.parameters:
             item.parameter.grad = None
         for gradient in self._of.values():
-            gradient.untouched, gradient.passed, gradient.lent = True, False, False
+            gradient.untouched, gradient.passed = True, False
+            gradient.lent, gradient.waiting = False, None
         self._last = self._reduced = False
 
     @property
@@ -148,21 +160,16 @@ class MainGradients:
         finally:
             self._last = before
 
-    def promise(self, parameter: nn.Parameter) -> None:
+    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
         """Announce one `add` of this parameter; called before the backward of its use returns.
 
-        Raises RuntimeError if the parameter's gradient was final already.
+        The first one of a step may, if it is of this `dtype`, be received in the main gradient
+        itself, which is lent for that until it is given to `add`. Raises RuntimeError if the
+        parameter's gradient was final already.
         """
         gradient = self._of[id(parameter)]
         self._require_open(gradient)
         gradient.owed += 1
-
-    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
-        """The main gradient itself, to receive a promised gradient of `dtype` in: of the first.
-
-        It is lent until it is given to `add`.
-        """
-        gradient = self._of[id(parameter)]
         if not gradient.untouched or gradient.place.view.dtype != dtype:
             return None
         gradient.lent = True
@@ -174,11 +181,11 @@ class MainGradients:
         Raises RuntimeError if the parameter's gradient was final already.
         """
         found = self._of[id(parameter)]
-        if gradient is found.place.view:
-            found.lent = False
-            self._take(found, parameter)
-        else:
-            self._accumulate(found, gradient)
+        new: Tensor | None = gradient
+        if found.lent and gradient is found.place.view:
+            new, found.waiting, found.lent = found.waiting, None, False
+        if new is not None:
+            self._accumulate(found, new)
         self._keep_promise(found)
 
     def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
@@ -188,8 +195,8 @@ class MainGradients:
         """
         gradient = self._of[id(parameter)]
         self._require_open(gradient)
-        fresh = gradient.untouched
-        weight_gradient(dy, x, into=gradient.open(), add=not fresh)
+        buffer, fresh = gradient.sum_in()
+        weight_gradient(dy, x, into=buffer, add=not fresh)
         self._keep_promise(gradient)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
@@ -202,7 +209,9 @@ class MainGradients:
         The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
         """
         gradient = self._of[id(parameter)]
-        self._take(gradient, parameter)
+        if parameter.grad is not None:
+            self._accumulate(gradient, parameter.grad)
+            parameter.grad = None
         gradient.passed = gradient.passed or self._last
         self._settle(gradient)
 
@@ -234,7 +243,9 @@ class MainGradients:
         Where sums are scattered that is this rank's part of them, and of use until `reduce`.
         """
         assert not (self._reduced and self.scatters), "a rank has rows of the sums: `summed`"
-        return self._of[id(parameter)].value()
+        gradient = self._of[id(parameter)]
+        assert not gradient.lent, f"a gradient of {gradient.name} was promised, and is on its way"
+        return gradient.value()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -242,19 +253,13 @@ class MainGradients:
             hook.remove()
         self._hooks.clear()
 
-    def _take(self, gradient: _Gradient, parameter: nn.Parameter) -> None:
-        """Take what autograd has accumulated in `parameter.grad`, if anything."""
-        if parameter.grad is not None and not gradient.lent:
-            self._accumulate(gradient, parameter.grad)
-            parameter.grad = None
-
     def _accumulate(self, gradient: _Gradient, value: Tensor) -> None:
         self._require_open(gradient)
-        assert not gradient.lent, f"two communicators deliver gradients of {gradient.name}"
-        if gradient.untouched:
-            gradient.open().copy_(value)
+        buffer, fresh = gradient.sum_in()
+        if fresh:
+            buffer.copy_(value)
         else:
-            gradient.place.view.add_(value)
+            buffer.add_(value)
 
     def _require_open(self, gradient: _Gradient) -> None:
         if self._reduced or gradient.place.ready:

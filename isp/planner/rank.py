@@ -90,8 +90,8 @@ class DryRank:
         sharded = self._sharded(name)
         parameter = sharded.parameter
         full = torch.empty(sharded.layout.global_shape, dtype=parameter.dtype, device=META)
-        self.reducer.sink.promise(parameter)
-        self.reducer.launch(sharded, full)
+        place = self.reducer.promise(sharded, full.dtype)
+        self.reducer.launch(sharded, full, place)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:
         """Buckets may travel once the gradient of each parameter has come as often as it is used.

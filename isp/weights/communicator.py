@@ -222,7 +222,7 @@ class ISPCommunicator(WPCommunicator):
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
         """Buffers weights are gathered into, as many as the plan has there at once."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        """Buffers gradients are reduced into, as long as they are in flight."""
+        """Buffers gradients are reduced into where the sink has no tensor for them."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
         self._stream = streams.new(config.device)
@@ -370,9 +370,10 @@ class ISPCommunicator(WPCommunicator):
         if returned:
             with self._latch:
                 return self._reducer.reduce(sharded, grad)
-        self._reducer.sink.promise(sharded.parameter)  # one that refuses has not harmed the group
+        # Outside: a sink that refuses has not harmed the group.
+        place = self._reducer.promise(sharded, grad.dtype)
         with self._latch:
-            self._reducer.launch(sharded, grad)
+            self._reducer.launch(sharded, grad, place)
             if not self.overlap:
                 self._reducer.finish()
         return None

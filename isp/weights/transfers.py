@@ -160,13 +160,11 @@ def _optimizer_steps() -> list[int]:
 class GradientSink(Protocol):
     """Sink of reduced gradients (`isp.optim.MainGradients` is one)."""
 
-    def promise(self, parameter: nn.Parameter) -> None:
-        """Announce one `add`.  Raises RuntimeError if there is none to come any more."""
+    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Announce one `add`.  Raises RuntimeError if there is none to come any more.
 
-    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
-        """The tensor, if there is one of `dtype`, that a promised gradient may be received in.
-
-        It is to be given to `add`, which then has nothing to do.
+        Of a gradient that will be of `dtype` it may give the tensor in which to receive it, and
+        which then is given to `add`.
         """
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -179,10 +177,7 @@ class GradientSink(Protocol):
 class ParameterGradients:
     """The sink of those who have no other: adds into `parameter.grad`, as autograd would."""
 
-    def promise(self, parameter: nn.Parameter) -> None:
-        pass
-
-    def place(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
         return None
 
     def withdraw(self, parameter: nn.Parameter) -> None:
@@ -222,7 +217,7 @@ class GradientReducer:
     """Sums full gradients over the weight group, each rank keeping its shard, in order of launch.
 
     A gradient is sent from where it was computed if it is cut by rows and they divide, and the sum
-    is then received where the sink adds it up, if it is the first there.
+    is then received where the sink adds it up, if that has a tensor for it.
     At most `max_bytes_in_flight` of full gradients are kept: beyond that the oldest is waited for.
     """
 
@@ -244,7 +239,16 @@ class GradientReducer:
         self.sink: GradientSink = ParameterGradients()
         self._in_flight: deque[_Sum] = deque()
 
-    def launch(self, parameter: ShardedParameter, grad: Tensor) -> None:
+    def promise(self, parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
+        """Announce a full gradient of `dtype` to the sink, and ask where it is to be received."""
+        into = None
+        if self.channel.size > 1 and parameter.layout.travels_as_it_lies:
+            into = self._summed_in(dtype)
+        return self.sink.promise(parameter.parameter, into)
+
+    def launch(
+        self, parameter: ShardedParameter, grad: Tensor, place: Tensor | None = None
+    ) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
         if self.channel.size == 1:
             self.sink.add(parameter.parameter, grad)
@@ -252,9 +256,6 @@ class GradientReducer:
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
         while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
             self._deliver_oldest()
-        place = None
-        if parameter.layout.travels_as_it_lies:
-            place = self.sink.place(parameter.parameter, self._summed_in(grad.dtype))
         self._in_flight.append(self._send(parameter, grad, num_bytes, place))
         self.bytes_in_flight += num_bytes
 

@@ -153,6 +153,10 @@ class _Delegating(WPCommunicator):
     def recomputing(self) -> AbstractContextManager[None]:
         return self.communicator.recomputing()
 
+    @property
+    def is_recomputing(self) -> bool:  # type: ignore[override]
+        return self.communicator.is_recomputing
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.communicator.gradient_dtype(dtype)
 

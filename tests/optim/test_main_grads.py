@@ -73,13 +73,9 @@ def test_wide_sums_under_narrow_parameters():
     assert gradients.grad(items[0].parameter).item() == 260.0
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_promised_gradients_arrive_later(last: bool, in_place: bool):
-    """Catches a hook that takes None for "no gradient" while one is on its way.
-
-    And one that adds to a main gradient while another is being received there.
-    """
+def test_promised_gradients_arrive_later(last: bool):
+    """Catches a hook that takes None for "no gradient" while one is on its way."""
     items = make((3,))
     w = items[0].parameter
     gradients = MainGradients(items, SOLO)
@@ -89,20 +85,43 @@ def test_promised_gradients_arrive_later(last: bool, in_place: bool):
         gradients.expect_last()
     x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
     y = Deferred.apply(Deferred.apply(x, w, gradients, due), w, gradients, due)
-    place = gradients.place(w, torch.float64) if in_place else None
     (y + w).sum().backward()
     with pytest.raises(RuntimeError, match=r"not delivered.*p0"):
         gradients.reduce()
-    if place is not None:
-        assert gradients.place(w, torch.float64) is None, "lent already"
-        parameter, gradient = due[0]
-        due[0] = parameter, place.copy_(gradient)  # whatever is there is overwritten
     for parameter, gradient in due:
         gradients.add(parameter, gradient)
-    assert w.grad is None
     gradients.reduce()
     assert len(due) == 2
     assert torch.equal(gradients.grad(w), (2 * x * w + 1).detach())
+
+
+def test_a_gradient_is_received_where_it_is_summed():
+    """Catches what comes meanwhile lost, overwritten, or summed in the parameter's dtype."""
+    items = make((1, 1), dtype=torch.bfloat16)
+    w, gradients = items[0].parameter, MainGradients(items, SOLO)
+    assert gradients.promise(w, torch.bfloat16) is None, "main gradients are wider"
+    place = gradients.promise(w, torch.float32)
+    assert place is not None
+    assert gradients.promise(w, torch.float32) is None, "lent already"
+    place.fill_(torch.nan)  # half of it has arrived, say
+    gradients.add(w, torch.ones(1, 1))
+    for scale in (256.0, *[0.5] * 8):
+        (w * scale).sum().backward()
+        assert w.grad is None
+    gradients.add_product(w, torch.full((1, 1), 2.0), torch.full((1, 1), 3.0))
+    with pytest.raises(AssertionError, match="p0 was promised, and is on its way"):
+        gradients.grad(w)
+    gradients.add(w, place.fill_(1000.0))
+    gradients.reduce()
+    assert gradients.grad(w).item() == 1000 + 1 + 256 + 4 + 6
+
+    gradients.zero()
+    assert gradients.promise(w, torch.float32) is not None
+    gradients.abandon()
+    gradients.zero()
+    w.sum().backward()
+    gradients.reduce()
+    assert gradients.grad(w).item() == 1
 
 
 def test_without_a_gradient_is_zero():
