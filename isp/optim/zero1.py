@@ -26,6 +26,9 @@ from isp.settings import OptimizerConfig
 
 __all__ = ["StepResult", "Zero1Optimizer"]
 
+_IN_CACHE = 1 << 16
+"""Numbers that stay in a core's cache in float64."""
+
 
 class StepResult(NamedTuple):
     grad_norm: float
@@ -208,7 +211,9 @@ class Zero1Optimizer:
             (), dtype=torch.float64, device=self._gradients.parameters[0].parameter.device
         )
         if counted:
-            # On CUDA without a wide copy of a gradient, which `vector_norm` would make.
+            # On CUDA without a wide copy of a gradient; on CPU that is a piece's, in the cache.
+            if squares.device.type == "cpu":
+                counted = [x for grad in counted for x in grad.flatten().split(_IN_CACHE)]
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
         squares = channels[Axis.WORLD].all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait()
