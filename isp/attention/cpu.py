@@ -7,7 +7,7 @@ backward  for each piece: dq[rows] += .., dk[rows] += .., dv[rows] += ..
 
 One node, because with slices under autograd every document's gradient would be a tensor of the
 whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
-masks of windows are [_ROWS, _ROWS + window].
+masks of windows have 256 rows.
 
 [Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
 takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
@@ -37,10 +37,6 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _BATCH_BELOW = 64
 """Neighbouring documents of equal length share a kernel call if they are shorter, in tokens."""
-
-
-_ROWS = 192
-"""Queries of a block."""
 
 _SPLIT_UP_TO = 1024
 """Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
@@ -97,7 +93,6 @@ def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
         causal=mask.causal,
         window=mask.window,
         batch_below=_BATCH_BELOW,
-        rows=_ROWS,
         split_up_to=_SPLIT_UP_TO,
         apart_from=_APART_FROM,
     )

@@ -89,7 +89,7 @@ def test_packed_documents_with_keys_of_their_own(
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize(
     ("length", "window"),
-    [(191, None), (192, None), (193, None), (193, 100), (1024, 100), (1025, None), (1025, 700)],
+    [(255, None), (256, None), (257, None), (257, 100), (1024, 100), (1025, None), (1025, 700)],
 )
 def test_blocks_of_long_documents(
     make: Callable[..., LocalAttention], length: int, window: int | None
