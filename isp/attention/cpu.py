@@ -15,6 +15,7 @@ takes ten times as long for a bfloat16 backward where the processor has no bfloa
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ _BATCH_BELOW = 64
 _SPLIT_UP_TO = 1024
 """Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
 512 at a time, so that it would compute nearly the whole square of a shorter one."""
+
+_SMALL = 1 << 18
+"""Numbers of a mask that is kept from call to call, at most."""
 
 _APART_FROM = 64
 """Keys before all queries of a document are attended to by themselves, without a mask, from so
@@ -105,7 +109,7 @@ def _attend(
     covered = sum(len(p.block.query) * p.count for p in pieces if not p.goes_on) == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
-    group, masks = q.shape[1] // k.shape[1], _Masks(q)
+    group, masks = q.shape[1] // k.shape[1], _Masks(q.dtype)
     for piece in pieces:
         result, logsumexp = _forward(
             *_inputs(piece, q, k, v, group),
@@ -136,7 +140,7 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, masks = q.shape[1] // k.shape[1], _Masks(q)
+    group, masks = q.shape[1] // k.shape[1], _Masks(q.dtype)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -179,8 +183,8 @@ class _Masks:
     end of the widest mask so far, which grows by doubling.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._made: dict[tuple[Visible, int, int], Tensor] = {}
         self._widest: dict[tuple[int, int], Tensor] = {}
 
@@ -203,14 +207,25 @@ class _Masks:
         return widest[:, widest.shape[1] - len(key) :]
 
     def _mask(self, rows: int, width: int, visible: Visible) -> Tensor:
-        # finite: a row of which a whole kernel block is hidden must not become inf - inf
-        least = torch.finfo(self._like.dtype).min / 2
-        mask = self._like.new_zeros(rows, width)
-        if visible.high is not None:
-            mask += torch.full_like(mask, least).triu_(visible.high + 1)
-        if visible.low is not None:
-            mask += torch.full_like(mask, least).tril_(visible.low - 1)
-        return mask
+        make = _small_band if rows * width <= _SMALL else _band
+        return make(rows, width, visible, self._dtype)
+
+
+@torch.inference_mode(False)  # one made in it could not serve training
+def _band(rows: int, width: int, visible: Visible, dtype: torch.dtype) -> Tensor:
+    """[rows, width]: 0 where a key is seen, else the least that is added to a logit."""
+    # finite: a row of which a whole kernel block is hidden must not become inf - inf
+    least = torch.finfo(dtype).min / 2
+    mask = torch.zeros(rows, width, dtype=dtype)
+    if visible.high is not None:
+        mask += torch.full_like(mask, least).triu_(visible.high + 1)
+    if visible.low is not None:
+        mask += torch.full_like(mask, least).tril_(visible.low - 1)
+    return mask
+
+
+_small_band = lru_cache(maxsize=16)(_band)
+"""Kept, as layers and steps have the same again and again."""
 
 
 def _inputs(piece: Piece, q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, ...]:
