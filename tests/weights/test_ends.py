@@ -50,6 +50,10 @@ class Ends(nn.Module):
         assert table.communication_mode == last.communication_mode == "isp"
         assert table.gathers_weights
         assert last.gathers_weights
+        with table.recomputing():
+            assert table.is_recomputing
+            assert last.is_recomputing
+        assert not last.is_recomputing
         place = {"device": CPU, "dtype": torch.float64}
         layout = table.table_layout(V, D)
         self.embedding = VocabParallelEmbedding(
