@@ -226,17 +226,17 @@ def _rehearsed(
             chunk_tokens = model.loss_chunk_tokens
             if traced := isinstance(whole, TracedChunk):
                 chunk_tokens = whole.loss_chunk_tokens
-            run, left_out = length, 0
+            run, again = length, 0
             if not recomputed:
-                run, left_out = _few_chunks(chunk_tokens, length, labels.numel())
-            if left_out:
+                run, again = _few_chunks(chunk_tokens, length, labels.numel())
+            if again:
                 output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
             with Made() as made:
                 expected = output.new_empty((), dtype=torch.float64)
                 loss = output.sum() if recomputed else whole.loss(output, labels, expected)
-            if left_out:
+            if again:
                 begin, end = recorder.position(_PRODUCTS), recorder.position(2 * _PRODUCTS)
-                recorder.repeat(begin, end, left_out)
+                recorder.repeat(begin, end, again)
             if not recomputed:  # [Note: Plain loss]
                 recorder.note(Loss())
                 recorder.note(Loss())  # its gradient, too

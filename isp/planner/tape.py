@@ -366,11 +366,10 @@ class TapeRecorder:
     def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
         """A block goes back from the moment at which the gradient of a visit's result is there."""
         if self.phase is not Phase.FORWARD or not y.requires_grad:
-            return
+            return  # within a layer that computes its own gradient it requires none
         block, _ = self._places[id(module)]
         self._ahead = self._next[block] if id(module) in self._lasts else block
-        if y.requires_grad:  # not so within a layer that computes its own gradient
-            y.register_hook(lambda _: self._goes_back(block))
+        y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
         self._block = block
