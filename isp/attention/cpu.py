@@ -109,7 +109,7 @@ def _attend(
     covered = sum(len(p.block.query) * p.count for p in pieces if not p.goes_on) == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
-    group, masks = q.shape[1] // k.shape[1], _Masks(q.dtype)
+    group, masks = q.shape[1] // k.shape[1], _Masks(q)
     for piece in pieces:
         result, logsumexp = _forward(
             *_inputs(piece, q, k, v, group),
@@ -140,7 +140,7 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, masks = q.shape[1] // k.shape[1], _Masks(q.dtype)
+    group, masks = q.shape[1] // k.shape[1], _Masks(q)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -183,8 +183,8 @@ class _Masks:
     end of the widest mask so far, which grows by doubling.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
         self._made: dict[tuple[Visible, int, int], Tensor] = {}
         self._widest: dict[tuple[int, int], Tensor] = {}
 
@@ -208,15 +208,17 @@ class _Masks:
 
     def _mask(self, rows: int, width: int, visible: Visible) -> Tensor:
         make = _small_band if rows * width <= _SMALL else _band
-        return make(rows, width, visible, self._dtype)
+        return make(rows, width, visible, self._like.dtype, self._like.device)
 
 
 @torch.inference_mode(False)  # one made in it could not serve training
-def _band(rows: int, width: int, visible: Visible, dtype: torch.dtype) -> Tensor:
+def _band(
+    rows: int, width: int, visible: Visible, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """[rows, width]: 0 where a key is seen, else the least that is added to a logit."""
     # finite: a row of which a whole kernel block is hidden must not become inf - inf
     least = torch.finfo(dtype).min / 2
-    mask = torch.zeros(rows, width, dtype=dtype)
+    mask = torch.zeros(rows, width, dtype=dtype, device=device)
     if visible.high is not None:
         mask += torch.full_like(mask, least).triu_(visible.high + 1)
     if visible.low is not None:
