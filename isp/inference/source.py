@@ -30,7 +30,7 @@ from isp.settings.packages import require_hf
 from isp.train.begin_from import check_folder, load_folder
 from isp.train.export import saved_model
 from model.config import ModelConfig
-from model.huggingface import CONFIG_FILE, model_values, trained_positions, with_init_from
+from model.huggingface import CONFIG_FILE, model_values, with_init_from
 
 __all__ = ["Source", "open_source"]
 
@@ -50,8 +50,7 @@ class Source:
     ends: frozenset[int]
     """The tokens that end a document."""
     trained_length: int | None
-    """Tokens of the documents that it was trained on, or that its config.json is for; None: not
-    known."""
+    """Tokens of the documents that it was trained on; None: not known."""
     checkpoint: Path | None
     """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
     adds_special_tokens: bool
@@ -205,7 +204,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         dtype=dtype or (saved if saved in _DTYPES else "float32"),
         tokenizer=own,
         ends=frozenset([own.eos_id]) | _ends(path, described),
-        trained_length=trained_positions(described),
+        trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
         adds_special_tokens=tokenizer is None,
     )

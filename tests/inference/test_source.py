@@ -3,7 +3,6 @@ of other heads than those that decode, tokens of another rank's prompt."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,6 @@ MODES = {
     "fsp": ["--parallel.tensor.mode=fsp"],
     "isp": ["--parallel.tensor.mode=isp"],
 }
-
-
-def test_scaled_positions_are_what_the_model_is_for(tmp_path: Path) -> None:
-    """Catches a warning where rotary positions are scaled to just this length."""
-    path = saved("llama", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    for factor, told in ((None, True), (4.0, False)):
-        config["max_position_embeddings"] = 64
-        config["rope_scaling"] = factor and {"rope_type": "yarn", "factor": factor}
-        (path / "config.json").write_text(json.dumps(config))
-        source = open_source(path, tokenizer="bytes")
-        assert ("beyond the 64" in source.check_lengths([[1] * 100], 28)) is told
-        assert source.check_lengths([[1] * 300], 28)
 
 
 @pytest.fixture(scope="module")
