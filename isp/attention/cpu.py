@@ -7,7 +7,7 @@ backward  for each piece: dq[rows] += .., dk[rows] += .., dv[rows] += ..
 
 One node, because with slices under autograd every document's gradient would be a tensor of the
 whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
-masks of windows have 256 rows.
+masks of windows, and of short causal documents, have at most 256 rows.
 
 [Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
 takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
@@ -177,7 +177,7 @@ class _Pieces(Function):
 
 
 class _Masks:
-    """The band masks of one call, each made once: blocks inside a document share theirs.
+    """The band masks of one call, each made once at most: blocks of a document share theirs.
 
     Blocks that see all keys up to their own place differ only in how many that are: they share the
     end of the widest mask so far, which grows by doubling.
@@ -207,7 +207,8 @@ class _Masks:
         return widest[:, widest.shape[1] - len(key) :]
 
     def _mask(self, rows: int, width: int, visible: Visible) -> Tensor:
-        make = _small_band if rows * width <= _SMALL else _band
+        small = rows * width <= _SMALL and type(self._like) is Tensor  # nothing that stands for one
+        make = _small_band if small else _band
         return make(rows, width, visible, self._like.dtype, self._like.device)
 
 

@@ -134,7 +134,6 @@ class MainGradients:
             item.parameter.grad = None
         for gradient in self._of.values():
             gradient.untouched, gradient.passed = True, False
-            gradient.lent, gradient.waiting = False, None
         self._last = self._reduced = False
 
     @property
@@ -143,9 +142,12 @@ class MainGradients:
         return bool(self._owed_names())
 
     def abandon(self) -> None:
-        """Forget what was promised: the step failed, and `zero` begins another."""
+        """Forget what was promised: the step failed, and `zero` begins another.
+
+        What is on its way has to be delivered before: it would end in the next step's gradients.
+        """
         for gradient in self._of.values():
-            gradient.owed = 0
+            gradient.owed, gradient.lent, gradient.waiting = 0, False, None
 
     def expect_last(self) -> None:
         """The next backward pass is the step's last: reduce each bucket once it is complete."""
@@ -277,12 +279,12 @@ class MainGradients:
 
     def _settle(self, gradient: _Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
-        if gradient.passed and not gradient.owed:
+        if gradient.passed and not gradient.owed and not gradient.lent:
             gradient.value()
             self._buckets.mark_ready(gradient.place)
 
     def _owed_names(self) -> list[str]:
-        return [gradient.name for gradient in self._of.values() if gradient.owed]
+        return [found.name for found in self._of.values() if found.owed or found.lent]
 
 
 def _check(parameters: list[NamedParameter]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -194,8 +194,7 @@ class Zero1Optimizer:
         zero1 group of the replicas those of the model once, except for what is replicated: a
         parameter that every rank of a weight group holds is counted by the group's first rank, and
         one that two pipeline stages hold (tied weights) on the one that does not have it among
-        `counted_elsewhere`. Squares are added in float64, so the order of the additions does not
-        show.
+        `counted_elsewhere`. Squares are added in float64, where their order hardly shows.
         """
         channels = self._channels
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
@@ -213,7 +212,7 @@ class Zero1Optimizer:
         if counted:
             # On CUDA without a wide copy of a gradient; on CPU that is a piece's, in the cache.
             if squares.device.type == "cpu":
-                counted = [x for grad in counted for x in grad.flatten().split(_IN_CACHE)]
+                counted = [x for grad in counted for x in _pieces(grad)]
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
         squares = channels[Axis.WORLD].all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait()
@@ -343,6 +342,11 @@ def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, 
             values = group_values(shard.item.name, num_dims, config)
             groups.setdefault(values, []).append(shard.resting)
     return groups
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """x, in pieces if it is large."""
+    return (x,) if x.numel() <= _IN_CACHE else x.flatten().split(_IN_CACHE)
 
 
 def _as_plain(layout: ParameterLayout) -> dict[str, Any]:

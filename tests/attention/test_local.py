@@ -99,6 +99,18 @@ def test_blocks_of_long_documents(
     assert largest_error(make(), inputs, dout, AttentionMask(window=window)) < TOLERANCE
 
 
+def test_masks_that_inference_made_serve_training() -> None:
+    """Catches a kept mask that autograd refuses."""
+    inputs, _ = random_inputs(1, 77, 2, 1)
+    mask = AttentionMask(window=13)
+    with torch.inference_mode():
+        CpuAttention()(*inputs, mask=mask)
+    q, k, v = (x[0].detach().requires_grad_() for x in inputs)
+    out, _ = CpuAttention().with_lse(q, k, v, mask)
+    out.sum().backward()
+    assert all(x.grad is not None for x in (q, k, v))
+
+
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("magnitude", [1e3, 1e-3])
 def test_large_logits(make: Callable[..., LocalAttention], magnitude: float) -> None:

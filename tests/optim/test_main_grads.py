@@ -117,6 +117,10 @@ def test_a_gradient_is_received_where_it_is_summed():
 
     gradients.zero()
     assert gradients.promise(w, torch.float32) is not None
+    w.sum().backward()
+    gradients.withdraw(w)
+    with pytest.raises(RuntimeError, match=r"not delivered.*p0"):
+        gradients.reduce()
     gradients.abandon()
     gradients.zero()
     w.sum().backward()

@@ -363,6 +363,15 @@ def test_a_state_of_something_else_is_refused():
     assert all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))
 
 
+def test_every_number_of_a_large_gradient_counts():
+    """Catches a norm of the first piece alone."""
+    items, gradients, optimizer = solo([Spec("large", (257, 257), dim=0)])
+    factors = torch.linspace(-2, 3, 257 * 257, dtype=torch.float64).view(257, 257)
+    (items[0].parameter * factors).sum().backward()
+    gradients.reduce()
+    assert optimizer.grad_norm() == pytest.approx(factors.norm().item(), rel=1e-12)
+
+
 def test_one_process_keeps_no_copies_and_sends_nothing():
     """Catches master copies where the parameter itself will do."""
     items, gradients, optimizer = solo(SPECS)
