@@ -109,7 +109,6 @@ def pieces_of(
     causal: bool,
     window: int | None,
     batch_below: int = 0,
-    rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
     apart_from: int | None = None,
 ) -> tuple[Piece, ...]:
@@ -132,7 +131,7 @@ def pieces_of(
         blocks += [
             block._replace(key=_shift(block.key, num_keys - kept))
             for block in document_blocks(
-                num_queries, kept, causal=causal, window=window, rows=rows, split_up_to=split_up_to
+                num_queries, kept, causal=causal, window=window, split_up_to=split_up_to
             )
         ]
         for _ in range(0, count, together):

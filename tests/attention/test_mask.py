@@ -41,9 +41,9 @@ def test_blocks_cover_what_is_visible_exactly(causal: bool, window: int | None, 
 def test_a_window_costs_no_more_than_its_width() -> None:
     """Catches a sliding window that is computed as a mask of S x S."""
     length, window, rows = 4096, 64, 128
-    pieces = pieces_of(((length, length),), causal=True, window=window, rows=rows)
-    assert len(pieces) == length // rows
-    assert max(len(p.block.key) for p in pieces) == rows + window - 1
+    blocks = document_blocks(length, length, causal=True, window=window, rows=rows)
+    assert len(blocks) == length // rows
+    assert max(len(block.key) for block in blocks) == rows + window - 1
 
 
 def test_neighbours_of_equal_length_become_one_piece() -> None:
