@@ -25,7 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
-    package_data={"isp.report": ["*.html"]},
+    package_data={"isp.report": ["*.html"], "isp.planner": ["fabrics/*.yaml"]},
     install_requires=[
         "torch>=2.11",
         "torch>=2.13; python_version >= '3.13'",  # older ones hang where a save fails
@@ -55,5 +55,5 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["isp = isp.cli:main"]},
+    entry_points={"console_scripts": ["isp = isp.__main__:run"]},
 )

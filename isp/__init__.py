@@ -11,7 +11,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from isp.attention.distributed import DistributedAttention
     from isp.attention.exchange import SeqAllToAll
+    from isp.mixers.call import causal_conv1d, gated_delta_rule, state_space_scan
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
+    from isp.traced.registered import register_mixer
+    from isp.train.check_model import check
     from isp.train.parallelize import parallelize
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
     from isp.weights.pool import MemoryPool
@@ -34,7 +37,12 @@ _HOMES = {
     "MemoryPool": "isp.weights.pool",
     "SeqAllToAll": "isp.attention.exchange",
     "WPCommunicator": "isp.weights.wp",
+    "causal_conv1d": "isp.mixers.call",
+    "gated_delta_rule": "isp.mixers.call",
+    "register_mixer": "isp.traced.registered",
+    "check": "isp.train.check_model",
     "parallelize": "isp.train.parallelize",
+    "state_space_scan": "isp.mixers.call",
 }
 
 __all__ = [
@@ -49,7 +57,12 @@ __all__ = [
     "MemoryPool",
     "SeqAllToAll",
     "WPCommunicator",
+    "causal_conv1d",
+    "check",
+    "gated_delta_rule",
     "parallelize",
+    "register_mixer",
+    "state_space_scan",
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import function
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Function", "after_gradients", "once_differentiable"]
+__all__ = ["Function", "after_gradients", "once_differentiable", "writable"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -40,6 +40,16 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
         return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
 
     return call
+
+
+def writable(x: Tensor) -> Tensor:
+    """The same tensor and no view, as which a forward returns what its caller may write into.
+
+    torch refuses to have a view that a custom function returned written into, and `F.linear` and
+    `F.embedding` give views. The memory and the count of its changes stay shared: autograd still
+    sees that something saved was written into.
+    """
+    return x.detach() if x._is_view() else x
 
 
 def after_gradients(

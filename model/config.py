@@ -15,6 +15,7 @@ the work that has to be done, and does not reward doing it twice.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,7 +27,16 @@ from isp.parallel.context import Windows
 from isp.parallel.head_groups import HeadGroups
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
-from isp.settings.section import Count, CountOrZero, Fraction, NotNegative, Size, section
+from isp.settings.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    KeyRole,
+    NotNegative,
+    Size,
+    defaults_of,
+    section,
+)
 
 if TYPE_CHECKING:
     from isp.attention import LocalAttention
@@ -35,22 +45,32 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelConfig"]
 
+_OF_ANY_MODEL = {
+    "attention_backend",
+    "checkpoint",
+    "checkpoint_offload",
+    "checkpoint_segment",
+    "compile",
+    "loss_chunk_tokens",
+}
+"""Keys of how to compute that hold for a model's folder, too."""
 
-@section("model")
+
+@section("model", KeyRole.MODEL)
 class ModelConfig:
     """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder.
 
     A `LanguageModel`, except for a folder: see `JobConfig.language_model`.
     """
 
-    preset: str | None = None
+    preset: Annotated[str | None, KeyRole.PLACE] = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
-    hf: str | None = None
+    hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, which is run as it is: a config.json, which
     has the sizes, with safetensors, or without for random weights. Of the other keys only
     checkpoint, checkpoint_offload, checkpoint_segment, loss_chunk_tokens and attention_backend go
     with it."""
-    init_from: str | None = None
+    init_from: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
     a run without checkpoints begins from its weights."""
     vocab_size: Size = 32000
@@ -81,41 +101,41 @@ class ModelConfig:
     """Whether each head of q and k goes through RMSNorm (Qwen3)."""
     tie_embeddings: bool = False
     """Whether the logits use the embedding table."""
-    attention_backend: AttentionBackend = AttentionBackend.AUTO
+    attention_backend: Annotated[AttentionBackend, KeyRole.METHOD] = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
     """Compute norms, the residual sum between attention and MLP, rotations and SwiGLU by a kernel
     each that torch.compile makes at the start, and rounds less; auto: on CUDA. It takes part of a
     millisecond of Python a layer: with few tokens a rank, false may be faster."""
-    init_std: NotNegative = 0.02
+    init_std: Annotated[NotNegative, KeyRole.METHOD] = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
 
-    loss_chunk_tokens: CountOrZero = 4096
+    loss_chunk_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 4096
     """Tokens whose logits and losses a rank computes at a time; 0: all at once."""
-    checkpoint: Fraction = 0.0
+    checkpoint: Annotated[Fraction, KeyRole.METHOD] = 0.0
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
-    checkpoint_keeps_attention: bool = False
+    checkpoint_keeps_attention: Annotated[bool, KeyRole.METHOD] = False
     """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
-    checkpoint_distribute_activations: bool = False
+    checkpoint_distribute_activations: Annotated[bool, KeyRole.METHOD] = False
     """mtp: keep 1/p of a recomputed block's input on each tensor rank; gather it in backward."""
-    checkpoint_offload: bool = False
+    checkpoint_offload: Annotated[bool, KeyRole.METHOD] = False
     """Keep the inputs of recomputed blocks in host memory, pinned where there is a device: they
     are copied out behind the forward, and back one block ahead of the backward."""
-    checkpoint_segment: CountOrZero = 0
+    checkpoint_segment: Annotated[CountOrZero, KeyRole.METHOD] = 0
     """Recompute in two levels: keep the input of every so many-th recomputed block only, and
     compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
     such blocks, about sqrt(n) keeps least. 1 is for attention_head_groups."""
-    checkpoint_norm_outputs: bool = False
+    checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
     """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
     least in msp mode, whose linears keep what they gather of it."""
-    checkpoint_mlp_activation: bool = False
+    checkpoint_mlp_activation: Annotated[bool, KeyRole.METHOD] = False
     """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
-    mlp_tile_tokens: CountOrZero = 0
+    mlp_tile_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 0
     """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
     more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
     little."""
-    attention_head_groups: Size = 1
+    attention_head_groups: Annotated[Size, KeyRole.METHOD] = 1
     """Compute norm, attention and residual for one of so many groups of heads at a time, and again
     in backward; 1: all heads at once. A recomputed block then keeps its input and its MLP's; with
     checkpoint_segment not, at the cost of one more forward of attention."""
@@ -179,25 +199,13 @@ class ModelConfig:
                 f"model.compile=true is for the layers of isp's own model, and model.hf={self.hf}"
                 f" is another: use auto or false"
             )
-        for key in (
-            "checkpoint_keeps_attention",
-            "checkpoint_distribute_activations",
-            "checkpoint_norm_outputs",
-            "checkpoint_mlp_activation",
-        ):
-            if getattr(self, key):
+        for key, plain in defaults_of(ModelConfig, KeyRole.METHOD).items():
+            value = getattr(self, key)
+            if key not in _OF_ANY_MODEL and value != plain:
+                instead = "; model.checkpoint recomputes whole blocks" * ("checkpoint" in key)
                 raise ValueError(
-                    f"model.{key}=true is for isp's own model, and model.hf={self.hf} is another:"
-                    f" use false; model.checkpoint recomputes whole blocks"
-                )
-        for key, value, plain in (
-            ("mlp_tile_tokens", self.mlp_tile_tokens, 0),
-            ("attention_head_groups", self.attention_head_groups, 1),
-        ):
-            if value != plain:
-                raise ValueError(
-                    f"model.{key}={value} is for isp's own model, and model.hf={self.hf} is"
-                    f" another: use {plain}; model.checkpoint recomputes whole blocks"
+                    f"model.{key}={json.dumps(value)} is for isp's own model, and model.hf="
+                    f"{self.hf} is another: use {json.dumps(plain)}{instead}"
                 )
 
     @property

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all but `-m gpu`: others are of a CPU, and fork ranks behind a backward.
+    """Hide GPUs from all but `-m gpu`, and let stop signals do what they do in a terminal.
 
-    Where torch finds a GPU, a backward starts threads, and it refuses to go backward in a fork.
+    Other tests are of a CPU, and fork ranks behind a backward: where torch finds a GPU, a backward
+    starts threads, and it refuses to go backward in a fork.
     """
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

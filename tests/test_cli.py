@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,23 +131,39 @@ def test_one_process_for_many_ranks_is_told_to_start_them(job, capsys, command, 
     load_config(job, words).topology(least)
 
 
+MISSING = {
+    "--data.source=gone.txt": "data.source=gone.txt does not exist",
+    "--data.source=gone.bin": "gone.bin and gone.idx is missing",
+    "--data.tokenizer=gone.json": "data.tokenizer=gone.json does not exist",
+    "--model.vocab_size=100": "model.vocab_size=100 is smaller than the 257 entries",
+    "--data.source=a.jsonl --data.text_key=b": "a.jsonl, line 1 has no key 'b', only 'text'",
+    "--data.source=p.jsonl": "p.jsonl, line 1: 'position_ids' has 7 at token 1",
+}
+HELD_OUT = {
+    "--data.valid_source=[gone/*.txt]": "data.valid_source=gone/*.txt matches no file",
+    "--validation.freq=5": "validation.freq=5 needs held-out text",
+    "--data.source=a.jsonl --data.valid_fraction=0.01": "holds out 0 of the 5 documents",
+    "--data.source=a.jsonl --data.valid_fraction=1e-9": "holds out 0 of the 5 documents",
+    "--data.source=a.jsonl --data.valid_fraction=0.999": "holds out 5 of the 5 documents",
+    "--data.source=t.jsonl --data.valid_fraction=0.01": "holds out 0 of the 3 documents",
+}
+"""What a profile, which evaluates nothing, does without."""
+
+
 @pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--data.source=gone.txt"], "data.source=gone.txt does not exist"),
-        (["--data.valid_source=[gone/*.txt]"], "data.valid_source=gone/*.txt matches no file"),
-        (["--data.source=gone.bin"], "gone.bin and gone.idx is missing"),
-        (["--data.tokenizer=gone.json"], "data.tokenizer=gone.json does not exist"),
-        (["--model.vocab_size=100"], "model.vocab_size=100 is smaller than the 257 entries"),
-        (["--validation.freq=5"], "validation.freq=5 needs held-out text"),
-    ],
+    ("command", "word", "fault"),
+    [("train", *of) for of in (MISSING | HELD_OUT).items()]
+    + [("profile", *of) for of in MISSING.items()],
 )
-@pytest.mark.parametrize("command", ["train", "profile"])
-def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, command, words, fault):
+def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, command, word, fault):
     """Catches ranks that are started only to find that there is nothing to read."""
     monkeypatch.chdir(Path(job).parent)
+    Path("a.jsonl").write_text('{"text": "x"}\n' * 5)
+    tokens = '{"input_ids": [1, 2], "position_ids": [0, %d]}\n'
+    Path("t.jsonl").write_text(tokens % 0 + tokens % 1)  # two documents in the first line
+    Path("p.jsonl").write_text(tokens % 7)
     monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
-    assert main([command, job, "--nproc", "2", *words]) == 2
+    assert main([command, job, "--nproc", "2", *word.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert fault in line
 
@@ -254,6 +271,13 @@ def test_data_prepare_of_a_missing_file_is_one_message(tmp_path, capsys):
     assert "Traceback" not in errors
 
 
+def test_errors_do_not_command_the_terminal(job, capsys):
+    """Catches escape codes of a name or a file that the terminal obeys."""
+    Path(job).with_name("\x1b[31ma.jsonl").write_text("[1]\n")
+    assert main(["data", "prepare", str(Path(job).parent / "*.jsonl"), "--output", "x"]) == 2
+    assert "\\x1b[31ma.jsonl, line 1 is a JSON list" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fault", [KeyError("x"), RuntimeError("x"), ValueError("x")])
 def test_a_fault_of_ours_keeps_its_traceback(job, capsys, monkeypatch, fault):
     """Catches a bug, or a library's ValueError, reported as if the user could put it right."""
@@ -294,21 +318,61 @@ def test_commands_that_start_nothing_do_not_load_torch(words):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_failed_does_not_wind_up(code: int) -> None:
-    """Catches an error that is lost, as what is under way aborts the rank that ends with it."""
-    script = "import atexit, runpy, isp.cli\natexit.register(print, 'wound up')\n"
-    script += f"isp.cli.main = lambda: print('told') or {code}\n"
-    script += "runpy.run_module('isp', run_name='__main__')"
+LEAVE = """
+import atexit, os, runpy, sys, threading, isp.cli
+class Kept:
+    write = os.write
+    def __del__(self):
+        self.write(1, b"torn down")
+sys.kept = Kept()
+atexit.register(print, "wound up")
+threading.Thread(target=threading.Event().wait).start()
+isp.cli.main = lambda: print("told") or {code}
+runpy.run_module("isp", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("code", "rank"), [(0, "1"), (3, "1"), (0, None), (3, None)])
+def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) -> None:
+    """Catches a command that is done, and then aborted by a thread as the interpreter ends.
+
+    And an error that is lost, as what is under way aborts the rank that ends with it.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", LEAVE.format(code=code)],
         cwd=ROOT,
-        env={**os.environ, "RANK": "1"},
+        env=env if rank is None else {**env, "RANK": rank},
         capture_output=True,
         text=True,
+        timeout=30,
     )
     assert done.returncode == code
-    assert done.stdout.split("\n") == ["told", *([] if code else ["wound up"]), ""]
+    wound_up = code == 0 or rank is None
+    assert done.stdout.split("\n") == ["told", *(["wound up"] if wound_up else []), ""]
+
+
+@pytest.mark.parametrize("words", [["--version"], ["train", "configs/quickstart.yaml"]])
+def test_python_without_the_packages_is_told_how_to_get_them(words: list[str]) -> None:
+    """Catches a traceback where `pip install` or the environment has been left out."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "isp", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: ISP needs the package pydantic, which {sys.executable} does")
+    assert "pip install -e ." in line
+
+
+def test_ctrl_c_is_named(job: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Catches a command that ends without a word."""
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("isp.config.load_config", interrupted)
+    assert main(["config", job]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "error: stopped by SIGINT\n"
 
 
 def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,6 +426,7 @@ def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
     [
         (["--modes", "isp,tp"], "--modes isp,tp: write one or more of mtp,msp,fsp,isp, each once"),
         (["--modes", "isp,isp"], "each once"),
+        (["--modes", "isp,isp", *HELD_OUT], "each once"),  # held-out text need not be there
         (["--nproc", "3", "--parallel.tensor.size", "2"], "in mtp mode: parallel.tensor.size=2"),
         (["--job.dump_folder", "/dev/null/x", "--nproc", "2"], "job.dump_folder=/dev/null/x"),
     ],

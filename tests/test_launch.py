@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from isp.cli import main
-from isp.cli.failures import report_broken_pipe
+from isp.cli.failures import LAUNCHER_REPORTS, report, report_broken_pipe, report_end
 from isp.cli.launch import launch, rank_folder
+from tests.run.test_folder import files_up_to
 
 ROOT = Path(__file__).parent.parent
 
 # A rank as `isp train` makes one, with something to do that needs no process group.
 RANK_SCRIPT = """
 import ctypes, os, pathlib, signal, sys, time
-from isp.cli.failures import report
+from isp.cli.failures import report, report_end, report_interrupt
 from isp.cli.launch import follow_launcher
 
 def tell(word):  # in one write: the ranks share a pipe
@@ -50,23 +51,34 @@ def act(how):
         open("absent.yaml")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "begin":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     tell("ready")
+    if how == "begin":
+        time.sleep(60)
+    if how == "one":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return tell("saved")
     if how == "stuck":
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         ctypes.PyDLL(None).sleep(600)  # no other thread of Python runs meanwhile
-    while not stopped and how == "stop":
+    while not stopped and how in ("stop", "finish"):
         time.sleep(0.05)
     time.sleep(0.3)
-    if how != "stop":
+    if how not in ("stop", "finish"):
         raise RuntimeError("connection closed by peer")
     tell("saved")
 
 rank, stopped = int(os.environ["RANK"]), []
-for stop in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(stop, lambda *_: stopped.append(True))
+for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(stop, lambda number, _: stopped.append(number))
 follow_launcher()
 try:
     act(sys.argv[1])
+    sys.exit(report_end(stopped[0] if stopped and sys.argv[1] != "finish" else None))
+except KeyboardInterrupt as error:
+    sys.exit(report_interrupt(error))
 except Exception as error:
     sys.exit(report(error))
 """
@@ -146,6 +158,70 @@ def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
     launcher.await_ranks()
     launcher.send(stop)
     assert launcher.end() == (128 + stop, "saved\n" * 2, "")
+
+
+def test_a_signal_to_one_rank_is_the_codes_reason(start_ranks):
+    """Catches a run that stopped before its end, and looks done to what started it."""
+    code, output, errors = start_ranks("one").end()
+    assert (code, errors) == (128 + signal.SIGUSR1, "")
+    assert sorted(output.split()) == ["ready", "ready", "saved", "saved"]
+
+
+def test_a_signal_to_a_run_that_finishes_is_no_failure(start_ranks):
+    """Catches a finished run that is trained once more, as it seems to have been stopped."""
+    launcher = start_ranks("finish")
+    launcher.await_ranks()
+    launcher.send(signal.SIGTERM)
+    assert launcher.end() == (0, "saved\n" * 2, "")
+
+
+def test_a_rank_that_stopped_is_no_failure_for_torchrun(tmp_path, monkeypatch):
+    """Catches a stopped run that plain torchrun takes for a failed one, and starts again."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv(LAUNCHER_REPORTS, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert report_end(signal.SIGTERM) == 0
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.delenv("RANK")
+    assert report_end(signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+def test_a_stop_before_ranks_can_save_is_named_once(start_ranks):
+    """Catches a start that is interrupted without a word, or by a word of each rank."""
+    launcher = start_ranks("begin")
+    launcher.await_ranks()
+    launcher.send(signal.SIGINT)
+    assert launcher.end() == (128 + signal.SIGINT, "", "error: stopped by SIGINT\n")
+
+
+def test_a_launcher_heeds_nohup(start_ranks, monkeypatch):
+    """Catches ranks under `nohup` that are stopped when the terminal is closed."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = start_ranks("stop")
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    launcher.await_ranks()
+    launcher.send(signal.SIGHUP)
+    time.sleep(0.3)
+    launcher.send(signal.SIGTERM)
+    assert launcher.end() == (128 + signal.SIGTERM, "saved\n" * 2, "")
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_an_error_file_is_whole_or_not_there(tmp_path, monkeypatch, capsys, room):
+    """Catches half of a file, on which torchrun's agent dies; or an error that nobody shows."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv(LAUNCHER_REPORTS, "1")
+    with files_up_to(room):
+        report(FileNotFoundError(2, "absent", "here"))
+    assert list(tmp_path.iterdir()) == []
+    assert "absent" in capsys.readouterr().err
+    report(FileNotFoundError(2, "absent", "here"))
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+    assert "absent" in json.loads(file.read_text())["message"]["message"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")

@@ -49,14 +49,14 @@ LLAMA = (
 RUNGS = {
     "nothing": ("--model.loss_chunk_tokens=0",),
     "loss in chunks": ("--model.loss_chunk_tokens=1024",),
-    "all blocks again": ("--model.checkpoint=1",),
+    "recompute all blocks": ("--model.checkpoint=1",),
     "MLP in tiles": ("--model.mlp_tile_tokens=1024",),
     "heads in groups": ("--model.attention_head_groups=4",),
     "inputs on the host": ("--model.checkpoint_offload",),
     "every 4th of them": ("--model.checkpoint_segment=4",),
 }
 """What each adds to those before it."""
-COMPARED = "all blocks again"
+COMPARED = "recompute all blocks"
 """The rung whose time is 1."""
 GIB, KIB = 2**30, 2**10
 

@@ -7,7 +7,7 @@ All begin with the weights of one folder and train on the same row, one document
 each, the first one rotating. A step is forward, backward, clipping and AdamW in bfloat16. Ours has
 float32 gradients and master weights and its loss in float32; that of transformers is the least that
 people write: all in bfloat16, attention by flash_attention_2 where it is installed, else sdpa. From
-`--recompute-from` tokens on both compute all blocks again.
+`--recompute-from` tokens on both recompute all blocks.
 
 MFU is `metrics.peak_tflops`' share of the model's FLOPs: 6 x matmul parameters x tokens, attention
 by half the square of the row, recomputation not counted. Who runs out of memory drops out.

@@ -291,7 +291,7 @@ def kernels(device: torch.device) -> Numbers:
 
 
 def efficiencies(device: torch.device) -> Numbers:
-    """What shares of its peaks the device reaches: for `device` of a file in configs/fabrics."""
+    """What shares of its peaks a device reaches, for `device` of a file in isp/planner/fabrics."""
     toy = device.type == "cpu"
     tokens, copied = (64, 2**20) if toy else (8192, 2**31)
     dtype = torch.float32 if toy else torch.bfloat16

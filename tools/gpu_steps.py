@@ -14,7 +14,7 @@ __all__ = ["STEPS", "Step", "words"]
 
 CHECK = "{python} tools/gpu_checks.py"
 QWEN = "configs/one_gpu.yaml --training.device cuda"
-SMALL = "configs/quickstart.yaml --model.num_layers 1 --data.seq_len 64"
+SMALL = "configs/quickstart.yaml --model.num_layers 1 --model.sliding_window null --data.seq_len 64"
 RANKS = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
 LLAMA = "--model.preset llama3.1-8b --optimizer.offload_states"
 
@@ -162,7 +162,7 @@ STEPS = (
         10,
         f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --model.num_layers 8"
         " --only 'inputs on the host'",
-        f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'all blocks again'",
+        f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'recompute all blocks'",
         default=False,
     ),
     Step(

@@ -8,4 +8,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash tools/setup_env.sh hf
 .venv/bin/python tools/make_tiny_chat_model.py outputs/tiny_chat
-exec .venv/bin/python -m isp train configs/chat.yaml --nproc 4 "$@"
+.venv/bin/python -m isp train configs/chat.yaml --nproc 4 "$@"
+cat <<'END'
+
+Ask the model a question (where the folder of the run was not changed):
+  .venv/bin/python -m isp generate outputs/chat/latest --chat --prompt "What is dumps in json?"
+END

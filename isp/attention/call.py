@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isp.attention.distributed import DistributedAttention
 from isp.attention.local import LocalAttention, make_local_attention
 from isp.attention.mask import AttentionMask
+from isp.comm import Channel
 
-__all__ = ["Attend", "AttentionOptions", "attend_by", "attention"]
+__all__ = ["Attend", "AttentionOptions", "attend_by", "attention", "current_attend"]
 
 
 class AttentionOptions(NamedTuple):
@@ -33,6 +35,8 @@ class AttentionOptions(NamedTuple):
     """c makes c tanh(x / c) of logits x; None: they stay."""
     sinks: Tensor | None = None
     """[H], a further logit of each head, without a value."""
+    chunk: int | None = None
+    """Tokens of the chunks that a document is cut into, each of which sees itself; None: one."""
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -46,8 +50,13 @@ _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
 """Where calls go; set while the code of a parallelised model runs."""
 
 
+def current_attend() -> Attend | None:
+    """Where calls of attention go now; None outside of a parallelised model's forward."""
+    return _attend.get()
+
+
 @contextmanager
-def attend_by(attend: Attend | None) -> Iterator[None]:
+def attend_by(attend: Attend) -> Iterator[None]:
     """Calls of `attention` in this context go to `attend`."""
     token = _attend.set(attend)
     try:
@@ -75,7 +84,8 @@ def attention(
     if attend is not None:
         return attend(q, k, v, AttentionOptions(causal, window, scale))
     local = _alone(q.device, q.dtype, q.shape[-1], scale)
-    return local(q, k, v, mask=AttentionMask(causal=causal, window=window))
+    # A copy, as kernels save what they give, and a model may write into it.
+    return local(q, k, v, mask=AttentionMask(causal=causal, window=window)).clone()
 
 
 @lru_cache(maxsize=64)
@@ -83,4 +93,5 @@ def _alone(
     device: torch.device, dtype: torch.dtype, head_dim: int, scale: float | None
 ) -> LocalAttention:
     """Chosen once: what is fastest on a device is found by trying."""
-    return make_local_attention(device=device, dtype=dtype, head_dim=head_dim, scale=scale)
+    local = make_local_attention(device=device, dtype=dtype, head_dim=head_dim, scale=scale)
+    return DistributedAttention(local, Channel.solo())

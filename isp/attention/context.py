@@ -22,7 +22,6 @@ keys travel, of NeMo's blockdiag_cp.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,8 @@ class ContextAttention:
         self.stripes = stripes
         self.ring = ring
         self._plan_of = plan_of
-        self._routes_of = lru_cache(maxsize=_ROUTES)(self._make_routes)
+        self._known: dict[tuple[Any, ...], tuple[Route, ...]] = {}
+        """Routes, the one used last behind the others."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -147,7 +147,11 @@ class ContextAttention:
         if mask.cu_seqlens is not None:
             mask.check_covers(1, mask.bounds[-1], mask.bounds[-1])
             lengths, rows = mask.lengths, 1
-        routes = self._routes_of(lengths, rows, mask.causal, mask.window, in_ring)
+        key = lengths, rows, mask.causal, mask.window, in_ring
+        routes = self._known.pop(key, None) or self._make_routes(*key)
+        self._known[key] = routes
+        if len(self._known) > _ROUTES:
+            del self._known[next(iter(self._known))]
         if routes[0].num_tokens != batch_size * length:
             raise ValueError(
                 f"context rank {self.channel.rank} of {self.channel.size} has"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from isp.attention.flash import FlashAttention, VarlenAttention
@@ -123,7 +124,7 @@ class PlainKernel:
             sums = logits.logsumexp(-1, keepdim=True)
             weights = (logits - sums).exp()
             out[rows] = torch.einsum("kgrc,ckd->rkgd", weights, v[keys].to(dtype)).flatten(1, 2)
-            lse[rows] = sums.squeeze(-1).flatten(0, 1).T
+            lse[rows] = rearrange(sums, "k g r 1 -> r (k g)")
         return out, lse
 
     def gradients(
@@ -144,13 +145,15 @@ class PlainKernel:
         for block in _blocks(mask):
             rows, keys = _rows(block)
             heads = k.shape[1]
-            q_rows, given, less, sums = (
-                x[rows].unflatten(1, (heads, -1)) for x in (q, dout, delta, lse.unsqueeze(-1))
-            )  # [R, K, G, ..]
+            q_rows, given = (x[rows].unflatten(1, (heads, -1)) for x in (q, dout))  # [R, K, G, d]
+            sums, less = (
+                rearrange(x[rows], "r (k g) one -> k g r one", k=heads)
+                for x in (lse.unsqueeze(-1), delta)
+            )
             logits = self._logits(q[rows], k[keys], block)
-            weights = (logits - sums.movedim(0, 2)).exp()  # [K, G, R, C]
+            weights = (logits - sums).exp()  # [K, G, R, C]
             dv[keys] += torch.einsum("kgrc,rkgd->ckd", weights, given)
-            from_v = torch.einsum("rkgd,ckd->kgrc", given, v[keys]) - less.movedim(0, 2)
+            from_v = torch.einsum("rkgd,ckd->kgrc", given, v[keys]) - less
             d_logits = weights * from_v * scale
             dq[rows] = torch.einsum("kgrc,ckd->rkgd", d_logits, k[keys]).flatten(1, 2)
             dk[keys] += torch.einsum("kgrc,rkgd->ckd", d_logits, q_rows)

@@ -24,7 +24,7 @@ from isp.attention.mask import AttentionMask
 from isp.comm import host_memory
 from isp.parallel.context import ContextPlan
 
-__all__ = ["Route", "gather_route", "ring_routes"]
+__all__ = ["Route", "Slices", "gather_route", "ring_routes"]
 
 _Ints = NDArray[np.int64]
 
@@ -135,7 +135,7 @@ class Route:
 
 def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Route:
     """The route of all that the slices of each rank see."""
-    cut = _Slices.of(plan)
+    cut = Slices.of(plan)
     low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
     sight = cut.sight(low, cut.end if causal else cut.stop)
     held = _Held(cut.rank, cut.begin, cut.end - cut.begin, cut.row)
@@ -149,7 +149,7 @@ def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, .
     Of other ranks' keys a slice sees all before it, and nothing within: only the first step, of its
     own keys, is causal.
     """
-    num_ranks, cut = len(plan.slices), _Slices.of(plan)
+    num_ranks, cut = len(plan.slices), Slices.of(plan)
     sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
     held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
     places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # the ranks' one after another
@@ -196,7 +196,7 @@ class _Sight(NamedTuple):
     """Of the slice, of those of its document that its rank has."""
 
 
-class _Slices(NamedTuple):
+class Slices(NamedTuple):
     """All ranks' slices, one rank's after another's, those that touch as one.
 
     Places are counted over the whole row.

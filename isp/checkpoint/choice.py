@@ -129,7 +129,8 @@ def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> Checkp
         reasons = "".join(f"\n  {line}" for line in passed_over)
         raise CheckpointError(
             f"no good checkpoint in {found.place}, where there should be one:{reasons}\n"
-            "choose another (in training by checkpoint.load_step), or start anew in another folder"
+            "choose another (in training by checkpoint.load_step), or start a new run: another"
+            " job.name, or checkpoint.auto_resume=false"
         )
     return None
 

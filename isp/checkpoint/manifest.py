@@ -93,7 +93,7 @@ class Manifest(BaseModel):
     """Sizes and mode of the run that saved it."""
     shared: Mapping[str, Any]
     """Plain values that are the same on all ranks."""
-    saved_at: float
+    saved_at: Annotated[float, Field(ge=0, le=1e11)]
     """Seconds since 1970."""
     files: Mapping[FileName, FileRecord]
     """By file name."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import pickle
 import warnings
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -85,10 +88,11 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """The table of contents of the checkpoint in `folder`, whose manifest names `files`.
 
-    Raises pickle.UnpicklingError if it contains what does not belong there, or is not readable.
+    Raises pickle.UnpicklingError if it contains what does not belong there, is not readable, or
+    does not hold each tensor once, in these files.
     """
     if METADATA not in files:
         raise pickle.UnpicklingError(f"{METADATA} is not among the files of the manifest")
@@ -104,7 +108,32 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
             raise pickle.UnpicklingError(
                 f"{METADATA} names {info.relative_path!r}, which is not in the manifest"
             )
+        if info.offset + info.length > files[info.relative_path].num_bytes:
+            raise pickle.UnpicklingError(f"{METADATA} reads beyond {info.relative_path}")
+    num_bytes = sum(record.num_bytes for record in files.values())
+    for key, tensor in found.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        if math.prod(tensor.size) * tensor.properties.dtype.itemsize > num_bytes:
+            raise pickle.UnpicklingError(f"{METADATA} says that {key} is larger than all files")
+        if not _has_all(tensor) or any(
+            MetadataIndex(key, chunk.offsets) not in found.storage_data for chunk in tensor.chunks
+        ):
+            raise pickle.UnpicklingError(f"{METADATA} does not hold {key} whole")
     return found
+
+
+def _has_all(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks lie in the tensor, and are as many elements as it."""
+    whole = tuple(tensor.size)
+    inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(whole)
+        and min((*chunk.offsets, *chunk.sizes, 0)) == 0
+        and all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, whole, strict=True))
+        for chunk in tensor.chunks
+    )
+    corners = {chunk.offsets for chunk in tensor.chunks}
+    elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    return inside and len(corners) == len(tensor.chunks) and elements == math.prod(whole)
 
 
 def _is_table(found: Metadata) -> bool:
@@ -114,8 +143,20 @@ def _is_table(found: Metadata) -> bool:
         isinstance(tensors, dict)
         and isinstance(places, dict)
         and all(isinstance(key, str) and _is_tensor(value) for key, value in tensors.items())
-        and all(isinstance(value, _StorageInfo) for value in places.values())
-        and all(isinstance(vars(value).get("relative_path"), str) for value in places.values())
+        and all(isinstance(key, MetadataIndex) for key in places)
+        and all(_is_place(value) for value in places.values())
+    )
+
+
+def _is_place(value: object) -> bool:
+    if not isinstance(value, _StorageInfo):
+        return False
+    fields = vars(value)
+    numbers = fields.get("offset"), fields.get("length")
+    return (
+        isinstance(fields.get("relative_path"), str)
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and fields.get("transform_descriptors") is None
     )
 
 
@@ -123,10 +164,19 @@ def _is_tensor(value: object) -> bool:
     if not isinstance(value, TensorStorageMetadata):
         return False
     properties, size = vars(value).get("properties"), vars(value).get("size")
+    chunks = vars(value).get("chunks")
     return (
         isinstance(properties, TensorProperties)
         and isinstance(vars(properties).get("dtype"), torch.dtype)
         and isinstance(size, torch.Size)
+        and all(n >= 0 for n in size)
+        and isinstance(chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) for chunk in chunks)
+        and all(
+            isinstance(vars(chunk).get(name), torch.Size)
+            for chunk in chunks
+            for name in ("offsets", "sizes")
+        )
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from isp.checkpoint.agreement import CheckpointError
+from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.boxes import BoxLoadPlanner, Shard
 from isp.checkpoint.choice import Candidates, CheckpointInfo, choose
 from isp.checkpoint.folder import checkpoints_at
@@ -49,14 +49,23 @@ class WholeWeights:
         return {name: tuple(saved.size) for name, saved in self._saved.items()}
 
     def read(self, name: str) -> Tensor:
-        """A parameter, whole, in CPU memory, in the dtype that it was trained in."""
+        """A parameter, whole, in CPU memory, in the dtype that it was trained in.
+
+        Raises CheckpointError if what lies in the files is no such tensor.
+        """
         saved, key = self._saved[name], model_key(name)
         whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-        with quietly():
+
+        def read() -> None:
             load(
                 {key: Shard.whole(key, whole)},
                 storage_reader=SafeReader(self.info.path, self._metadata),
                 planner=BoxLoadPlanner({key: key}),
                 no_dist=True,
+            )
+
+        with quietly():
+            attempt(
+                Channel.solo("checkpoint"), f"{self.info.path} is damaged: reading {name}", read
             )
         return whole

@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " [--html] [--nproc N] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
         " [--parallel.key value ...]"
         " [--tasks NAME,NAME,... [--include-path FOLDER] [--num-fewshot N] [--limit N]"
-        " [--max-length N]]"
+        " [--max-length N] [--apply-chat-template]]"
     )
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"

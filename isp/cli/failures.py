@@ -9,14 +9,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["LAUNCHER_REPORTS", "report", "report_broken_pipe"]
+__all__ = [
+    "ENDED_FILE",
+    "LAUNCHER_REPORTS",
+    "report",
+    "report_broken_pipe",
+    "report_end",
+    "report_interrupt",
+]
 
 LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
 """The launcher's process id, in the environment of ranks whose failures it shows."""
+ENDED_FILE = "ended"
+"""Beside a rank's error file: the number of the signal that stopped its run in order, or 0."""
 
 
 def report(error: Exception) -> int:
@@ -24,10 +36,15 @@ def report(error: Exception) -> int:
     expected = _is_for_the_user(error)
     code = 2 if expected else 1
     text = f"error: {error}" if expected else "".join(traceback.format_exception(error)).rstrip()
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is not None:
-        _write_error_file(error_file, error, text, code)
-    if error_file is None or not _is_told_by_another(expected):
+    if expected and isinstance(error, ModuleNotFoundError):
+        text = (
+            f"error: ISP needs the package {error.name}, which {sys.executable} does not have:"
+            " `bash tools/setup_env.sh` makes an environment with all of them in .venv,"
+            " `pip install -e .` adds them to this one"
+        )
+    # What a file or a chat template says is no command to the terminal.
+    text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    if not _write_error_file(error, text, code) or not _is_told_by_another(expected):
         print(text, file=sys.stderr, flush=True)
     return code
 
@@ -37,10 +54,31 @@ def report_broken_pipe(error: BrokenPipeError) -> int:
 
     It is a shell's: 128 + SIGPIPE.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is not None:
-        _write_error_file(error_file, error, "error: stdout was closed by its reader", 141)
+    _write_error_file(error, "error: stdout was closed by its reader", 141)
     return 141
+
+
+def report_interrupt(error: KeyboardInterrupt) -> int:
+    """Tell the user that SIGINT ended the command at once; the exit code, a shell's."""
+    text, code = "error: stopped by SIGINT", 128 + signal.SIGINT
+    if not _write_error_file(error, text, code) or LAUNCHER_REPORTS not in os.environ:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def report_end(stopped_by: int | None) -> int:
+    """The exit code of a run that has saved: finished, or stopped by the signal of that number.
+
+    0 or, as a shell has it, 128 + the signal; but 0 for a rank, as torchrun takes all else for a
+    failure and starts the ranks again. Our own launcher reads the signal from a file.
+    """
+    number = stopped_by or 0
+    if "RANK" not in os.environ:
+        return 128 + number if number else 0
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is not None and LAUNCHER_REPORTS in os.environ:
+        _write_whole(Path(error_file).with_name(ENDED_FILE), str(number))
+    return 0
 
 
 def _is_told_by_another(expected: bool) -> bool:
@@ -52,20 +90,46 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether `error` says what to do about it.
 
     By convention a ValueError or OSError that our own code raises does; a library's ValueError is
-    a fault of ours. So does what the operating system says about a file, or about a full disk.
+    a fault of ours. So does what the operating system says about a file, or about a full disk, and
+    a package of others that our own code does not find.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     if isinstance(error, OSError) and error.filename is not None:
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = frame.f_globals["__name__"].split(".")[0] in ("isp", "model")
+    is_ours = _is_our_module(frame.f_globals["__name__"])
+    if isinstance(error, ModuleNotFoundError):
+        return is_ours and not _is_our_module(str(error.name))
     return is_ours and isinstance(error, ValueError | OSError)
 
 
-def _write_error_file(path: str, error: Exception, text: str, code: int) -> None:
-    """Write what torchelastic's ErrorHandler writes and `code`, without importing torch."""
+def _is_our_module(name: str) -> bool:
+    return name.split(".")[0] in ("isp", "model")
+
+
+def _write_error_file(error: BaseException, text: str, code: int) -> bool:
+    """Write what torchelastic's ErrorHandler writes and `code`, without importing torch.
+
+    Whether the file is there: not where torchrun asks for none, or it cannot be written. It is
+    never there in part, which would end torchrun's agent: a rank may be killed while it writes.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if name is None:
+        return False
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "exit_code": str(code)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message}, file)
+    return _write_whole(Path(name), json.dumps({"message": message}))
+
+
+def _write_whole(path: Path, text: str) -> bool:
+    """Whether the file could be written: it is there whole, or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        return False
+    return True

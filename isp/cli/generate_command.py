@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from isp.cli.options import not_negative, positive
 from isp.cli.reading import Reading, add_reading, option_words
 
 if TYPE_CHECKING:
+    from isp.data.documents import JsonLine
     from isp.inference.generate import Generation
     from isp.inference.sampling import SamplingConfig
+    from isp.inference.source import Source
 
 __all__ = ["add_options", "run"]
 
@@ -26,7 +28,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="TEXT|FILE",
-        help="what to go on with: a text, or a file of it; several times: a batch of prompts",
+        help="a text, or a file of it, to continue; several times: a batch of prompts. A .jsonl"
+        " file with lines of `messages` holds conversations, which the assistant answers",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask the assistant: a prompt is a message of the user, in the model's chat template",
+    )
+    names = ("--chat-template", "--chat_template")
+    parser.add_argument(
+        *names, metavar="FILE", help="a Jinja file to use instead of the model's (with --chat)"
     )
     _option(
         parser, "max-new-tokens", "N", positive, 128, "tokens to write for each prompt, at most"
@@ -60,9 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="end before this text; may be given several times. The end of a document ends, too",
     )
     parser.usage = (
-        "isp generate RUN|STEP|HF_FOLDER --prompt TEXT|FILE [--nproc N] [--max-new-tokens N]"
-        " [--temperature T] [--top-k K] [--top-p P] [--seed N] [--stop TEXT] [--dtype DTYPE]"
-        " [--device DEVICE] [--tokenizer PATH] [--parallel.key value ...]"
+        "isp generate RUN|STEP|HF_FOLDER --prompt TEXT|FILE [--chat] [--nproc N]"
+        " [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed N] [--stop TEXT]"
+        " [--chat-template FILE] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
+        " [--parallel.key value ...]"
     )
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as"
@@ -94,13 +107,14 @@ def run(args: argparse.Namespace) -> int:
     sampling = SamplingConfig(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
-    texts = [_text_of(prompt) for prompt in args.prompt]
+    given = [_text_of(prompt) for prompt in args.prompt]
     reading = Reading.of(args)
-    prompts = [reading.source.encode_prompt(text) for text in texts]
-    reading.describe(reading.source.check_lengths(prompts, args.max_new_tokens))
+    prompts = _prompts(args, given, reading.source)
+    lengths = [prompt.tokens for prompt in prompts.all]
+    reading.describe(reading.source.check_lengths(lengths, args.max_new_tokens))
     if args.nproc is not None and reading.layout.ranks > 1:
         return launch(reading.layout.ranks, ["-m", "isp", "generate", *_words(args)])
-    _generate(args, reading, prompts, texts, sampling)
+    _generate(args, reading, prompts, sampling)
     return 0
 
 
@@ -108,8 +122,55 @@ def _words(args: argparse.Namespace) -> list[str]:
     """The command line of each rank."""
     words = [args.path, *(f"--prompt={prompt}" for prompt in args.prompt)]
     words += [f"--stop={stop}" for stop in args.stop]
-    words += option_words(args, ("max-new-tokens", "temperature", "top-k", "top-p", "seed"))
+    words += ["--chat"] * args.chat
+    words += option_words(
+        args, ("max-new-tokens", "temperature", "top-k", "top-p", "seed", "chat-template")
+    )
     return [*words, *args.overrides]
+
+
+class _Prompt(NamedTuple):
+    text: str
+    tokens: list[int]
+
+
+class _Prompts(NamedTuple):
+    all: list[_Prompt]
+    turn_end: int | None
+    """The token that ends a turn of the assistant, for conversations."""
+
+
+def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Prompts:
+    """What is to be continued: texts, and conversations by the chat template."""
+    from isp.data.documents import JsonLine
+
+    found, template = list[_Prompt](), None
+    for given, text in zip(args.prompt, texts, strict=True):
+        talks = _conversations(given)
+        if talks is None and not args.chat:
+            found.append(_Prompt(text, source.encode_prompt(text)))
+            continue
+        template = template or source.chat_template(args.chat_template)
+        if talks is None:
+            talk = {"messages": [{"role": "user", "content": text}]}
+            talks = [JsonLine(talk, "--prompt", len(text))]
+        for record, where, _ in talks:
+            keys = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
+            rendered = template.prompt(record.get("messages", []), where, **keys)
+            found.append(_Prompt(rendered, source.encode_chat(rendered)))
+    if template is None and args.chat_template is not None:
+        raise ValueError("--chat-template is for conversations: add --chat")
+    return _Prompts(found, None if template is None else template.turn_end())
+
+
+def _conversations(prompt: str) -> list[JsonLine] | None:
+    """The lines of a file of `messages`; None for anything else."""
+    from isp.data.documents import read_jsonl
+
+    if not prompt.endswith(".jsonl") or not Path(prompt).is_file():
+        return None
+    lines = list(read_jsonl(Path(prompt)))
+    return lines if lines and "messages" in lines[0].record else None
 
 
 def _text_of(prompt: str) -> str:
@@ -129,8 +190,7 @@ def _text_of(prompt: str) -> str:
 def _generate(
     args: argparse.Namespace,
     reading: Reading,
-    prompts: list[list[int]],
-    texts: list[str],
+    prompts: _Prompts,
     sampling: SamplingConfig,
 ) -> None:
     """On each rank."""
@@ -138,10 +198,12 @@ def _generate(
 
     source = reading.source
     with reading.engine() as (engine, rank):
-        ends = Ends(args.max_new_tokens, source.ends, tuple(args.stop))
-        generation = Generation(engine, source.tokenizer, prompts, sampling, ends)
+        turn_end = frozenset() if prompts.turn_end is None else {prompts.turn_end}
+        ends = Ends(args.max_new_tokens, source.ends | turn_end, tuple(args.stop))
+        texts, tokens = map(list, zip(*prompts.all, strict=True))
+        generation = Generation(engine, source.tokenizer, tokens, sampling, ends)
         if rank == 0:
-            _print_one(generation) if len(prompts) == 1 else _print_all(generation, texts)
+            _print_one(generation) if len(texts) == 1 else _print_all(generation, texts)
             print(generation.speed.describe(), file=sys.stderr)
         else:
             for _ in generation:

@@ -39,6 +39,12 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     ):
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         group.add_argument(*names, metavar=metavar, type=kind, help=told)
+    group.add_argument(
+        "--apply-chat-template",
+        "--apply_chat_template",
+        action="store_true",
+        help="ask each question as a message of the user, in the model's chat template",
+    )
 
 
 def task_words(args: argparse.Namespace) -> list[str]:
@@ -49,6 +55,7 @@ def task_words(args: argparse.Namespace) -> list[str]:
     return [
         f"--tasks={','.join(args.tasks)}",
         *(f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None),
+        *["--apply-chat-template"] * args.apply_chat_template,
     ]
 
 
@@ -61,6 +68,8 @@ def check_tasks(args: argparse.Namespace, source: Source) -> None:
             "--tasks needs the lm-eval package: bash tools/setup_env.sh lm-eval (or pip install"
             " lm-eval)"
         )
+    if args.apply_chat_template:
+        source.chat_template()
     limit = source.position_limit
     args.max_length = args.max_length or source.trained_length or _MAX_LENGTH
     if limit is not None and args.max_length > limit:
@@ -79,7 +88,13 @@ def run_tasks(
     from isp.inference.harness import HarnessModel, evaluate_tasks
 
     results = evaluate_tasks(
-        HarnessModel(engine, source, max_length=args.max_length, batch_tokens=args.batch_tokens),
+        HarnessModel(
+            engine,
+            source,
+            max_length=args.max_length,
+            batch_tokens=args.batch_tokens,
+            chat=source.chat_template() if args.apply_chat_template else None,
+        ),
         args.tasks,
         args.include_path,
         num_fewshot=args.num_fewshot,

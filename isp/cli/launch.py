@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isp.cli.failures import LAUNCHER_REPORTS
-from isp.run.signals import StopRequest
+from isp.cli.failures import ENDED_FILE, LAUNCHER_REPORTS
+from isp.run.signals import StopRequest, heeded_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -90,13 +90,14 @@ def _outlive(launcher: int) -> None:
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run `command`, a script or `-m` and a module, as `nproc` ranks; the exit code of the run.
 
-    A rank that fails is shown once, the first of them only. After a stop signal the code is
-    128 + signal, once the ranks have saved and ended, or at once after a second one.
+    A rank that fails is shown once, the first of them only. After a stop signal, to this process or
+    to a rank, the code is 128 + signal, once the ranks have saved and ended, or at once after a
+    second one.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
     os.environ[LAUNCHER_REPORTS] = str(os.getpid())
-    logging.disable(logging.ERROR)  # torchrun's own account of what is told below
+    logging.disable(logging.ERROR)  # torchrun's own account of what is reported below
 
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -104,14 +105,26 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
     with StopRequest(keep_handlers=True), rank_folder() as folder:
         options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
-        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+        handled = [number.name for number in (*heeded_signals(), signal.SIGQUIT)]
+        options.append(f"--signals-to-handle={','.join(handled)}")
         try:
             torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
             return _tell_first_failure(error.failures)
         except SignalException as stop:
+            signals = _signals(folder)
+            if not signals:
+                print(f"error: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
+            elif not any(signals):
+                return 0  # it came when the run had finished, or was about to
             return 128 + int(stop.sigval)
-    return 0
+        stopped_by = max(_signals(folder), default=0)
+    return 128 + stopped_by if stopped_by else 0
+
+
+def _signals(folder: Path) -> list[int]:
+    """The signals that stopped ranks in order, 0 for one that finished (`report_end`)."""
+    return [int(path.read_text()) for path in folder.rglob(ENDED_FILE)]
 
 
 def _tell_first_failure(failures: Mapping[int, ProcessFailure]) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isp.cli.options import positive
+from isp.cli.options import add_html, positive
+from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from isp.planner.fabric import Fabric
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _DEFAULT_FABRIC = "h100x8_ib400"
+_UNITS = {"": 2**30, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+"""Bytes of the units of a size."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,28 +47,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--fabric",
         default=_DEFAULT_FABRIC,
         metavar="FILE",
-        help="the machine: a YAML file, or one of those in configs/fabrics by name"
+        help="the machine: a YAML file, or the name of one that comes with isp"
         f" (default: {_DEFAULT_FABRIC})",
     )
     parser.usage = (
         "isp plan CONFIG [--world N] [--max-seq-len] [--memory GIB] [--host-memory GIB]"
-        " [--fabric FILE] [--json] [--section.key value ...]"
+        " [--fabric FILE] [--json] [--html FILE] [--section.key value ...]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and tokens")
+    add_html(parser)
 
 
 def gib(text: str) -> float:
-    """A size such as 80, 80GiB or 1.5TiB, in GiB."""
-    number, factor = text, 1.0
-    for unit, of_unit in (("GiB", 1.0), ("TiB", 1024.0)):
-        if text.endswith(unit):
-            number, factor = text.removesuffix(unit), of_unit
+    """A size such as 80, 80GiB, 80GB or 1.5TiB, in GiB."""
+    number = text.rstrip("TGMiB")
+    unit = text.removeprefix(number)
     try:
-        size = float(number) * factor
-    except ValueError:
+        size = float(number) * _UNITS[unit] / _UNITS["GiB"]
+    except (KeyError, ValueError):
         size = 0.0
     if not 0 < size < 2**30:
-        raise argparse.ArgumentTypeError(f"{text} must be a size in GiB, such as 80 or 1.5TiB")
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a size: 80 and 80GiB are multiples of 2^30 bytes, 80GB of 10^9; also"
+            f" TiB, TB, MiB and MB"
+        )
     return size
 
 
@@ -76,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
     from isp.planner.lengths_report import Said, lengths_as_json, lengths_as_text
+    from isp.report import require_packages, write_page
 
+    if args.html is not None:
+        require_packages()
     config = load_config(args.config, args.overrides)
     world = args.world or config.parallel.least_ranks
     fabric = _with_memory(load_fabric(args.fabric), args)
@@ -93,10 +103,14 @@ def run(args: argparse.Namespace) -> int:
         planned.peak(seq_len),
         planned.growth(seq_len),
         planned.longest(budget) if args.max_seq_len else None,
-        climb(planned, budget) if args.max_seq_len else (),
+        climb(planned, budget, progress=show_progress) if args.max_seq_len else (),
         plan_generation(planned.case(seq_len), fabric.device),
     )
     print(lengths_as_json(said) if args.json else lengths_as_text(said))
+    if args.html is not None:
+        from isp.report.layouts import plan_page
+
+        write_page(plan_page(said, command=shlex.join(["isp", *sys.argv[1:]])), args.html)
     return 0 if said.fits else 1
 
 

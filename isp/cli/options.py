@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_nproc", "not_negative", "positive"]
+__all__ = ["add_html", "add_nproc", "not_negative", "positive"]
 
 _LARGEST = 2**20
 """More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
@@ -18,6 +18,11 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
     )
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Add `--html`, of a command that makes no folder."""
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with pictures")
 
 
 def positive(text: str) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, positive
+from isp.cli.options import add_html, add_nproc, positive
+from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from isp.planner import Candidate
@@ -25,7 +28,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--fabric",
         default=_DEFAULT_FABRIC,
         metavar="FILE",
-        help="the machine: a YAML file, or one of those in configs/fabrics by name"
+        help="the machine: a YAML file, or the name of one that comes with isp"
         f" (default: {_DEFAULT_FABRIC})",
     )
     parser.add_argument(
@@ -39,16 +42,20 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = (
         "isp layouts CONFIG --world N [--fabric FILE] [--batch ROWS] [--top N] [--json]"
-        " [--section.key value ...]"
+        " [--html FILE] [--section.key value ...]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    add_html(parser)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Print the layouts of a configuration, the fastest first."""
-    from isp.config import ConfigError, load_config
+    from isp.config import load_config
     from isp.planner import as_json, as_text, evaluate, load_fabric, rows_of, search
+    from isp.report import require_packages, write_page
 
+    if args.html is not None:
+        require_packages()
     config = load_config(args.config, args.overrides)
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
@@ -56,12 +63,18 @@ def run_plan(args: argparse.Namespace) -> int:
     rows = args.batch or rows_of(config, args.world)
     own: Candidate | str
     try:
-        own = evaluate(config, args.world, fabric, on_cpu=on_cpu)
-    except ConfigError as error:
+        own = evaluate(config, args.world, fabric, rows=rows, on_cpu=on_cpu)
+    except ValueError as error:
         own = str(error)
-    found = search(config, args.world, fabric, rows=rows, on_cpu=on_cpu)
-    show = as_json if args.json else as_text
-    print(show(found, own, fabric, world_size=args.world, rows=rows, top=args.top))
+    found = search(config, args.world, fabric, rows=rows, on_cpu=on_cpu, progress=show_progress)
+    show, sizes = as_json if args.json else as_text, {"world_size": args.world, "rows": rows}
+    print(show(found, own, fabric, **sizes, top=args.top))
+    if args.html is not None:
+        from isp.report.layouts import layouts_page
+
+        command = shlex.join(["isp", *sys.argv[1:]])
+        page = layouts_page(found, own, fabric, **sizes, top=args.top, command=command)
+        write_page(page, args.html)
     return 0 if found.fitting else 1
 
 

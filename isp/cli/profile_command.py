@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "run"]
 
+_WITHOUT_VALIDATION = (
+    "--validation.freq=0",
+    "--data.valid_source=null",
+    "--data.valid_fraction=0",
+)
+"""Nothing is evaluated, so held-out text need not be there."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options beside CONFIG and overrides."""
@@ -52,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from isp.config import ConfigError, load_config
     from isp.parallel.config import Mode
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, [*args.overrides, *_WITHOUT_VALIDATION])
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
     if args.html:
         from isp.report import require_packages
@@ -60,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         require_packages()
 
     from isp.train.data import check_data
+    from isp.train.host_memory import check_host_memory
     from isp.train.profile_run import (
         ProfileOptions,
         assemble,
@@ -72,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
         try:  # every error before any process starts
-            config_for(config, mode, ranks).check_folder_model()
+            own = config_for(config, mode, ranks)
+            own.check_folder_model()
+            if args.nproc is not None:
+                check_host_memory(own, own.topology(ranks), args.nproc)
             modes.append(mode)
         except ValueError as error:
             if args.modes is None and config.model.hf is not None and mode is not Mode.ISP:

@@ -23,7 +23,7 @@ from isp.cli import (
     profile_command,
     topology_command,
 )
-from isp.cli.failures import report, report_broken_pipe
+from isp.cli.failures import report, report_broken_pipe, report_end, report_interrupt
 from isp.cli.launch import follow_launcher
 from isp.cli.options import add_nproc
 
@@ -48,19 +48,14 @@ class _Words(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
     follow_launcher()
-    words = _split(sys.argv[1:] if argv is None else argv)
-    parser = _build_parser()
-    args, rest = parser.parse_known_args(words.options)
-    if rest and not (args.takes_overrides and rest[0].startswith("--")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one
-    run: Callable[[argparse.Namespace], int] = args.run
     try:
+        args = _parse(_split(sys.argv[1:] if argv is None else argv))
+        run: Callable[[argparse.Namespace], int] = args.run
         code = run(args)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return report_interrupt(error)
     except BrokenPipeError as error:  # `isp topology ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return report_broken_pipe(error)
@@ -82,6 +77,15 @@ def _split(words: Sequence[str]) -> _Words:
         if not equals and pending and not pending[-1].startswith("--"):
             overrides.append(pending.pop())
     return _Words(options, overrides)
+
+
+def _parse(words: _Words) -> argparse.Namespace:
+    parser = _build_parser()
+    args, rest = parser.parse_known_args(words.options)
+    if rest and not (args.takes_overrides and rest[0].startswith("--")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one
+    return args
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -240,32 +244,30 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     # Every error before any process starts.
-    topology = config.topology(world_size(args.nproc, least=config.parallel.least_ranks))
+    ranks = world_size(args.nproc, least=config.parallel.least_ranks)
+    sized, topology = config.for_ranks(ranks), config.topology(ranks)
     config.require_packages()
-    config.check_folder_model()
+    sized.check_folder_model()
     if config.optimizer.param_groups:
         from isp.train.run import check_param_groups
 
         check_param_groups(config)
-    if "RANK" not in os.environ:
-        from isp.train.resume import check_start
-
-        check_start(config, topology)
     if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
         _note_unused(config)
     if args.nproc is not None:
         from isp.train.data import check_data
         from isp.train.host_memory import check_host_memory
+        from isp.train.resume import check_start
         from isp.train.run import check_devices
 
         check_devices(config, args.nproc)
-        check_host_memory(config, topology, args.nproc)
+        check_host_memory(sized, topology, args.nproc)
         check_data(config)
+        check_start(sized, topology)  # last: a fault of this command comes before an earlier run's
         return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
     from isp.train import main as train
 
-    train(config)
-    return 0
+    return report_end(train(config))
 
 
 def _note_unused(config: JobConfig) -> None:
@@ -309,7 +311,8 @@ def _prefetch(args: argparse.Namespace) -> int:
     from isp.train.balance import balance_text
 
     config = load_config(args.config, args.overrides)
-    print(schedule_text(config.language_model, config.parallel, config.data.micro_num))
+    config = config.for_ranks(config.parallel.least_ranks)
+    print(schedule_text(config.language_model, config.parallel, config.data.num_micro_batches))
     if balance := balance_text(config):
         print(f"\n{balance}")
     return 0

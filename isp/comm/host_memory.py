@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isp.comm import streams
 
-__all__ = ["Told", "available_bytes", "pinned", "send", "zeros"]
+__all__ = ["Told", "available_bytes", "pinned", "send", "total_bytes", "zeros"]
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -89,6 +89,18 @@ def available_bytes() -> int | None:
     cached = int(fields["active_file"]) + int(fields["inactive_file"])  # is given back when asked
     taken = int((_CGROUP / "memory.current").read_text()) - cached
     return max(0, min(free, int(most) - taken))
+
+
+def total_bytes() -> int | None:
+    """Memory and swap space of this process's machine, or of its cgroup; None: it does not say."""
+    if not _MEMINFO.exists():
+        return None
+    sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    memory, swap = (1024 * int(sizes.get(k, "0").split()[0]) for k in ("MemTotal", "SwapTotal"))
+    limit = _CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        memory = min(memory, int(most))
+    return memory + swap
 
 
 def _lock(memory: Tensor) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -21,6 +20,7 @@ from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.models.protocol import LanguageModel
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
+from isp.parallel.partition import any_of
 from isp.parallel.topology import Topology
 from isp.settings import (
     CheckpointConfig,
@@ -34,7 +34,7 @@ from isp.settings import (
     ValidationConfig,
 )
 from isp.settings.packages import require_hf
-from isp.settings.section import section
+from isp.settings.section import KeyRole, defaults_of, section
 from isp.traced.model_folder import check_layout, check_model_folder, with_sizes
 from model.config import ModelConfig
 from model.huggingface import with_init_from
@@ -52,10 +52,8 @@ __all__ = [
 T = TypeVar("T")
 
 
-_BESIDE_FOLDER = frozenset(
-    key for key in ModelConfig.__dataclass_fields__ if key.startswith("checkpoint")
-) | {"hf", "attention_backend", "compile", "loss_chunk_tokens"}
-"""Keys of `model` that say how to compute, not what."""
+_BESIDE_FOLDER = frozenset(["hf", *defaults_of(ModelConfig, KeyRole.METHOD)])
+"""Keys of `model` about which the folder's config.json says nothing."""
 
 
 class ConfigError(ValueError):
@@ -93,7 +91,8 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         self._check_model()
-        self.parallel.pipeline.check_micro_batches(self.data.micro_num)
+        if self.training.global_batch_size is None or self.data.micro_num is not None:
+            self.parallel.pipeline.check_micro_batches(self.data.num_micro_batches)
         training = self.training
         self.model.attention_backend.check_fits(
             training.device, training.dtype, deterministic=training.deterministic
@@ -157,6 +156,33 @@ class JobConfig:
             return Topology.create(world_size, self.parallel.for_heads(*heads))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def for_ranks(self, world_size: int) -> JobConfig:
+        """The same with the `data.micro_num` that a global batch takes on so many ranks.
+
+        Raises ConfigError if it cannot be cut so, or `data.micro_num` says otherwise.
+        """
+        whole, data = self.training.global_batch_size, self.data
+        if whole is None:
+            return self
+        ranks = self.topology(world_size).data
+        part = data.micro_bsz * ranks
+        told = f"data.micro_bsz={data.micro_bsz} on {ranks} data ranks"
+        if whole % part:
+            near = any_of(sorted({max(part, whole // part * part), -(-whole // part) * part}))
+            raise ConfigError(
+                f"training.global_batch_size={whole} must be a multiple of the {part} sequences of"
+                f" {told}: use {near}"
+            )
+        if data.micro_num not in (None, whole // part):
+            raise ConfigError(
+                f"training.global_batch_size={whole} and data.micro_num={data.micro_num} disagree:"
+                f" {told} takes data.micro_num={whole // part}; leave one of the two out"
+            )
+        try:
+            return replace(self, data=replace(data, micro_num=whole // part))
+        except ValueError as error:
+            raise ConfigError(f"training.global_batch_size={whole}: {error}") from error
 
     def require_packages(self) -> None:
         """Raise ConfigError if a key asks for a package that is not installed."""
@@ -225,31 +251,34 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    sections: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    kind: type[JobConfig] = JobConfig,
+    unread: Collection[str] = (),
 ) -> JobConfig:
     """The configuration in the YAML file at `path`, changed by `overrides`.
 
     Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
-    `--section.key` alone for true. `sections` stand in for those that the file leaves out. Raises
-    ConfigError with every fault of file and overrides.
+    `--section.key` alone for true. `unread` sections of the file are left alone, and have their
+    defaults. Raises ConfigError with every fault of file and overrides.
     """
-    keys = KeyTable.of(JobConfig)
+    keys = KeyTable.of(kind)
     try:
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
-        values = {**copy.deepcopy(dict(sections)), **file.values}
+        values = {name: of_one for name, of_one in file.values.items() if name not in unread}
         values = _override(values, origins, overrides, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
     faults = _fill_model(values, origins, keys)
-    config = _validate(values, origins, keys, JobConfig)
+    config = _validate(values, origins, keys, kind)
     if isinstance(config, JobConfig) and not faults:
         return config
     faults += [] if isinstance(config, JobConfig) else [f for f in config if f not in faults]
+    of_file = [fault for fault in faults if not fault.startswith("--")]
     if len(faults) == 1:
-        raise ConfigError(f"{path}: {faults[0]}")
-    raise ConfigError("\n  ".join([f"{path}: {len(faults)} faults", *faults]))
+        raise ConfigError(f"{path}: {faults[0]}" if of_file else faults[0])
+    where = path if of_file else "the command line"
+    raise ConfigError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
 
 
 def sections_from(
@@ -308,12 +337,19 @@ def _validate(
     values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable, kind: type[T]
 ) -> T | list[str]:
     """The configuration that `values` are, or what is wrong with them."""
-    text = json.dumps(values, default=str)  # dates are text
+    text = json.dumps(_with_whole(values, (), keys), default=str)  # dates are text
     try:
         # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         return describe_faults(error.errors(), origins, keys)
+
+
+def _with_whole(value: Any, path: KeyPath, keys: KeyTable) -> Any:
+    """`value` at `path` with 1e3 as the whole number that it is, where the key takes only those."""
+    if isinstance(value, dict):
+        return {name: _with_whole(below, (*path, str(name)), keys) for name, below in value.items()}
+    return keys.as_whole(path, value)
 
 
 def _override(

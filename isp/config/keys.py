@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from isp.config.yaml_file import KeyPath
+from isp.settings.section import KeyRole, role_of
 
 __all__ = ["KeyTable", "docs_of", "general"]
 
@@ -45,6 +46,11 @@ class KeyTable:
     classes: Mapping[KeyPath, type]
     """The dataclass of each section."""
 
+    def role(self, path: KeyPath) -> KeyRole | None:
+        """The role of a key; None if there is no such key."""
+        path = general(path)
+        return role_of(self.classes[path[:-1]], path[-1]) if path in self.hints else None
+
     @classmethod
     def of(cls, root: type) -> KeyTable:
         """The keys of the dataclass `root` and of the dataclasses in it."""
@@ -66,6 +72,13 @@ class KeyTable:
     def takes_text(self, path: KeyPath) -> bool:
         """Whether `path` is a key whose value may be plain text."""
         return str in _members(self.hints.get(path))
+
+    def as_whole(self, path: KeyPath, value: Any) -> Any:
+        """`value`, a whole number if it is one as `1e3` is, and the key takes no others."""
+        members = _members(self.hints.get(general(path)))
+        takes_whole = int in members and float not in members
+        is_whole = isinstance(value, float) and value.is_integer()
+        return int(value) if takes_whole and is_whole else value
 
     def needs_value(self, path: KeyPath) -> bool:
         """Whether `path` is a key to which a bare `--key`, which says true, says nothing."""

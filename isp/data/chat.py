@@ -1,12 +1,7 @@
-"""Conversations to tokens by a tokenizer's chat template, and which of them the assistant writes.
+"""Conversations to tokens by a tokenizer's chat template, and the assistant's tokens among them.
 
-[Note: Assistant's tokens] A template says with `{% generation %}` blocks what the assistant writes.
-Of one that does not, it is what a turn adds to the conversation before it: rendered up to a turn,
-with the prompt that asks for one, and up to its end, the conversation must begin as the whole does,
-or the template is refused. What follows the special token that ends a turn (ChatML's line feed) is
-not the assistant's; neither is the header of a turn, unless the template knows no such prompt.
-transformers renders; tokens are found by the characters they stand for, since its own mask leaves
-out all but the first of the tokens of a character that ends a block.
+Tokens are found by the characters they stand for, since transformers' own mask leaves out all but
+the first of the tokens of a character that ends a block.
 """
 
 import re
@@ -17,20 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isp.data.chat_turns import Conversation, Span, TurnNotFound
 from isp.data.config import BYTE_TOKENIZER
 from isp.data.dataset import IGNORE_INDEX
+from isp.data.rendering import Renderer, TemplateFailure
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 
 __all__ = ["ChatTemplate", "Example"]
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _WAY_OUT = (
     "mark what the assistant writes with {% generation %} and {% endgeneration %} in a copy of the"
     " template, and name the copy with data.chat_template (--chat-template)"
 )
-
-_Span = tuple[int, int]
-"""Characters [start, end) of a rendered conversation."""
 
 
 class Example(NamedTuple):
@@ -56,9 +49,11 @@ class ChatTemplate:
                 " the folder of a Hugging Face tokenizer"
             )
         self._tokenizer = tokenizer
-        self._special_tokens = tokenizer.special_tokens()
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
+        self._renderer = Renderer()
+        names = {"<think>", *tokenizer.added_tokens()}
+        self._names = re.compile("|".join(map(re.escape, sorted(names))))
         self._template(None)
 
     def example(
@@ -75,41 +70,118 @@ class ChatTemplate:
         Raises ValueError for what is not a conversation, or is refused by the template.
         """
         _check_messages(messages, where)
-        chat = _Rendering(self, messages, tools, variables or {}, where)
-        text, spans = chat.spans()
+        try:
+            text, spans, left_out = self._chat(messages, tools, variables or {}).spans()
+        except TemplateFailure as error:
+            raise ValueError(
+                f"{where}: the chat template cannot render the conversation: {error}"
+            ) from None
+        except TurnNotFound as error:
+            raise ValueError(f"{where}, {error}: {_WAY_OUT}") from None
         encoding = self._tokenizer.encode_with_offsets(text)
-        labels = np.where(_covered(encoding, spans), encoding.tokens, IGNORE_INDEX)
+        trained = _covered(encoding, spans) & ~_covered(encoding, left_out)
+        labels = np.where(trained, encoding.tokens, IGNORE_INDEX)
         return Example(encoding.tokens, labels.astype(np.int32))
 
-    def render(
+    def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
+        where: str,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as text, with the generation prompt at its end: the assistant is next.
+
+        Raises ValueError as `example` does, and where the assistant has spoken last.
+        """
+        _check_messages(messages, where)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{where}: its last message is the assistant's: leave it out, it is to be generated"
+            )
+        return self._rendered(messages, where, tools, variables, add_generation_prompt=True)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        try:
+            chat = self._chat(messages, tools, variables or {})
+            return chat.render(add_generation_prompt=add_generation_prompt).text
+        except TemplateFailure as error:
+            raise ValueError(
+                f"{where}: the chat template cannot render the conversation: {error}"
+            ) from None
+
+    def unfinished(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """A conversation as text up to the last words of its last message, which may go on.
+
+        Raises ValueError as `example` does, and where these words are not in the text.
+        """
+        _check_messages(messages, where)
+        words = str(messages[-1]["content"]).strip()
+        text, _, _ = self._rendered(messages, where).rpartition(words)
+        if not text:
+            raise ValueError(f"{where}: the chat template does not write its last message")
+        return text + words
+
+    @property
+    def text(self) -> str:
+        """The template itself."""
+        return self._template(None)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the token that begins texts, which a template may write itself."""
+        found: str | None = self._fast.bos_token
+        return found
+
+    def turn_end(self) -> int | None:
+        """The token that ends the assistant's turn; None if none does, or it is not known."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            tokens, labels = self.example(talk, "")
+        except ValueError:
+            return None
+        last = [int(token) for token in tokens[labels != IGNORE_INDEX][-1:]]
+        special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
+        return next((token for token in last if token in special), None)
+
+    def _chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None,
         variables: Mapping[str, Any],
-        add_generation_prompt: bool = False,
-    ) -> tuple[str, list[_Span] | None]:
-        """The text of a conversation, and its generation blocks if the template has any."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    ) -> Conversation:
+        if tools is not None and not (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise TemplateFailure("'tools' is not a list of objects (JSON schemas)")
+        if not isinstance(variables, dict):
+            raise TemplateFailure("'chat_template_kwargs' is not an object")
         template = self._template(tools)
-        marked = _GENERATION.search(template) is not None
-        render: Any = render_jinja_template  # Its hints say that it gives a text.
-        texts, spans = render(
-            # As apply_chat_template: templates know missing keys, but few know null.
-            [[{k: v for k, v in message.items() if v is not None} for message in messages]],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=marked,
-            add_generation_prompt=add_generation_prompt,
-            **{**self._fast.special_tokens_map, **variables},
+        if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+            raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
+        return Conversation(
+            self._renderer,
+            self._tokenizer,
+            template,
+            messages,
+            {
+                "documents": None,
+                **self._fast.special_tokens_map,
+                **variables,
+                "tools": tools,
+                "add_generation_prompt": False,
+            },
+            self._names,
         )
-        return texts[0], spans[0] if marked else None
-
-    def without_line_end(self, turn: str) -> str:
-        """A turn up to the special token that ends it, if only white space follows."""
-        stripped = turn.rstrip()
-        return stripped if stripped.endswith(self._special_tokens) else turn
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
         if self._given is not None:
@@ -125,54 +197,7 @@ class ChatTemplate:
         return template
 
 
-class _Rendering(NamedTuple):
-    """One conversation and the template that renders it."""
-
-    template: ChatTemplate
-    messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None
-    variables: Mapping[str, Any]
-    where: str
-
-    def spans(self) -> tuple[str, list[_Span]]:
-        """The text, and what of it the assistant writes: [Note: Assistant's tokens]."""
-        text, marked = self._render(len(self.messages))
-        if marked is not None:
-            return text, marked
-        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return text, [self._turn(text, turn) for turn in turns]
-
-    def _turn(self, text: str, turn: int) -> _Span:
-        before = self._render(turn, add_generation_prompt=True)[0]
-        until = self._render(turn + 1)[0]
-        if not (text.startswith(until) and until.startswith(before)):
-            raise ValueError(
-                f"{self.where}: the chat template renders a conversation up to message {turn + 1}"
-                f" otherwise than the beginning of the whole, so it cannot be told which tokens"
-                f" the assistant writes: {_WAY_OUT}"
-            )
-        return len(before), len(before) + len(self.template.without_line_end(until[len(before) :]))
-
-    def _render(
-        self, stop: int, *, add_generation_prompt: bool = False
-    ) -> tuple[str, list[_Span] | None]:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return self.template.render(
-                self.messages[:stop],
-                tools=self.tools,
-                variables=self.variables,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            part = "" if stop == len(self.messages) else f" up to message {stop}"
-            raise ValueError(
-                f"{self.where}: the chat template cannot render the conversation{part}: {error}"
-            ) from None
-
-
-def _covered(encoding: Encoding, spans: Sequence[_Span]) -> npt.NDArray[np.bool_]:
+def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """The tokens [T] that stand for a character of one of `spans`."""
     # Some tokenizers leave white space out of a token's place: it begins where the last one ended.
     starts = np.minimum(encoding.starts, np.append(0, encoding.ends[:-1])[: len(encoding.starts)])
@@ -194,6 +219,17 @@ def _check_messages(messages: Any, where: str) -> None:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: message {number} has no 'role' that is text")
         content = message.get("content")
+        weight = message.get("weight")
+        if weight is not None and (type(weight) is not int or weight not in (0, 1)):
+            raise ValueError(
+                f"{where}: message {number} has the weight {weight!r}: 0 leaves an assistant's"
+                " message out of the loss, 1 is as without"
+            )
+        if weight == 1 and message["role"] != "assistant":
+            raise ValueError(
+                f"{where}: message {number} ({message['role']}) has the weight 1, but the loss is"
+                " computed on messages of the role assistant only"
+            )
         if not isinstance(content, str | list) and not message.get("tool_calls"):
             raise ValueError(
                 f"{where}: message {number} ({message['role']}) has no 'content' that is text"

@@ -3,9 +3,9 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from isp.settings.section import Count, Text, section
+from isp.settings.section import Count, KeyRole, Text, section
 
 __all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig", "ExcessLength", "Format"]
 
@@ -20,6 +20,15 @@ def _readable(source: str | list[str]) -> str | list[str]:
         raise ValueError(
             f"names nothing to read: give a file, a folder, a glob, the prefix of a .bin/.idx pair,"
             f" or {PYTHON_STDLIB}"
+        )
+    return source
+
+
+def _no_mixture(source: object) -> object:
+    if isinstance(source, list) and any(isinstance(item, dict) for item in source):
+        raise ValueError(
+            "is a mixture of sources with weights, which is not supported yet: give a list of"
+            " files, folders, globs or prefixes; all of their documents are read once an epoch"
         )
     return source
 
@@ -41,10 +50,10 @@ class ExcessLength(StrEnum):
     RAISE = "raise"
 
 
-Source = Annotated[str | list[str], AfterValidator(_readable)]
+Source = Annotated[str | list[str], BeforeValidator(_no_mixture), AfterValidator(_readable)]
 
 
-@section("data")
+@section("data", KeyRole.DATA)
 class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
@@ -58,11 +67,12 @@ class DataConfig:
     text_key: Text = "text"
     """The key that holds the text in each line of a .jsonl file."""
 
-    valid_source: Source | None = None
+    valid_source: Annotated[Source | None, KeyRole.METHOD] = None
     """Text that evaluation reads, in the forms of `source`."""
 
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Without `valid_source`: the fraction of the documents of `source` held out for evaluation."""
+    """Without `valid_source`: the fraction of the documents of `source` held out for evaluation; of
+    a single text, its end."""
 
     tokenizer: Text = BYTE_TOKENIZER
     """`bytes`, a Hugging Face tokenizer.json, or a folder that holds one."""
@@ -79,15 +89,21 @@ class DataConfig:
     seq_len: Count = 2048
     """Tokens in a sample."""
 
-    micro_bsz: Count = 1
+    micro_bsz: Annotated[Count, KeyRole.METHOD] = 1
     """Samples in a micro-batch."""
 
-    micro_num: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Micro-batches that a rank accumulates in a step."""
+    micro_num: Annotated[int | None, Field(ge=1, le=65_536), KeyRole.METHOD] = None
+    """Micro-batches that a rank accumulates in a step; null: 1, or as many as
+    training.global_batch_size takes."""
 
     pack: bool = True
     """Keep attention, loss and positions inside each document; false: the plain stream, cut, or
     one example of `messages` or `tokens` in each sample."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """`micro_num` with its default; see `JobConfig.for_ranks` for that of a global batch."""
+        return 1 if self.micro_num is None else self.micro_num
 
     def __post_init__(self) -> None:
         if self.valid_source is not None and self.valid_fraction > 0:

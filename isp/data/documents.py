@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ _TEXT_SUFFIXES = frozenset({
     ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
 })
 # fmt: on
+
+_BINARY_FORMATS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 # Tests hold odd encodings and generated tables; packages are not the library's own.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -69,7 +73,8 @@ def iterate_documents(
 def find_files(source: str | Sequence[str], *, key: str = "data.source") -> list[Path]:
     """The files of `source`, item by item, sorted inside each folder and glob.
 
-    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file.
+    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file, a
+    remote path, or a format that is not read.
     """
     items = [source] if isinstance(source, str) else source
     return [path for item in items for path in _files_of_item(item, key)]
@@ -102,26 +107,55 @@ def _files_of_item(item: str, key: str) -> list[Path]:
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
+    if _REMOTE.match(item):
+        raise ValueError(
+            f"{key}={item} is a remote path, and those are not supported yet: copy its files to"
+            " storage that this machine can read as files"
+        )
     if path.is_dir():
         if files := _walk(path, _TEXT_SUFFIXES, frozenset({"__pycache__"})):
             return files
+        _check_formats(_walk(path, frozenset(_BINARY_FORMATS), frozenset()), key, item)
         raise FileNotFoundError(
             f"{key}={item} is a folder without text files (suffixes taken from a folder: "
             f"{' '.join(sorted(_TEXT_SUFFIXES))}): name other files with a glob, {item}/**/*.log"
         )
     if path.exists():
+        if not path.is_file():
+            raise ValueError(
+                f"{key}={item} is {_kind(path)}, whose text can be read only once and is read"
+                " several times: write it to a file, and name that"
+            )
         if path.stat().st_size == 0:
             raise ValueError(f"{key}={item} is an empty file: fill it or leave it out")
+        _check_formats([path], key, item)
         return [path]
     if glob.has_magic(item):
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         if files := [match for match in matches if match.is_file()]:
+            _check_formats(files, key, item)
             return files
         raise FileNotFoundError(f"{key}={item} matches no file (seen from {os.getcwd()})")
     raise FileNotFoundError(
         f"{key}={item} does not exist (seen from {os.getcwd()}): give a file, a folder, a glob, "
         f"the prefix of a .bin/.idx pair, or {PYTHON_STDLIB}"
     )
+
+
+def _kind(path: Path) -> str:
+    """What `path` is, if neither a file nor a folder."""
+    kinds = {"a pipe": path.is_fifo(), "a socket": path.is_socket()}
+    return next((kind for kind, applies in kinds.items() if applies), "a device")
+
+
+def _check_formats(files: list[Path], key: str, item: str) -> None:
+    """Name a format that is not read, which would be taken for text."""
+    for file in files:
+        if (form := _BINARY_FORMATS.get(file.suffix.lower())) is not None:
+            raise ValueError(
+                f"{key}={item}: {file} is {form}, which is not supported yet: write it as lines of"
+                " JSON (.jsonl), as Dataset.to_json of Hugging Face's datasets does"
+            )
 
 
 def _stdlib_files() -> list[Path]:

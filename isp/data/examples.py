@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from isp.data.chat import ChatTemplate, Example
 from isp.data.config import Format
@@ -91,17 +92,17 @@ def read_examples(
     form: Format,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-) -> Iterator[tuple[Example, JsonLine]]:
-    """The examples of a .jsonl file, with the lines that they come from.
+) -> Iterator[tuple[list[Example], JsonLine]]:
+    """The lines of a .jsonl file, and the examples of each: one, or one for each of its documents.
 
     Raises ValueError naming the file and the line.
     """
-    read: Callable[[JsonLine], Example]
+    read: Callable[[JsonLine], list[Example]]
     if form is Format.MESSAGES:
         assert template is not None
         read = partial(_conversation, template=template)
     else:
-        read = partial(_tokens, vocab_size=tokenizer.vocab_size)
+        read = partial(_documents, vocab_size=tokenizer.vocab_size)
     return ((read(line), line) for line in read_jsonl(path))
 
 
@@ -126,9 +127,10 @@ def open_examples(
         examples = [
             example
             for path in find_files(item, key=key)
-            for example, _ in read_examples(
+            for of_line, _ in read_examples(
                 path, file_format(path, asked, text_key), tokenizer, template
             )
+            for example in of_line
         ]
         check_trained(any(count_trained(labels) for _, labels in examples), f"{key}={item}")
         dtypes = (token_dtype(tokenizer.vocab_size), LABEL_DTYPE)
@@ -183,38 +185,65 @@ def _open_pairs(prefix: Path) -> ExampleStore:
     return ExampleStore(tokens, labels)
 
 
-def _conversation(line: JsonLine, *, template: ChatTemplate) -> Example:
+def _conversation(line: JsonLine, *, template: ChatTemplate) -> list[Example]:
     """The tokens of `messages`, which the template sees with `tools` and `chat_template_kwargs`."""
     record, where = line.record, line.where
     if "messages" not in record:
         raise ValueError(f"{where} has no key 'messages', only {', '.join(map(repr, record))}")
-    tools, variables = record.get("tools"), record.get("chat_template_kwargs") or {}
-    if tools is not None and not _is_list_of(dict, tools):
-        raise ValueError(f"{where}: 'tools' is not a list of objects (JSON schemas)")
-    if not isinstance(variables, dict):
-        raise ValueError(f"{where}: 'chat_template_kwargs' is not an object")
-    return template.example(record["messages"], where, tools=tools, variables=variables)
+    keys = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
+    return [template.example(record["messages"], where, **keys)]
 
 
-def _tokens(line: JsonLine, *, vocab_size: int) -> Example:
-    """`input_ids`, and `labels` if they are there."""
+_OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask", "prompt_mask")
+"""Names under which other programs write what `labels` say."""
+
+
+def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
+    """`input_ids` and `labels`, cut where `position_ids` restart."""
     record, where = line.record, line.where
     tokens = _ids(record, "input_ids", where)
     check_ids(tokens, vocab_size=vocab_size, where=where)
-    if record.get("labels") is None:
-        labels = tokens
-    else:
-        labels = _ids(record, "labels", where)
-    if len(labels) != len(tokens):
-        raise ValueError(
-            f"{where} has {len(labels)} labels for {len(tokens)} input_ids: labels are aligned with"
-            f" input_ids (not shifted), {IGNORE_INDEX} where nothing is trained"
-        )
+    labels = _aligned(record, "labels", where, tokens)
     trained = np.where(labels == IGNORE_INDEX, 0, labels)
     check_ids(trained, vocab_size=vocab_size, where=f"{where}, 'labels'")
-    if not all(record.get("attention_mask") or [1]):
-        raise ValueError(f"{where} is padded (zeros in 'attention_mask'): write it without padding")
-    return Example(tokens, labels)
+    if (_aligned(record, "attention_mask", where, np.ones_like(tokens)) != 1).any():
+        raise ValueError(
+            f"{where}: 'attention_mask' holds others than 1: write examples without padding, and"
+            " documents of one line with 'position_ids' that restart at 0"
+        )
+    for name in _OTHER_MASKS:
+        if record.get(name) is not None:
+            raise ValueError(
+                f"{where} has {name!r}, which is not read: write 'labels' aligned with input_ids"
+                f" (not shifted), {IGNORE_INDEX} for tokens without loss"
+            )
+    positions = _aligned(record, "position_ids", where, np.arange(len(tokens)))
+    begins = np.flatnonzero(positions == 0)
+    expected = np.arange(len(tokens))
+    if len(begins) and begins[0] == 0:
+        expected -= np.repeat(begins, np.diff(begins, append=len(tokens)))
+    if (differ := np.flatnonzero(positions != expected)).size:
+        raise ValueError(
+            f"{where}: 'position_ids' has {positions[differ[0]]} at token {differ[0]}: they count"
+            " from 0 by 1, and restart at 0 at each document"
+        )
+    return list(map(Example, np.split(tokens, begins[1:]), np.split(labels, begins[1:])))
+
+
+def _aligned(
+    record: dict[str, Any], name: str, where: str, default: npt.NDArray[np.integer[Any]]
+) -> TokenArray:
+    """The numbers under `name`, one for each token; `default` where there are none."""
+    if record.get(name) is None:
+        return default
+    found = _ids(record, name, where)
+    if len(found) != len(default):
+        told = f", {IGNORE_INDEX} for tokens without loss" if name == "labels" else ""
+        raise ValueError(
+            f"{where} has {len(found)} {name} for {len(default)} input_ids: {name} are aligned with"
+            f" input_ids (not shifted){told}"
+        )
+    return found
 
 
 def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:

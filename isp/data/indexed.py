@@ -71,12 +71,15 @@ def indexed_prefix(item: str) -> Path | None:
 
 
 def check_pair(prefix: Path) -> None:
-    """Raise FileNotFoundError if one of the two files of a pair is missing."""
+    """Raise FileNotFoundError if one of the two files of a pair is missing, ValueError if it is
+    none that can be mapped."""
     pair = _with(prefix, ".idx"), _with(prefix, ".bin")
     for path, other in (pair, pair[::-1]):
         if not path.exists():
             beside = f"{other} is there, but" if other.exists() else f"{other} and"
             raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
+        if not path.is_file():
+            raise ValueError(f"{path} is no regular file, which it must be: {_WAY_OUT}")
 
 
 def remove_pair(prefix: Path) -> None:

@@ -150,8 +150,10 @@ def _read(
 ) -> Iterator[_Document]:
     """The documents of one file, tokenised."""
     if form is not Format.TEXT:
-        for example, line in read_examples(file, form, tokenizer, template):
-            yield _Document(example.tokens, example.labels, line.num_bytes)
+        for examples, line in read_examples(file, form, tokenizer, template):
+            sizes = [line.num_bytes, *[0] * (len(examples) - 1)]
+            for example, num_bytes in zip(examples, sizes, strict=True):
+                yield _Document(example.tokens, example.labels, num_bytes)
         return
     for text, num_bytes in read_documents(file, text_key=text_key):
         tokens = tokenizer.encode(text)

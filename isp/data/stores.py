@@ -13,6 +13,7 @@ __all__ = [
     "ConcatStore",
     "EndedStore",
     "MemoryStore",
+    "PartStore",
     "SubsetStore",
     "TokenStore",
     "held_out",
@@ -139,6 +140,22 @@ class SubsetStore:
 
     def where(self, document: int) -> str:
         return self._store.where(int(self._documents[document]))
+
+
+class PartStore:
+    """Consecutive tokens of one document of another store, as a document."""
+
+    def __init__(self, name: str, store: TokenStore, document: int, part: range) -> None:
+        self.name = name
+        self.lengths = np.array([len(part)], dtype=np.int64)
+        self._store, self._document, self._part = store, document, part
+
+    def read(self, document: int, start: int, stop: int) -> TokenArray:
+        first = self._part.start
+        return self._store.read(self._document, first + start, first + stop)
+
+    def where(self, document: int) -> str:
+        return f"{self._store.where(self._document)}, behind token {self._part.start}"
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:

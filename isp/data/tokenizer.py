@@ -111,6 +111,15 @@ class HFTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its text."""
+        found: int | None = self._tokenizer.token_to_id(name)
+        return found
+
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of all tokens that are found as a whole, special or not."""
+        return tuple(t.content for t in self._tokenizer.get_added_tokens_decoder().values())
+
     def decode(self, tokens: TokenArray) -> str:
         text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
         return text
@@ -154,6 +163,8 @@ def _tokenizer_file(path: Path) -> Path:
             f"data.tokenizer={path} does not exist: use {BYTE_TOKENIZER}, or the path of a "
             "tokenizer.json or of a folder that holds one"
         )
+    if not path.is_dir() and not path.is_file():
+        raise ValueError(f"data.tokenizer={path} is no regular file, but a pipe or a device")
     return path / "tokenizer.json" if path.is_dir() else path
 
 

@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from isp.data.chat import ChatTemplate
 from isp.inference.engine import Engine
 from isp.inference.generate import Ends, Generation
 from isp.inference.sampling import SamplingConfig
@@ -71,6 +72,7 @@ def evaluate_tasks(
             task_manager=_tasks(include_path),
             num_fewshot=num_fewshot,
             limit=limit,
+            apply_chat_template=model.chat is not None,
             log_samples=False,
             bootstrap_iters=0 if quiet else 100_000,
         )
@@ -91,10 +93,23 @@ class HarnessModel(TemplateLM):
     """New tokens, where a task does not say how many."""
 
     def __init__(
-        self, engine: Engine, source: Source, *, max_length: int, batch_tokens: int
+        self,
+        engine: Engine,
+        source: Source,
+        *,
+        max_length: int,
+        batch_tokens: int,
+        chat: ChatTemplate | None = None,
     ) -> None:
-        """`max_length`: the most tokens that are read for a request; of longer ones, the last."""
+        """`max_length`: the most tokens that are read for a request; of longer ones, the last.
+
+        `chat`: the template of conversations, for tasks that are asked as such.
+        """
         super().__init__()
+        self.chat = chat
+        self._ends = source.ends
+        if chat is not None and (turn_end := chat.turn_end()) is not None:
+            self._ends |= {turn_end}
         self.engine = engine
         self.source = source
         self.max_length = max_length
@@ -111,11 +126,30 @@ class HarnessModel(TemplateLM):
         """What comes before a text without context: what a prompt begins with, if anything."""
         return next(iter(self.source.encode("")), self.eot_token_id)
 
+    @property
+    def tokenizer_name(self) -> str:
+        """What a cache of requests is kept by."""
+        return self.source.title.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The text of the template, for the results."""
+        return "" if self.chat is None else self.chat.text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as text, with the generation prompt or up to its last words."""
+        assert self.chat is not None
+        if add_generation_prompt:
+            return self.chat.prompt(chat_history, "a task")
+        return self.chat.unfinished(chat_history, "a task")
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The tokens of a prompt, or those of its text alone."""
-        if add_special_tokens is False:
+        """The tokens of a prompt, or those of its text alone; a template may write the first."""
+        first = None if self.chat is None else self.chat.bos_token
+        if add_special_tokens is False or (first and string.startswith(first)):
             found: list[int] = self.source.tokenizer.encode(string).tolist()
             return found
         return self.source.encode(string)
@@ -170,7 +204,7 @@ class HarnessModel(TemplateLM):
     def _generation(self, options: Mapping[str, Any]) -> tuple[SamplingConfig, Ends]:
         """How to go on, from a task's `generation_kwargs`."""
         asked: dict[str, Any] = normalize_gen_kwargs(dict(options), self.max_gen_toks)
-        ends = Ends(asked.pop("max_gen_toks"), self.source.ends, tuple(asked.pop("until")))
+        ends = Ends(asked.pop("max_gen_toks"), self._ends, tuple(asked.pop("until")))
         del asked["do_sample"]  # now a temperature of 0, or another
         if unknown := asked.keys() - {"temperature", "top_k", "top_p"}:
             raise ValueError(

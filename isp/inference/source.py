@@ -19,6 +19,7 @@ from isp.checkpoint.folder import checkpoints_at
 from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config.models import language_model
+from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from isp.inference.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
@@ -27,6 +28,7 @@ from isp.parallel import Axis, ParallelConfig
 from isp.settings import CheckpointConfig
 from isp.settings.json_file import read_json
 from isp.settings.packages import require_hf
+from isp.settings.section import KeyRole, defaults_of
 from isp.train.begin_from import check_folder, load_folder
 from isp.train.export import saved_model
 from model.config import ModelConfig
@@ -55,6 +57,8 @@ class Source:
     """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
     adds_special_tokens: bool
     """Whether a prompt begins with what the tokenizer begins texts with."""
+    template_file: str | None = None
+    """The chat template that conversations were trained with, if not the tokenizer's own."""
 
     @property
     def model(self) -> LanguageModel:
@@ -80,12 +84,23 @@ class Source:
         found: list[int] = self.tokenizer.encode(text).tolist()
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
             found = self.tokenizer.encode_prompt(text)
+        return self._checked(found)
+
+    def _checked(self, found: list[int]) -> list[int]:
         if (largest := max(found, default=0)) >= self.vocab_size:
             raise ValueError(
                 f"the tokenizer makes token {largest:,} of the prompt, and the model has"
                 f" {self.vocab_size:,}: name the tokenizer that it was trained with by --tokenizer"
             )
         return found
+
+    def chat_template(self, path: str | None = None) -> ChatTemplate:
+        """The template that the model was trained with, or is saved with, or the file `path`."""
+        return ChatTemplate(self.tokenizer, path or self.template_file)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation, whose special tokens stand in it."""
+        return self._checked(self.tokenizer.encode(text).tolist())
 
     def encode_prompt(self, text: str) -> list[int]:
         """As `encode`, and ValueError for a text without tokens of its own."""
@@ -116,8 +131,8 @@ class Source:
         dtype, cache = getattr(torch, self.dtype), KeyValueCache()
 
         def build(parallel: ParallelConfig, mesh: Mesh) -> BuiltModel:
-            # A folder's own model reads its weights, and buffers, as it begins.
-            seed = None if self.section.hf is None else 0
+            # A folder's own model reads its weights as it begins; of a checkpoint, only buffers.
+            seed = 0 if self.section.hf is not None and self.checkpoint is None else None
             built = build_model(
                 self.model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=cache
             )
@@ -184,6 +199,7 @@ def _of_checkpoint(
         trained_length=data["seq_len"],
         checkpoint=path,
         adds_special_tokens=False,
+        template_file=None if tokenizer else data.get("chat_template"),
     )
     check_shapes(info, parameter_shapes(source.model))
     return source
@@ -232,18 +248,6 @@ def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _to_read(model: ModelConfig) -> ModelConfig:
-    """The model without what is about training it."""
-    return replace(
-        model,
-        preset=None,
-        init_from=None,
-        checkpoint=0.0,
-        checkpoint_keeps_attention=False,
-        checkpoint_distribute_activations=False,
-        checkpoint_offload=False,
-        checkpoint_segment=0,
-        checkpoint_norm_outputs=False,
-        checkpoint_mlp_activation=False,
-        mlp_tile_tokens=0,
-        attention_head_groups=1,
-    )
+    """The model as it is, computed as it is on this machine by default."""
+    defaults = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
+    return replace(model, **{**defaults, "hf": model.hf})

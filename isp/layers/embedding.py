@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import Function, once_differentiable
+from isp.autograd import Function, once_differentiable, writable
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.linear import Moves, Wanted, wanted
 from isp.layers.module import MasterStream, ParallelModule
@@ -54,7 +54,8 @@ class _Embedding(Function):
         if foreign is not None:
             y = y.masked_fill(foreign.unsqueeze(-1), 0)
         ctx.save_for_backward(ids, foreign)
-        return layer.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
+        y = layer.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
+        return writable(y)
 
     @staticmethod
     @once_differentiable
@@ -119,5 +120,5 @@ class VocabParallelEmbedding(ParallelModule):
         """ids [B, S] -> [B, S, D]."""
         return look_up(ids, self.weight, self)
 
-    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
-        return stream.normal(self.layouts[name].global_shape, self.init_std)
+    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
+        return stream.normal(self.layouts[name], self.init_std)

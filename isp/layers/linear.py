@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import Function, once_differentiable
+from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
 from isp.comm.cargo import Cargo, Purpose
 from isp.layers.module import MasterStream, ParallelModule
@@ -196,7 +196,7 @@ class _Linear(Function):
         need_x, need_w, _, _ = ctx.needs_input_grad
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
-        return _moved(moves.y, y, layer, _Y)
+        return writable(_moved(moves.y, y, layer, _Y))
 
     @staticmethod
     @once_differentiable
@@ -365,6 +365,8 @@ class ParallelLinear(ParallelModule):
     def _title(self) -> str:
         return self.name or type(self).__name__
 
-    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
-        shape = self.layouts[name].global_shape
-        return torch.zeros(shape) if name == "bias" else stream.normal(shape, self.init_std)
+    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
+        layout = self.layouts[name]
+        if name == "bias":
+            return torch.zeros(layout.local_shape)
+        return stream.normal(layout, self.init_std)

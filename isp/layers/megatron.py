@@ -56,11 +56,11 @@ class _Initialised(ParallelModule):
         for name, parameter in self.named_parameters(recurse=False):
             parameter.copy_(self.layouts[name].shard(self._master(name)))
 
-    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
-        """The whole of a parameter, drawn from the stream in place of the default generator."""
+    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
+        """A part of the whole, drawn from the stream in place of the default generator."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream.generator_seed)
-            return self._master(name)
+            return self.layouts[name].shard(self._master(name))
 
     def _master(self, name: str) -> Tensor:
         shape = self.layouts[name].global_shape

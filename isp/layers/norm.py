@@ -60,8 +60,8 @@ class RMSNorm(ParallelModule):
         del y  # gone before there is the norm
         return x, self(x)
 
-    def initial_value(self, name: str, stream: MasterStream) -> Tensor:
-        return torch.ones(self.layouts[name].global_shape)
+    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
+        return torch.ones(self.layouts[name].local_shape)
 
 
 class _Norm(Function):

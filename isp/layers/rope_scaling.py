@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from isp.settings.section import Count, CountOrZero, NotNegative, Positive, section
+from isp.settings.section import Count, CountOrZero, KeyRole, NotNegative, Positive, section
 
 __all__ = ["RopeScaling", "RopeScalingType"]
 
@@ -28,7 +28,7 @@ class RopeScalingType(StrEnum):
     """As yarn in spirit, with the ramp over wavelengths and no scaling of the logits."""
 
 
-@section("model.rope_scaling")
+@section("model.rope_scaling", KeyRole.MODEL)
 class RopeScaling:
     """`model.rope_scaling`; `type` says which of the fields below it are read."""
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.context import ContextAttention
 from isp.comm import Channel, Mesh, host_memory
 from isp.parallel import Axis
-from isp.parallel.config import ContextExchange
+from isp.parallel.config import ContextExchange, SequenceScan
 from isp.parallel.context import ContextPlan, Windows
 
 __all__ = ["SequenceRanks"]
@@ -38,9 +39,12 @@ class SequenceRanks:
     head_first: bool = True
     """Whether the ranks of a head group are neighbours, or those of a context group."""
     exchange: ContextExchange = ContextExchange.GATHER
+    scan: SequenceScan = SequenceScan.AUTO
 
     @classmethod
-    def of(cls, mesh: Mesh, windows: Windows, *, exchange: ContextExchange) -> SequenceRanks:
+    def of(
+        cls, mesh: Mesh, windows: Windows, *, exchange: ContextExchange, scan: SequenceScan
+    ) -> SequenceRanks:
         """Those of a mesh, for a model with these windows."""
         return cls(
             head=mesh[Axis.HEAD],
@@ -48,6 +52,7 @@ class SequenceRanks:
             windows=windows or _ALL,
             head_first=mesh.topology.head_first,
             exchange=exchange,
+            scan=scan,
         )
 
     @classmethod
@@ -88,5 +93,6 @@ class SequenceRanks:
         Those of a context rank, in the order of the plan, are cut evenly over its head ranks.
         """
         order = torch.from_numpy(self.plan(lengths).order)
-        order = order.view(self.context.size, self.head.size, -1)  # [c, h, S/p]
-        return (order if self.head_first else order.transpose(0, 1)).flatten()
+        if self.head_first:
+            return order
+        return rearrange(order, "(c h s) -> (h c s)", c=self.context.size, h=self.head.size)

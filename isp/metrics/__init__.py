@@ -8,7 +8,7 @@ from isp.metrics.device import (
     peak_tflops,
     shared_cores,
 )
-from isp.metrics.file import MetricsFile, read_metrics
+from isp.metrics.file import MetricsFile, is_recorded, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import Speed, StepRecord, speed
 from isp.metrics.tensorboard import TensorBoardFile
@@ -22,6 +22,7 @@ __all__ = [
     "TensorBoardFile",
     "describe_mfu",
     "device_name",
+    "is_recorded",
     "peak_memory_gib",
     "peak_tflops",
     "read_metrics",

@@ -6,16 +6,18 @@ and is passed over in reading and removed when the file is opened to write on.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from isp.metrics.record import StepRecord
 
-__all__ = ["MetricsFile", "read_metrics"]
+__all__ = ["MetricsFile", "is_recorded", "read_metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,17 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not a record of a step ({error})") from error
     return records
+
+
+def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
+    """Whether the file at `path` has the line of `step`, with an evaluation if `evaluated`.
+
+    Raises ValueError if it is no file of metrics.
+    """
+    for _, found, keys in _lines(path):
+        if found >= step:
+            return found == step and (not evaluated or "evaluation_ms" in keys)
+    return False
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):
@@ -74,17 +87,23 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             self._failing = False
 
     def close(self) -> None:
-        """Write what waits, and close the file; tells how much could not be written."""
+        """Write what waits, and close the file; tells how much could not be written.
+
+        Raises FileNotFoundError if the file was removed since it was opened, or moved away.
+        """
         try:
             self._write_waiting()
             os.fsync(self._fd)
         except OSError as error:
             lines = b"".join(self._waiting).decode()
             logger.error("could not write to %s (%s):\n%s", self._path, error.strerror, lines)
+            if isinstance(error, FileNotFoundError):
+                raise
         finally:
             os.close(self._fd)
 
     def _write_waiting(self) -> None:
+        self._check_there()
         while self._waiting:
             line, written = self._waiting[0], 0
             while written < len(line):
@@ -94,6 +113,17 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             self._size += len(line)
             self._waiting.popleft()
 
+    def _check_there(self) -> None:
+        """Raise FileNotFoundError if what is written would be in no file under this name."""
+        try:
+            is_there = os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise FileNotFoundError(
+                errno.ENOENT, "it was removed or moved away during the run", str(self._path)
+            )
+
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -101,17 +131,27 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 def _size_up_to(path: Path, last_step: int) -> int:
     """Bytes of the whole lines before the first one of a step after `last_step`."""
     size = 0
+    for num_bytes, step, _ in _lines(path):
+        if step > last_step:
+            break
+        size += num_bytes
+    return size
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, set[str]]]:
+    """The size in bytes, the step and the keys of each whole line.
+
+    Raises ValueError for a line that is not a record.
+    """
     for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
         try:
-            step = json.loads(line)["step"]
+            values = json.loads(line)
+            step = int(values["step"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path}, line {number} is not a record of a step: repair it, or move the file away"
             ) from error
-        if step > last_step:
-            break
-        size += len(line) + 1
-    return size
+        yield len(line) + 1, step, set(values)
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

@@ -102,7 +102,10 @@ def build_model(
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)
     sequence = SequenceRanks.of(
-        mesh, model.attention_windows, exchange=parallel.sequence_2D.exchange
+        mesh,
+        model.attention_windows,
+        exchange=parallel.sequence_2D.exchange,
+        scan=parallel.sequence_scan,
     )
     layers = LayerFactory(
         mode=mesh.topology.mode,
@@ -120,9 +123,8 @@ def build_model(
     )
     stages = order.stages_of(mesh[Axis.PIPELINE].rank)
     chunks = model.build(layers, stages, order.num_stages)
-    if seed is not None:
-        for chunk in chunks:
-            chunk.init_weights(seed)
+    for chunk in chunks:
+        chunk.init_weights(seed)
     if communicator is not None:
         communicator.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(

@@ -46,8 +46,11 @@ class Chunk(Protocol):
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the whole model."""
 
-    def init_weights(self, seed: int) -> None:
-        """Give the parameters the weights to begin from; the same in every layout."""
+    def init_weights(self, seed: int | None) -> None:
+        """Give the parameters their initial weights, the same in every layout.
+
+        None leaves the parameters to others; buffers that no checkpoint has get their values.
+        """
 
     def parts(self) -> dict[str, nn.Module]:
         """The modules that forward and loss call in turn, by name; they have all parameters."""

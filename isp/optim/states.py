@@ -16,6 +16,10 @@ of its own to be as fast; of the host's memory the one reads and writes 24 bytes
 [Note: Where rows are cut] torch's CPU kernels compute the last few elements of a tensor apart from
 the others, perhaps with other roundings. Rows are cut at multiples of 64 elements, so that these
 are the same ones however many buckets there are.
+
+[Note: Written weights] A weight is its master, rounded. One that is not was written by somebody
+else since the last update, and the master takes its value; the others keep what rounding cuts off.
+Versions of tensors would cost nothing, but do not count what is written through `.data`.
 """
 
 from __future__ import annotations
@@ -212,12 +216,14 @@ class StateStream:
         *,
         on_host: bool,
         bucket_bytes: int = STREAM_BYTES,
+        weights_may_change: bool = False,
     ) -> None:
         rows = [row for of_group in groups.values() for row in of_group]
         narrow = any(x.dtype != row.master.dtype for row in rows for x in row.states.values())
         self._buckets = _buckets_of(groups, bucket_bytes if on_host or narrow else sys.maxsize)
         self._device = device
         self._on_host = on_host
+        self._weights_may_change = weights_may_change
         self._inward = streams.new(device) if on_host else None
         self._outward = streams.new(device) if on_host else None
         self._home: streams.Event | None = None
@@ -238,7 +244,7 @@ class StateStream:
         """Let `update` change rows of every bucket in turn; weights follow their masters."""
         if not self._on_host:
             for bucket in self._buckets:
-                _work(bucket, bucket.states, update)
+                self._work(bucket, bucket.states, update)
         elif self._buckets:
             self._stream(update)
 
@@ -253,7 +259,7 @@ class StateStream:
                 coming = self._bring(buckets[number + 1], buffers[(number + 1) % 2])
             if arrived is not None:
                 arrived.wait()
-            _work(bucket, here, update)
+            self._work(bucket, here, update)
             self._take_back(bucket, here, buffers[number % 2])
         for buffer in buffers:
             if buffer.free is not None:
@@ -283,20 +289,29 @@ class StateStream:
                     rest.copy_(place, non_blocking=True)
             buffer.free = streams.mark(self._device)
 
+    def _work(
+        self,
+        bucket: Bucket,
+        states: Mapping[str, list[Tensor]],
+        update: Callable[[GroupValues, Rows], None],
+    ) -> None:
+        """Update a bucket whose `states` are on the device; what is narrow is rounded once."""
+        dtype, weights = bucket.rows[0].master.dtype, [row.weights for row in bucket.rows]
+        wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
+        masters = wide.get(MASTER, weights)
+        if self._weights_may_change and masters is not weights:
+            for master, weight in zip(masters, weights, strict=True):
+                _take_up(master, weight)
+        moments = {name: found for name, found in wide.items() if name != MASTER}
+        update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
+        for name, found in states.items():
+            if found[0].dtype != dtype:
+                torch._foreach_copy_(found, wide[name])
+        if masters is not weights:
+            torch._foreach_copy_(weights, masters)
 
-def _work(
-    bucket: Bucket,
-    states: Mapping[str, list[Tensor]],
-    update: Callable[[GroupValues, Rows], None],
-) -> None:
-    """Update a bucket whose `states` are on the device; what is narrow is rounded once, at last."""
-    dtype, weights = bucket.rows[0].master.dtype, [row.weights for row in bucket.rows]
-    wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
-    masters = wide.get(MASTER, weights)
-    moments = {name: found for name, found in wide.items() if name != MASTER}
-    update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
-    for name, found in states.items():
-        if found[0].dtype != dtype:
-            torch._foreach_copy_(found, wide[name])
-    if masters is not weights:
-        torch._foreach_copy_(weights, masters)
+
+def _take_up(master: Tensor, weight: Tensor) -> None:
+    """Let masters follow the weights that somebody has written [Note: Written weights]."""
+    rounded = master.to(weight.dtype)
+    torch.where(rounded == weight, master, weight, out=master)

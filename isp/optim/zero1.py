@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     """The global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
-    """True if the norm was not finite: nothing has changed then."""
+    """Whether the norm was not finite, or the batch empty: nothing has changed then."""
 
 
 class ShardState(TypedDict):
@@ -78,7 +78,8 @@ class Zero1Optimizer:
 
     Of each parameter's local shard a rank of the zero1 group owns the rows of dim 0 that
     `owned_rows` gives it: it alone keeps their master weights and states and updates them, and
-    `publish` brings them to the others. Parameters must not be moved or replaced afterwards.
+    `publish` brings them to the others. Parameters must not be moved or replaced afterwards. Where
+    others write them (`weights_may_change`) masters follow [Note: Written weights].
 
     Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
     `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
@@ -97,6 +98,7 @@ class Zero1Optimizer:
         counted_elsewhere: Collection[str] = (),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         stream_bytes: int = STREAM_BYTES,
+        weights_may_change: bool = False,
     ) -> None:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
@@ -152,24 +154,31 @@ class Zero1Optimizer:
             device,
             on_host=config.offload_states,
             bucket_bytes=stream_bytes,
+            weights_may_change=weights_may_change,
         )
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
 
-    def step(self, lr: float, *, wait: bool = True) -> StepResult:
+    def step(
+        self, lr: float, *, wait: bool = True, is_empty: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
 
         A parameter of one of `config.param_groups` learns at that group's part of `lr`.
         Needs reduced gradients and uses them up. With `wait=False` the new weights are still on
         their way: `published` has to be called for each parameter before it is used. A gradient
         norm that is not finite, the same on all ranks, skips the step, counts it and may lower
-        the loss scale.
+        the loss scale. So is a step skipped and counted, and nothing else, whose batch `is_empty`,
+        which is asked once the norm is there: no gradient is from any loss.
         """
         assert self._gradients.reduced, "the gradients have to be reduced before the step"
         self._publisher.wait()
         norm = self.grad_norm()
         if not math.isfinite(norm):
             self._count_skip()
+            return StepResult(norm, skipped=True)
+        if is_empty():
+            self.num_skipped += 1
             return StepResult(norm, skipped=True)
         self._unscale_and_clip(norm)
         self._update(lr)
@@ -263,6 +272,15 @@ class Zero1Optimizer:
         self._num_updates = state["step"]
         self.publish()
         self._publisher.wait()
+
+    @torch.no_grad()
+    def take_up_weights(self) -> None:
+        """Let master weights be the weights, which others have written, alike on all ranks."""
+        self._publisher.wait()
+        self._stream.settle()
+        for shard in self._shards:
+            if shard.resting.master is not shard.resting.weights:
+                shard.resting.master.copy_(shard.resting.weights)
 
     def skip_state(self) -> dict[str, Any]:
         """The state that skipped steps change; checkpoints keep it beside `state_dict`.

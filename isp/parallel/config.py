@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isp.parallel.partition import any_of, divisors
-from isp.settings.section import Ranks, section
+from isp.settings.section import KeyRole, Ranks, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class PipelineSchedule(StrEnum):
         return self is PipelineSchedule.ZBV
 
 
-@section("parallel.tensor")
+@section("parallel.tensor", KeyRole.PLACE)
 class TensorConfig:
     """`parallel.tensor`: the ranks that share one sequence."""
 
@@ -121,7 +121,7 @@ class TensorConfig:
     """mtp, msp, fsp or isp."""
 
 
-@section("parallel.weight")
+@section("parallel.weight", KeyRole.PLACE)
 class WeightConfig:
     """`parallel.weight`: the ranks that share one copy of the weights; used in isp mode only."""
 
@@ -178,7 +178,7 @@ class WeightConfig:
         )
 
 
-@section("parallel.pipeline")
+@section("parallel.pipeline", KeyRole.PLACE)
 class PipelineConfig:
     """`parallel.pipeline`: the stages that a model is cut into."""
 
@@ -238,7 +238,18 @@ class ContextExchange(StrEnum):
     """Blocks of it go round, and partial results are merged; windowed layers gather."""
 
 
-@section("parallel.sequence_2D.device_placement_strategy")
+class SequenceScan(StrEnum):
+    """How the ranks that share a sequence compute a scan (linear attention, state spaces)."""
+
+    AUTO = "auto"
+    """The one that receives fewer bytes, by the sizes of a layer and the documents at hand."""
+    HEADS = "heads"
+    """Tokens are exchanged for heads, as for attention: the result of one process for each head."""
+    STATE = "state"
+    """Each rank scans its own tokens, from the states that earlier tokens' ranks send it."""
+
+
+@section("parallel.sequence_2D.device_placement_strategy", KeyRole.PLACE)
 class DevicePlacementConfig:
     """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbours."""
 
@@ -246,7 +257,7 @@ class DevicePlacementConfig:
     """The ranks of a head group are; false: those of a context group."""
 
 
-@section("parallel.sequence_2D")
+@section("parallel.sequence_2D", KeyRole.PLACE)
 class Sequence2DConfig:
     """`parallel.sequence_2D`: the tensor group as heads x context; used in isp mode only."""
 
@@ -284,7 +295,7 @@ class Sequence2DConfig:
             )
 
 
-@section("parallel.zero1")
+@section("parallel.zero1", KeyRole.PLACE)
 class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
 
@@ -293,7 +304,7 @@ class Zero1Config:
     half as many bytes of gradients travel between replicas."""
 
 
-@section("parallel")
+@section("parallel", KeyRole.PLACE)
 class ParallelConfig:
     """`parallel`: sizes and mode; what is left of the world is data parallel."""
 
@@ -307,6 +318,8 @@ class ParallelConfig:
     """The optimizer's shards."""
     sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
     """Heads x context, in the tensor group (isp)."""
+    sequence_scan: SequenceScan = SequenceScan.AUTO
+    """auto, heads or state: how scans of linear attention and state spaces are split (isp)."""
 
     def __post_init__(self) -> None:
         if self._has_two_axes:

@@ -53,6 +53,8 @@ class Case:
     """Ranks on CPU, over gloo: they sum the parts of a reduce-scatter themselves."""
     documents: int = 1
     """Equal documents in a row, for the cost of attention, and for who has which tokens."""
+    saves_in_background: bool = False
+    """Whether the host has a copy of what a rank saves, as `checkpoint.async_mode` says."""
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> Case:
@@ -60,18 +62,19 @@ class Case:
 
         Raises ConfigError if the sizes do not fit.
         """
-        data = config.data
+        data = config.for_ranks(world_size).data
         return cls(
             model=config.model,
             parallel=config.parallel,
             topology=config.topology(world_size),
             rows=1 if data.pack else data.micro_bsz,
             tokens=config.row_tokens,
-            micro_num=data.micro_num,
+            micro_num=data.num_micro_batches,
             dtype=config.training.dtype,
             optimizer=config.optimizer,
             on_cpu=on_cpu,
             documents=data.micro_bsz if data.pack else 1,
+            saves_in_background=config.checkpoint.copies_state,
         )
 
     @property

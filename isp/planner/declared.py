@@ -20,6 +20,7 @@ from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Coordinates
+from isp.settings.section import KeyRole, defaults_of
 from isp.weights.trace import Block, Visit
 from model.config import ModelConfig
 
@@ -28,17 +29,8 @@ __all__ = ["BlockKind", "all_blocks", "bare", "kind_of", "kinds_of", "local_para
 
 @lru_cache(maxsize=64)
 def bare(model: ModelConfig) -> ModelConfig:
-    """The model without what decides nothing about its parameters, so that layouts share them."""
-    return replace(
-        model,
-        checkpoint=0.0,
-        checkpoint_keeps_attention=False,
-        checkpoint_distribute_activations=False,
-        checkpoint_offload=False,
-        checkpoint_segment=0,
-        mlp_tile_tokens=0,
-        attention_head_groups=1,
-    )
+    """The model, computed as it is by default, so that layouts share its parameters."""
+    return replace(model, **defaults_of(ModelConfig, KeyRole.METHOD))
 
 
 @lru_cache(maxsize=1024)

@@ -31,7 +31,7 @@ __all__ = [
     "load_fabric",
 ]
 
-FOLDER = Path(__file__).parents[2] / "configs" / "fabrics"
+FOLDER = Path(__file__).with_name("fabrics")
 
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -93,8 +93,16 @@ class HostSpec:
 
     memory_gib: Positive | None = None
     """Memory of a node that its ranks share, in GiB; null: not known, and no limit."""
+    usable: Share = 0.9
+    """Share of the memory for what a plan counts; the rest is the system's and the processes'."""
     gb_per_second: Positive = 25.0
     """Each way, of one device, in 1e9 bytes a second."""
+
+    def usable_bytes(self, ranks: int) -> int | None:
+        """The bytes for each of a node's `ranks`; None: no limit is known."""
+        if self.memory_gib is None:
+            return None
+        return int(self.memory_gib * 2**30 * self.usable / ranks)
 
 
 class Spread(NamedTuple):

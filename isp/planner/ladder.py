@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from isp.config import JobConfig
 from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
+from isp.planner.progress import Progress, silent
 
 __all__ = ["RUNGS", "Rung", "Step", "changes", "climb", "with_keys"]
 
@@ -85,12 +86,13 @@ class Step:
     """Whether rows are as long with it as without, or longer: else later ones go without it."""
 
 
-def climb(planned: Planned, budget: Budget) -> list[Step]:
+def climb(planned: Planned, budget: Budget, *, progress: Progress = silent) -> list[Step]:
     """What each rung gives, with all before it; without those that are not for this model."""
     keys: Keys = WITHOUT
     steps: list[Step] = []
     reached = 0.0
-    for rung in (Rung("nothing of it", [{}]), *_ordered(planned, budget)):
+    rungs = [Rung("nothing of it", [{}]), *_ordered(planned, budget)]
+    for rung in progress(rungs, "longest rows with each rung of the memory ladder"):
         changed = _first_that_goes(planned.config, keys, rung)
         if changed is None:
             continue

@@ -34,9 +34,8 @@ class Budget(NamedTuple):
     @classmethod
     def of(cls, fabric: Fabric, world_size: int) -> Budget:
         """A rank's part of a node of `fabric`."""
-        gib, ranks = fabric.host.memory_gib, min(world_size, fabric.devices_per_node)
-        host = None if gib is None else int(gib * 2**30 / ranks)
-        return cls(fabric.device.usable_bytes, host)
+        ranks = min(world_size, fabric.devices_per_node)
+        return cls(fabric.device.usable_bytes, fabric.host.usable_bytes(ranks))
 
     def excess(self, memory: Memory) -> int:
         """Bytes by which `memory` is too much; below 0 if it fits."""
@@ -100,6 +99,7 @@ class Planned:
         """The case of rows of `seq_len` tokens.  Raises ConfigError if there are none."""
         try:
             longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
+            longer.check_folder_model()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return Case.of(longer, self.world_size, on_cpu=self.on_cpu)

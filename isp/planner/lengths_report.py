@@ -147,7 +147,7 @@ def _verdict(said: Said) -> str:
     seq_len, excess = said.planned.config.data.seq_len, said.budget.excess(said.memory)
     if excess <= 0:
         return f"data.seq_len={seq_len} fits as it is"
-    return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said.budget)}"
+    return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said)}"
 
 
 def _generation(said: Said) -> str:
@@ -162,18 +162,20 @@ def _generation(said: Said) -> str:
 
 
 def _end(said: Said) -> str:
-    longest, budget = said.longest, said.budget
+    longest = said.longest
     assert longest is not None
     if isinstance(longest, Memory):
-        return f"no row of {said.planned.unit:,} tokens fits: {_too_much(longest, budget)}"
+        return f"no row of {said.planned.unit:,} tokens fits: {_too_much(longest, said)}"
     beyond = longest.beyond
-    why = beyond if isinstance(beyond, str) else _too_much(beyond, budget)
+    why = beyond if isinstance(beyond, str) else _too_much(beyond, said)
     return f"longest data.seq_len: {longest.seq_len:,}\n  {longest.next_len:,} do not fit: {why}"
 
 
-def _too_much(memory: Memory, budget: Budget) -> str:
-    if budget.on_host(memory):
-        return f"{_gib(memory.host)} GiB in the memory of the host"
+def _too_much(memory: Memory, said: Said) -> str:
+    if said.budget.on_host(memory):
+        copies = ", with the copies that checkpoint.async_mode=disabled does without"
+        found = copies if said.planned.config.checkpoint.copies_state else ""
+        return f"{_gib(memory.host)} GiB in the memory of the host{found}"
     owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {_gib(size)}" for name, size in owners)
     return f"{_gib(memory.total)} GiB at {memory.moment}: {most}"

@@ -55,7 +55,7 @@ class Memory:
     """Logits of a chunk of tokens, and the gradients that are computed with their loss."""
     work: int = 0
     host: int = 0
-    """In the memory of the host: no part of `total`."""
+    """In the memory of the host, with copies for background saves: no part of `total`."""
     moment: str = ""
     """Moment of the maximum."""
 
@@ -82,12 +82,14 @@ def states(case: Case, place: Coordinates) -> Memory:
     padded = sum(_padded(case, p) for p in parameters)
     owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
+    weights = numbers * case.item_bytes
     kept, on_host = owned * (master_bytes + case.state_bytes), case.optimizer.offload_states
+    copies = weights + kept if case.saves_in_background else 0
     return Memory(
-        weights=numbers * case.item_bytes,
+        weights=weights,
         gradients=padded * case.wide_bytes,
         optimizer=0 if on_host else kept,
-        host=kept if on_host else 0,
+        host=copies + (kept if on_host else 0),
     )
 
 

@@ -132,7 +132,9 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
 def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     """Two layers of the model; all of those that a folder has."""
     if not recomputed and model.checkpoint == 1.0:
-        model = bare(model)
+        # No layer is left to show the rest, but the loss and the last norm are.
+        chunk, compiled = model.loss_chunk_tokens, model.compile
+        model = replace(bare(model), loss_chunk_tokens=chunk, compile=compiled)
     segmented = model.checkpoint_segment > 0 and model.attention_head_groups > 1
     return replace(
         model,

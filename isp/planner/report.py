@@ -17,12 +17,23 @@ from isp.planner.memory import Memory
 from isp.planner.search import Candidate, Found
 from isp.profile.table import aligned
 
-__all__ = ["as_json", "as_text"]
+__all__ = [
+    "COLUMNS",
+    "LEGEND",
+    "as_json",
+    "as_text",
+    "details_of",
+    "row_of",
+    "shown_of",
+    "size_of",
+    "time_of",
+    "verdict_of",
+]
 
 GIB = 2**30
 
 
-def _size(num_bytes: int) -> str:
+def size_of(num_bytes: int) -> str:
     """For people."""
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:,.1f} GiB"
@@ -37,14 +48,14 @@ def as_text(
     `own` is the configuration as it is, or why that is no layout.
     """
     parts = [_head(found, own, fabric, world_size, rows)]
+    shown = shown_of(found, own, fabric, top)
     if found.fitting:
-        shown = _shown(found, own, fabric, top)
         parts.append(_table(shown, own, world_size))
         parts.append(_legend(found, len(shown)))
-    parts.append(_as_it_is(own, found, fabric))
+    parts.append(verdict_of(own, found, fabric))
     parts += [part for part in (_too_large(found, fabric), _refused(found)) if part]
     if found.fitting:
-        parts.append(_details(found.fitting[0]))
+        parts.append(details_of(shown[0]))
     else:
         parts.append(_remedy(found, fabric))
     return "\n\n".join(parts)
@@ -85,7 +96,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "zero1": topology.zero1,
         "data": topology.data,
         "micro_bsz": candidate.config.data.micro_bsz,
-        "micro_num": candidate.config.data.micro_num,
+        "micro_num": candidate.config.data.num_micro_batches,
         "checkpoint": candidate.config.model.checkpoint,
         "checkpoint_keeps_attention": candidate.config.model.checkpoint_keeps_attention,
         "memory_bytes": candidate.memory.by_owner(),
@@ -122,7 +133,7 @@ def _head(found: Found, own: Candidate | str, fabric: Fabric, world_size: int, r
     return "\n".join(lines)
 
 
-def _shown(found: Found, own: Candidate | str, fabric: Fabric, top: int) -> list[Candidate]:
+def shown_of(found: Found, own: Candidate | str, fabric: Fabric, top: int) -> list[Candidate]:
     """The fastest, the fastest of each mode, and the configuration's own if it fits."""
     shown: list[Candidate] = []
     of_kind: Counter[tuple[object, ...]] = Counter()
@@ -142,7 +153,7 @@ def _fits(candidate: Candidate, fabric: Fabric) -> bool:
     return Budget.of(fabric, candidate.case.topology.world_size).excess(candidate.memory) <= 0
 
 
-def _as_it_is(own: Candidate | str, found: Found, fabric: Fabric) -> str:
+def verdict_of(own: Candidate | str, found: Found, fabric: Fabric) -> str:
     """The verdict on the configuration given."""
     if isinstance(own, str):
         return f"the configuration as it is: {own}"
@@ -169,15 +180,15 @@ def _remedy(found: Found, fabric: Fabric) -> str:
     if memory.states >= room:
         ranks = -(-memory.states * least.case.topology.world_size // room)
         return (
-            f"nothing fits: weights, gradients and optimizer alone take {_size(memory.states)} of a"
-            f" rank: use --world {ranks} or more"
+            f"nothing fits: weights, gradients and optimizer alone take {size_of(memory.states)}"
+            f" of a rank: use --world {ranks} or more"
         )
     # A hundredth less, as buffers and the largest gradient of a weight do not shrink with tokens.
     fitting = int(0.99 * tokens * (room - memory.states) / (memory.total - memory.states))
     return (
-        f"nothing fits: a sequence takes {_size(memory.total - memory.states)} of a rank, beside"
-        f" {_size(memory.states)} of weights, gradients and optimizer: use --data.seq_len of about"
-        f" {fitting // 1024 * 1024 or fitting} or less, or more ranks (--world), over which"
+        f"nothing fits: a sequence takes {size_of(memory.total - memory.states)} of a rank, beside"
+        f" {size_of(memory.states)} of weights, gradients and optimizer: use --data.seq_len of"
+        f" about {fitting // 1024 * 1024 or fitting} or less, or more ranks (--world), over which"
         f" parallel.tensor.size shares it"
     )
 
@@ -185,9 +196,9 @@ def _remedy(found: Found, fabric: Fabric) -> str:
 def _largest(candidate: Candidate) -> str:
     """Its memory, and the owners that have most."""
     owners = sorted(candidate.memory.by_owner().items(), key=lambda item: -item[1])[:3]
-    most = ", ".join(f"{name} {_size(size)}" for name, size in owners)
-    host = f", and {_size(candidate.memory.host)} of the host" if candidate.memory.host else ""
-    return f"{_size(candidate.memory.total)} at {candidate.memory.moment}: {most}{host}"
+    most = ", ".join(f"{name} {size_of(size)}" for name, size in owners)
+    host = f", and {size_of(candidate.memory.host)} of the host" if candidate.memory.host else ""
+    return f"{size_of(candidate.memory.total)} at {candidate.memory.moment}: {most}{host}"
 
 
 COLUMNS = (
@@ -198,11 +209,11 @@ COLUMNS = (
 
 def _table(shown: Sequence[Candidate], own: Candidate | str, world_size: int) -> str:
     mine = own.key if isinstance(own, Candidate) else None
-    rows = [_row(c, "*" if c.key == mine else "", world_size) for c in shown]
+    rows = [row_of(c, "*" if c.key == mine else "", world_size) for c in shown]
     return aligned([COLUMNS, *rows], text_columns=2)
 
 
-def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
+def row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
     topology, prediction, config = candidate.case.topology, candidate.prediction, candidate.config
     assert prediction is not None
     return (
@@ -213,10 +224,10 @@ def _row(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
         str(topology.pipeline),
         str(topology.zero1),
         str(topology.data),
-        f"{config.data.micro_bsz} x {config.data.micro_num}",
+        f"{config.data.micro_bsz} x {config.data.num_micro_batches}",
         _recompute(candidate),
-        _size(candidate.memory.total),
-        _time(prediction.step),
+        size_of(candidate.memory.total),
+        time_of(prediction.step),
         f"{prediction.exposed / prediction.step:.0%}",
         f"{prediction.bubble / prediction.step:.0%}" if topology.pipeline > 1 else "-",
         f"{prediction.tgs(world_size):,.0f}",
@@ -246,7 +257,7 @@ def _recompute(candidate: Candidate) -> str:
     return f"{part} but attn" if model.checkpoint_keeps_attention else part
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
@@ -298,19 +309,20 @@ def _without_numbers(text: str) -> str:
     return "".join(c for c in before_mode if not c.isdigit())
 
 
-def _details(best: Candidate) -> str:
+def details_of(best: Candidate) -> str:
+    """Keys, memory and transfers of the layout of the table's first line."""
     lines = ["the first one", *(f"  {words}" for words in best.overrides), ""]
     lines += ["its memory, of the rank that takes most", _memory(best.memory), ""]
     lines.append("its transfers of a step, rank 0")
     rows = [("  of", "calls", "sent")]
     for what, count in traffic(best.case, 0).by_purpose.items():
-        rows.append((f"  {what}", f"{count.calls:,}", _size(count.sent_bytes)))
+        rows.append((f"  {what}", f"{count.calls:,}", size_of(count.sent_bytes)))
     lines.append(aligned(rows))
     return "\n".join(lines)
 
 
 def _memory(memory: Memory) -> str:
-    rows = [(f"  {name}", _size(size)) for name, size in memory.by_owner().items() if size]
-    rows.append(("  in all", _size(memory.total)))
+    rows = [(f"  {name}", size_of(size)) for name, size in memory.by_owner().items() if size]
+    rows.append(("  in all", size_of(memory.total)))
     table = f"{aligned(rows)}  at {memory.moment}"
-    return f"{table}\n  and in the host's memory {_size(memory.host)}" if memory.host else table
+    return f"{table}\n  and in the host's memory {size_of(memory.host)}" if memory.host else table

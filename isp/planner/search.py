@@ -24,6 +24,7 @@ from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
+from isp.planner.progress import Progress, silent
 from isp.planner.rehearsal import tapes_of_kind
 from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Tapes
 from isp.weights.trace import Block
@@ -59,7 +60,7 @@ class Candidate:
         return (
             *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
             *(t.context, t.head_first, self.case.stays),
-            *(d.micro_bsz, d.micro_num, m.checkpoint, m.checkpoint_keeps_attention),
+            *(d.micro_bsz, d.num_micro_batches, m.checkpoint, m.checkpoint_keeps_attention),
         )
 
     @property
@@ -88,10 +89,12 @@ class Candidate:
             "parallel.pipeline.size": parallel.pipeline.size,
             "parallel.zero1.size": parallel.zero1.size,
             "data.micro_bsz": data.micro_bsz,
-            "data.micro_num": data.micro_num,
+            "data.micro_num": data.num_micro_batches,
             "model.checkpoint": model.checkpoint,
             "model.checkpoint_keeps_attention": str(model.checkpoint_keeps_attention).lower(),
         }
+        if self.config.training.global_batch_size is not None:
+            words["training.global_batch_size"] = self.config.training.global_batch_size
         if not parallel.tensor.mode.facts.gathers_weights:
             del words["parallel.weight.size"]
             del words["parallel.weight.reshard_after_forward"]
@@ -125,18 +128,33 @@ class Found:
 
 def rows_of(config: JobConfig, world_size: int) -> int:
     """Sequences in the global batch that `config` asks for."""
-    parallel, data = config.parallel, config.data
+    parallel, data, whole = config.parallel, config.data, config.training.global_batch_size
     replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
-    return data.micro_bsz * data.micro_num * replicas
+    return whole or data.micro_bsz * data.num_micro_batches * replicas
 
 
-def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool) -> Candidate:
-    """Evaluate `config` as it is.  Raises ConfigError if its sizes do not fit."""
+def evaluate(
+    config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_cpu: bool
+) -> Candidate:
+    """Evaluate `config` as it is, but for a global batch of `rows`.
+
+    Raises ValueError if its sizes do not fit, or the batch cannot be cut so.
+    """
+    data = config.topology(world_size).data
+    config = _with_batch(config, rows, data, config.data.micro_bsz)
     candidate = _candidate(config, world_size, on_cpu=on_cpu)
     return replace(candidate, prediction=predict(candidate.case, fabric))
 
 
-def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_cpu: bool) -> Found:
+def search(
+    config: JobConfig,
+    world_size: int,
+    fabric: Fabric,
+    *,
+    rows: int,
+    on_cpu: bool,
+    progress: Progress = silent,
+) -> Found:
     """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
 
     Mode, tensor, heads x context, weight, pipeline, zero1, micro-batch and recomputation vary; the
@@ -148,7 +166,8 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
     refused: dict[str, None] = {}
     fits: set[tuple[Mode, int]] = set()
     budget = Budget.of(fabric, world_size)
-    for layout in _layouts(config, world_size, fabric, rows, refused):
+    layouts = list(_layouts(config, world_size, fabric, rows, refused))
+    for layout in progress(layouts, "memory of layouts"):
         found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
         if _may_ring(found) and budget.excess(found.memory) > 0:
             layout = with_exchange(layout, ContextExchange.RING)
@@ -159,9 +178,8 @@ def search(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_
             fits.add(group)
         elif group not in smallest or found.memory.total < smallest[group].memory.total:
             smallest[group] = found
-    predicted = [
-        replace(c, prediction=predict(c.case, fabric)) for c in _promising(fitting, fabric)
-    ]
+    promising = progress(_promising(fitting, fabric), "time of layouts that fit")
+    predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
     num_fitting = len(fitting)
     for candidate in [c for c in predicted if c.case.gathers_weights][:TRIED_TO_STAY]:
@@ -258,7 +276,7 @@ def _with_sizes(
     )
     if pipeline == parallel.pipeline.size:
         stages = parallel.pipeline
-    micro_num = max(config.data.micro_num, 2 * pipeline * stages.num_chunks)
+    micro_num = max(config.data.num_micro_batches, 2 * pipeline * stages.num_chunks)
     return replace(
         config,
         data=replace(config.data, micro_num=-(-micro_num // pipeline) * pipeline),
@@ -281,7 +299,9 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
             f" {micro_bsz}"
         )
     sizes = replace(config.data, micro_bsz=micro_bsz, micro_num=rows // (data * micro_bsz))
-    found = replace(config, data=sizes)
+    whole = None if config.training.global_batch_size is None else rows
+    training = replace(config.training, global_batch_size=whole)
+    found = replace(config, data=sizes, training=training)
     found.check_folder_model()
     return found
 

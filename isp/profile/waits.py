@@ -29,6 +29,20 @@ _SHORTEST = 0.005
 """Milliseconds a step; what blocks for less is no wait."""
 _ENOUGH = 0.95
 """Share of a wait, over all its occurrences, that a change must hide to be recommended."""
+_OF_SEQUENCE = {
+    Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes it",
+    Purpose.KEYS: "attention needs it at once: only the sizes of parallel.sequence_2D change it",
+    Purpose.SCAN_HEADS: (
+        "a scan needs it at once: parallel.sequence_scan=state would send states instead of heads"
+    ),
+    Purpose.STATES: (
+        "a scan needs it at once: parallel.sequence_scan=heads would send heads instead of states"
+    ),
+    Purpose.HALO: (
+        "a convolution needs it at once: the model's kernel size sets its bytes, not the sequence"
+    ),
+}
+"""What is said of exchanges of a sequence that ranks share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +177,8 @@ class _Judge:
                 f"{self.parallel.tensor.mode} needs it at once, nothing of the step could hide it:"
                 f" isp sends weights instead"
             )
-        if collective.purpose is Purpose.HEADS:
-            return "attention needs it at once: only parallel.tensor.size changes it"
-        if collective.purpose is Purpose.KEYS:
-            return "attention needs it at once: only the sizes of parallel.sequence_2D change it"
-        return "needed at once: nothing of the step could hide it"
+        default = "needed at once: nothing of the step could hide it"
+        return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
         ahead: defaultdict[str, float] = defaultdict(float)

@@ -28,7 +28,8 @@ from isp.report.style import (
 
 __all__ = ["evaluation_page"]
 
-_RATES = LinearSegmentedColormap.from_list("rates", [VERMILLION, "#f5e9a9", GREEN])
+_RATES = LinearSegmentedColormap.from_list("rates", ["#f7f7f5", GREEN])
+_GRID = "#d9d9d9"
 _WITHIN, _BEYOND = Look(BLUE), Look(VERMILLION, "////")
 
 
@@ -170,9 +171,7 @@ def _draw_passkeys(passkeys: Passkeys, trained: int | None, size: Size) -> Figur
             )
             look = Look(to_hex(_RATES(found / passkeys.keys)))
             begin, end = column - 0.5, column + 0.5
-            add_bar(
-                axes, begin, end, top=lane - 0.5, height=1, look=look, hover=hover, edge="white"
-            )
+            add_bar(axes, begin, end, top=lane - 0.5, height=1, look=look, hover=hover, edge=_GRID)
             percent = f"{100 * found / passkeys.keys:.0f}"
             axes.text(column, lane, percent, ha="center", va="center", color=BLACK)
     columns = len(passkeys.lengths)

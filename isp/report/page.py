@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from isp.report.style import Picture, to_svg
 
@@ -74,6 +75,7 @@ class Section:
 
     title: str
     texts: tuple[str, ...] = ()
+    """Paragraphs; what stands between backticks is shown as code, here and in a page's points."""
     facts: tuple[tuple[str, str], ...] = ()
     """A name, and its value."""
     table: Table | None = None
@@ -113,7 +115,12 @@ class Page:
             loader=PackageLoader("isp.report", ""), autoescape=True, undefined=StrictUndefined
         )
         environment.filters["svg"] = lambda picture, size: Markup(to_svg(picture, size))
+        environment.filters["prose"] = _prose
         return environment.get_template("page.html").render(page=self)
+
+
+def _prose(text: str) -> Markup:
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 # -- numbers and names as a page writes them ---------------------------------------------------

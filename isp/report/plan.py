@@ -71,7 +71,9 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     if mode.plan_grid is None:
         return None
     config = _config(profile)
-    first, *others = rank_plans(config.language_model, config.parallel, config.data.micro_num)
+    first, *others = rank_plans(
+        config.language_model, config.parallel, config.data.num_micro_batches
+    )
     where = f" on {first.title}, one of {len(others) + 1} pipeline ranks" if others else ""
     is_cut = len(first.plan.steps) > _MOST_VISITS
     cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""
@@ -91,8 +93,8 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     text = (
         f"What is asked for ahead, so that compute hides it: per {weight.forward_overlap_per},"
         f" launched before {weight.launch_allgather_before}{once}. The table names each"
-        " place of the step (“ahead” is the number of visits from the gather to the wait); isp"
-        " prefetch CONFIG prints it of any configuration."
+        " place of the step (“ahead” is the number of visits from the gather to the wait); `isp"
+        " prefetch CONFIG` prints it of any configuration."
     )
     return Section(
         title="The plan of the weights in isp",
@@ -109,7 +111,8 @@ def _config(profile: Profile) -> JobConfig:
         path.write_text(profile.config, encoding="utf-8")
         config = load_config(path)
     tensor = replace(config.parallel.tensor, mode=Mode.ISP)
-    return replace(config, parallel=replace(config.parallel, tensor=tensor))
+    changed = replace(config, parallel=replace(config.parallel, tensor=tensor))
+    return changed.for_ranks(profile.world_size)
 
 
 def stays(own: RankPlan) -> Iterator[Stay]:

@@ -1,4 +1,4 @@
-"""The report of a run: loss, throughput, exposed time and memory over its steps."""
+"""The report of a run: loss, learning rate and gradient norm, then time and memory, by step."""
 
 from __future__ import annotations
 
@@ -90,13 +90,17 @@ def run_page(folder: RunFolder) -> Page:
     return Page(
         name="report",
         title=f"{config.job.name}: {config.parallel.tensor.mode} on {_ranks(environment)}",
-        lead=_lead(average),
-        points=_points(average),
+        lead=_lead(records),
         command=run_command(environment),
         sections=(
+            Section(title="Training", pictures=_training_pictures(records)),
+            Section(
+                title="Time",
+                texts=(*_times(average), _profile_hint(folder, environment)),
+                pictures=_time_pictures(records),
+            ),
+            Section(title="Memory", pictures=(_memory_picture(records),)),
             Section(title="The run", facts=_facts(config, environment, records, average)),
-            Section(title="Over the steps", pictures=_pictures(records)),
-            Section(title="Which transfers, and why", texts=(_profile_hint(folder, environment),)),
         ),
     )
 
@@ -123,27 +127,34 @@ def run_command(environment: Environment) -> str:
 def _profile_hint(folder: RunFolder, environment: Environment) -> str:
     words = ["isp", "profile", str(folder.config_file), "--nproc", str(environment.world_size)]
     return (
-        f"A run keeps what was exposed, not in which transfers. {shlex.join([*words, '--html'])}"
-        f" measures a few steps of this configuration, in each mode, and makes a page that says"
-        f" which transfers are waited for, why, and what would help."
+        f"To see which transfers are waited for, and why: `{shlex.join([*words, '--html'])}`"
+        f" measures a few steps of this configuration in each mode and makes a page of them."
     )
 
 
-def _lead(average: Means) -> str:
+def _lead(records: Sequence[StepRecord]) -> str:
+    last = records[-1]
+    loss = f"Loss {_shown(last.loss)} at step {last.step:,}"
+    evaluated = [record for record in records if record.val_loss is not None]
+    if not evaluated:
+        return f"{loss}."
+    held_out = evaluated[-1]
+    where = "" if held_out is last else f" at step {held_out.step:,}"
+    return f"{loss}, {_shown(held_out.val_loss)} on held-out text{where}."
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
+
+
+def _times(average: Means) -> tuple[str, ...]:
     if not average.comm_ms:
-        return "Nothing is exposed: no transfers, as each rank works for itself."
+        return ("Nothing is exposed: there are no transfers, as each rank works for itself.",)
     return (
         f"{average.exposed_of_step:.0%} of each step is exposed: compute waited for transfers for"
-        f" {average.exposed_ms:.1f} of {average.step_ms:.1f} ms."
-    )
-
-
-def _points(average: Means) -> tuple[str, ...]:
-    if not average.comm_ms:
-        return ()
-    return (
-        f"Transfers were under way for {average.comm_ms:.1f} ms of it.",
-        f"Times are those of rank 0, means over steps {average.first} to {average.last}.",
+        f" {average.exposed_ms:.1f} of {average.step_ms:.1f} ms. Transfers were under way for"
+        f" {average.comm_ms:.1f} ms of it. Times are those of rank 0, means over steps"
+        f" {average.first} to {average.last}.",
     )
 
 
@@ -160,7 +171,7 @@ def _facts(
         "model": f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
         "a step": f"{last.tokens // last.step:,} tokens in sequences of {data.seq_len:,}",
         "numbers": f"{config.training.dtype}, on {devices}, torch {environment.torch}",
-        "loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
+        "loss": ", ".join(f"{_shown(r.loss)} at step {r.step}" for r in (first, last)),
         **({"loss on held-out text": _val_loss(evaluated[-1])} if evaluated else {}),
         **({"steps with a skipped update": str(skipped)} if skipped else {}),
         "throughput": f"{average.tgs:,.0f} tokens a second and rank",
@@ -170,14 +181,14 @@ def _facts(
 
 
 def _val_loss(record: StepRecord) -> str:
-    return f"{record.val_loss:.4f} at step {record.step}"
+    return f"{_shown(record.val_loss)} at step {record.step}"
 
 
 def _ranks(environment: Environment) -> str:
     return "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"
 
 
-def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
+def _training_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
     return (
         Picture(
             name="loss",
@@ -185,6 +196,23 @@ def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
             alt="Loss over the steps, of training and of held-out text",
             draw=partial(_draw_loss, records),
         ),
+        Picture(
+            name="lr",
+            caption="Learning rate of the update.",
+            alt="Learning rate over the steps",
+            draw=partial(_draw_one, records, "lr", "learning rate", GREEN),
+        ),
+        Picture(
+            name="grad_norm",
+            caption="Gradient norm: of all parameters, before clipping.",
+            alt="Gradient norm over the steps",
+            draw=partial(_draw_one, records, "grad_norm", "gradient norm", PURPLE),
+        ),
+    )
+
+
+def _time_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
+    return (
         Picture(
             name="throughput",
             caption="Throughput: tokens that each rank trains on in a second.",
@@ -194,17 +222,20 @@ def _pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
         Picture(
             name="exposed",
             caption="Time of a step on rank 0: the whole of it, the part in which transfers were"
-            " under way, and the part for which compute really waited for one.",
+            " under way, and the part for which compute was blocked on one.",
             alt="Milliseconds of a step, of its transfers, and exposed, over the steps",
             draw=partial(_draw_exposed, records),
         ),
-        Picture(
-            name="memory",
-            caption="Memory: the most that was in use at once up to a step, on the rank that has"
-            " most; of tensors on CUDA, of the whole process on CPU.",
-            alt="Peak memory in GiB over the steps",
-            draw=partial(_draw_one, records, "mem_gib", "peak memory (GiB)", PURPLE),
-        ),
+    )
+
+
+def _memory_picture(records: Sequence[StepRecord]) -> Picture:
+    return Picture(
+        name="memory",
+        caption="Memory: the most that was in use at once up to a step, on the rank that has"
+        " most; of tensors on CUDA, of the whole process on CPU.",
+        alt="Peak memory in GiB over the steps",
+        draw=partial(_draw_one, records, "mem_gib", "peak memory (GiB)", PURPLE),
     )
 
 
@@ -240,6 +271,7 @@ def _draw_one(
     figure, axes = new_axes(size, xlabel="step", ylabel=ylabel)
     _line(axes, records, [getattr(record, field) for record in records], color=color)
     axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 5))
     _finish(axes, records)
     return figure
 

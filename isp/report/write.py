@@ -12,7 +12,7 @@ from isp.run.folder import RunFolder
 if TYPE_CHECKING:
     from isp.report.page import Page
 
-__all__ = ["Report", "require_packages", "write_profile_report", "write_report"]
+__all__ = ["Report", "require_packages", "write_page", "write_profile_report", "write_report"]
 
 PROFILE_FILE = "profile.json"
 REPORT_FOLDER = "report"
@@ -69,6 +69,14 @@ def write_profile_report(profile: Profile, target: str | Path) -> Report:
     from isp.report.profile import profile_page
 
     return _write(profile_page(profile), Path(target))
+
+
+def write_page(page: Page, file: str | Path) -> Path:
+    """Write `page` alone, without PNG files, to `file`. Raises OSError if that fails."""
+    text, path = page.to_html(), Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _write(page: Page, target: Path) -> Report:

@@ -2,7 +2,7 @@
 
     config.yaml      the whole configuration       (config.1.yaml: that before the run was resumed)
     env.json         software and machines         (env.1.json)
-    launch.json      the launch that started the run last
+    launch.json      the launch that started the run last, and the step at which the run finished
     metrics.jsonl    a line a step: see `isp.metrics`
     logs/            rank_0.log ...
     checkpoint/      see `isp.checkpoint`
@@ -16,6 +16,7 @@ for each rank's own log.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -25,10 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from isp.settings import JobSection
 
 __all__ = [
+    "Launch",
     "RunFolder",
     "check_can_create",
     "earlier_runs",
@@ -67,6 +70,17 @@ def latest_run(job: JobSection) -> RunFolder | None:
     """The run of `job` that was started or resumed last, if `latest` leads to one."""
     link = Path(job.dump_folder) / job.name / "latest"
     return RunFolder(link.resolve()) if link.is_symlink() and link.is_dir() else None
+
+
+class Launch(NamedTuple):
+    """The launch that started a run last: the content of its `launch.json`."""
+
+    id: str
+    """torchrun's name of the launch."""
+    at: float
+    """Its time, in seconds since 1970."""
+    finished_step: int | None = None
+    """The step at which the run finished, all files written; None if it has not finished."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +160,27 @@ class RunFolder:
         _replace(self.config_file, config)
         _replace(self.environment_file, environment)
 
-    def write_launch(self, text: str) -> None:
-        """Write what starts the run now, in place of what did before."""
+    def launch(self) -> Launch | None:
+        """The launch that started the run last; None if its file is missing or cut off."""
+        try:
+            launch = Launch(**json.loads(self.launch_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return launch if isinstance(launch.finished_step, int | None) else None
+
+    def write_launch(self, launch: Launch) -> None:
+        """Write the launch that starts the run now, in place of the one before."""
         with explained(f"job.dump_folder={self.path.parent.parent}"):
             new = self.launch_file.with_name(".launch.json")
-            _write_synced(new, text.encode())
+            _write_synced(new, json.dumps(launch._asdict()).encode())
             os.replace(new, self.launch_file)
+
+    def write_finished(self, step: int) -> None:
+        """Write that the run finished at `step`. Raises ValueError if its folder was removed."""
+        launch = self.launch()
+        if launch is None:
+            raise ValueError(f"{self.launch_file} was removed or changed during the run")
+        self.write_launch(launch._replace(finished_step=step))
 
     def _prepare(self) -> None:
         """Make the subfolders and the link, and try whether files can be written."""

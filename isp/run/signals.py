@@ -11,7 +11,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "heeded_signals"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,12 @@ _URGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; torchrun, `kill` and Slurm at the time limit; a terminal that is closed."""
 _EARLY = (signal.SIGUSR1,)
 """Slurm some time before the limit (`--signal=USR1@300`)."""
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """The stop signals, without SIGHUP where it is ignored, as `nohup` has it."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [n for n in (*_URGENT, *_EARLY) if n != signal.SIGHUP or hangs_up]
 
 
 class StopRequest:
@@ -39,7 +45,8 @@ class StopRequest:
     def __init__(self, *, repeat_seconds: float = 1.0, keep_handlers: bool = False) -> None:
         self._repeat_seconds = repeat_seconds
         self._keep_handlers = keep_handlers
-        self._requested = threading.Event()
+        self.received: signal.Signals | None = None
+        """The first signal that asked this rank to stop."""
         self._urgent_since: float | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._old_wakeup_fd = -1
@@ -48,7 +55,7 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether this rank has been asked to stop."""
-        return self._requested.is_set()
+        return self.received is not None
 
     def __enter__(self) -> Self:
         assert self._watcher is None, "entered twice"
@@ -57,7 +64,7 @@ class StopRequest:
         self._watcher = threading.Thread(target=self._watch, name="isp-signals", daemon=True)
         self._watcher.start()
         self._old_wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        for number in () if self._keep_handlers else (*_URGENT, *_EARLY):
+        for number in () if self._keep_handlers else heeded_signals():
             self._old_handlers[number] = signal.signal(number, _leave_to_watcher)
         return self
 
@@ -85,8 +92,8 @@ class StopRequest:
                 self._urgent_since = now
             elif now - self._urgent_since >= self._repeat_seconds:
                 os._exit(128 + number)  # the main thread may never come back to be asked
-        if not self._requested.is_set():
-            self._requested.set()
+        if self.received is None:
+            self.received = number
             logger.warning(
                 "received %s: finishing the step, then saving; a second signal ends the run at"
                 " once, without saving",

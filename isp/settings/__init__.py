@@ -19,6 +19,7 @@ from isp.settings.section import (
     Count,
     CountOrZero,
     Fraction,
+    KeyRole,
     NotNegative,
     Positive,
     Seconds,
@@ -73,7 +74,7 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
-@section("job")
+@section("job", KeyRole.PLACE)
 class JobSection:
     """`job`: what the run is called and where it writes."""
 
@@ -83,10 +84,13 @@ class JobSection:
     """Folder of all runs."""
 
 
-@section("training")
+@section("training", KeyRole.METHOD)
 class TrainingConfig:
     """`training`: length, numbers and device of a run."""
 
+    global_batch_size: Count | None = None
+    """Sequences of a step over all data ranks, from which data.micro_num follows on any number of
+    ranks; null: data.micro_num says it.  Name: torchtitan."""
     steps: Count = 100
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None
@@ -95,15 +99,16 @@ class TrainingConfig:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Numbers of weights and activations; bfloat16 and float16 keep float32 gradients and master
     weights, and float16 scales the loss: see `optimizer.grad_scaler`."""
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0
     """Decides the initial weights, the order of the data and every random stream."""
     deterministic: bool = False
     """Use deterministic kernels only: the same run gives the same bits."""
     max_norm: NotNegative = 1.0
     """Clip the global gradient norm to this; 0: do not clip."""
-    gc_freq: CountOrZero = 50
-    """Steps between Python's garbage collections, on all ranks at once; 0: when Python likes to."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gc_freq: CountOrZero = 10
+    """Steps between garbage collections, which also give freed host memory back to the system; on
+    all ranks at once. 0: neither; Python collects by itself."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], KeyRole.PLACE] = "auto"
     """Computing device; auto: cuda where there is one, else cpu."""
 
     @property
@@ -112,7 +117,7 @@ class TrainingConfig:
         return math.inf if self.max_time is None else parse_duration(self.max_time)
 
 
-@section("optimizer.grad_scaler")
+@section("optimizer.grad_scaler", KeyRole.METHOD)
 class GradScalerConfig:
     """`optimizer.grad_scaler`: the factor of the loss in float16.  Names: InternEvo."""
 
@@ -143,7 +148,7 @@ class GradScalerConfig:
             )
 
 
-@section("optimizer.param_groups")
+@section("optimizer.param_groups", KeyRole.METHOD)
 class ParamGroupConfig:
     """An entry of `optimizer.param_groups`: parameters with values of their own."""
 
@@ -163,7 +168,7 @@ _SLOWEST_NARROW = 1 - 2**-8
 """A bfloat16 that is multiplied by more may be rounded back to itself."""
 
 
-@section("optimizer")
+@section("optimizer", KeyRole.METHOD)
 class OptimizerConfig:
     """`optimizer`: the update rule and its numbers."""
 
@@ -213,7 +218,7 @@ class OptimizerConfig:
         return sorted(key for key in foreign if getattr(self, key) != getattr(plain, key))
 
 
-@section("lr_scheduler")
+@section("lr_scheduler", KeyRole.METHOD)
 class LRSchedulerConfig:
     """`lr_scheduler`: warm-up, an optional stable phase, decay.  Names: torchtitan."""
 
@@ -234,18 +239,18 @@ class LRSchedulerConfig:
         return round(total_steps * self.decay_ratio)
 
 
-@section("validation")
+@section("validation", KeyRole.METHOD)
 class ValidationConfig:
     """`validation`: the loss on held-out text."""
 
     freq: CountOrZero = 0
     """Evaluate every this many steps; 0: never."""
     steps: Count = 10
-    """Global batches (of `data.micro_bsz` x `data.micro_num` samples from each data rank) in an
-    evaluation."""
+    """Global batches (`training.global_batch_size`, or `data.micro_bsz` x `data.micro_num` of each
+    data rank) in an evaluation."""
 
 
-@section("metrics")
+@section("metrics", KeyRole.PLACE)
 class MetricsConfig:
     """`metrics`: what is reported."""
 
@@ -274,7 +279,7 @@ class MetricsConfig:
             )
 
 
-@section("checkpoint")
+@section("checkpoint", KeyRole.PLACE)
 class CheckpointConfig:
     """`checkpoint`: when to save, what to keep, where to go on from."""
 
@@ -302,8 +307,13 @@ class CheckpointConfig:
     last_save_retry_seconds: CountOrZero = 600
     """Time to go on trying the last save of a run where it fails, on a full disk; 0: not."""
 
+    @property
+    def copies_state(self) -> bool:
+        """Whether a run copies its state to the memory of the host; the last save does not."""
+        return self.async_mode == "async" and self.interval > 0
 
-@section("comm")
+
+@section("comm", KeyRole.PLACE)
 class CommConfig:
     """`comm`: how long ranks wait for each other.  Names: torchtitan."""
 
@@ -314,7 +324,7 @@ class CommConfig:
     waits for its data. When it is over, the run ends with an error that names who did not come."""
 
 
-@section("profiler")
+@section("profiler", KeyRole.PLACE)
 class ProfilerConfig:
     """`profiler`: profiles of single steps.  Names: torchtitan."""
 

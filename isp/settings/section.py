@@ -6,6 +6,8 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
+from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -16,13 +18,16 @@ __all__ = [
     "Count",
     "CountOrZero",
     "Fraction",
+    "KeyRole",
     "NotNegative",
     "Positive",
     "Ranks",
     "Seconds",
     "Size",
     "Text",
+    "defaults_of",
     "describe_value",
+    "role_of",
     "section",
 ]
 
@@ -60,10 +65,24 @@ _TYPES = {
 }
 
 
+class KeyRole(StrEnum):
+    """What a key decides; whoever has to tell keys apart asks for it."""
+
+    MODEL = "model"
+    """What the model is: its parameters and the function that they compute."""
+    DATA = "data"
+    """What it is trained on, and in which order."""
+    METHOD = "method"
+    """How it is computed and trained."""
+    PLACE = "place"
+    """Where it runs, waits, reads and writes."""
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-def section(key: str) -> Callable[[type[T]], type[T]]:
+def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T]]:
     """Make a class the frozen, keyword-only dataclass of the section `key`.
 
+    `role` is that of its keys; one with another is `Annotated` with it.
     Its values have the types and ranges that its fields declare, whether they come from a file or
     from Python: making one raises ValueError, a line for each fault.
     """
@@ -81,9 +100,23 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
                 raise ValueError("\n".join(_describe(error.errors(), key, made))) from None
 
         made.__init__ = init
+        for item in fields(made):
+            own = (x for x in made.__pydantic_fields__[item.name].metadata if type(x) is KeyRole)
+            item.metadata = MappingProxyType({"role": next(own, role)})
         return made  # type: ignore[no-any-return]
 
     return decorate
+
+
+def role_of(section: type, name: str) -> KeyRole | None:
+    """The role of the key `name` of a section; None for one that has none, or is a section."""
+    role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
+    return role
+
+
+def defaults_of(section: type, *roles: KeyRole) -> dict[str, Any]:
+    """The keys of a section that have one of these roles, with their defaults."""
+    return {f.name: f.default for f in fields(section) if role_of(section, f.name) in roles}
 
 
 def describe_value(key: str, error: ErrorDetails, default: Any) -> str:

@@ -6,47 +6,44 @@ S' the tokens of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention import DistributedAttention, LocalAttention
-from isp.attention.call import AttentionOptions
+from isp.attention.call import AttentionOptions, attend_by
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.head import chunked_loss, chunked_losses
 from isp.layers.linear import Moves, Role, moves_for, multiply
 from isp.layers.loss import losses_and_gradient, vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
+from isp.mixers.call import mix_by
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
+from isp.traced.calls import Call, Kind
 from isp.traced.experts import Place, SwappedExperts
-from isp.traced.head import AtHead
-from isp.traced.hosts import Host
+from isp.traced.head import AtHead, Given
+from isp.traced.hosts import Host, check_row
+from isp.traced.mixers import TracedMixers
 from isp.traced.passage import Masks, Passage, outer_calls
+from isp.traced.random_numbers import random_numbers
 from isp.traced.region import Entrance
-from isp.traced.swap import SwappedLinear, SwappedTable, shard_parameters
+from isp.traced.rotary import by_document, token_lengths
+from isp.traced.swap import InitialWeights, SwappedLinear, SwappedTable, shard_parameters
 from isp.traced.tensor_plan import TensorPlan, in_features
-from isp.traced.trace import Kind, ModelTrace
+from isp.traced.trace import ModelTrace, check_not_compiled
 from isp.traced.visits import parts_of, visits_of
 from isp.weights.declare import DeclaredBlock
 from isp.weights.trace import inputs_kept
 from isp.weights.wp import FullWeights
 
-__all__ = ["InitialWeights", "TracedChunk"]
-
-
-class InitialWeights(Protocol):
-    """A source of the weights that a model begins from."""
-
-    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
-        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
+__all__ = ["TracedChunk"]
 
 
 class TracedChunk:
@@ -97,18 +94,22 @@ class TracedChunk:
         self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
         kept = inputs_kept(recomputed, segment)
         self._input_kept = dict(zip(trace.blocks, kept, strict=True))
-        self._points = {block: nn.Identity() for block in trace.blocks}
         self._calls = {
             block: tuple(call for call in trace.calls if call.block == block)
             for block in trace.blocks
         }
+        numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
+        self._points = {number: nn.Identity() for number in numbers}
+        self._mixers = TracedMixers(layers, self._mixing)
         self._outer_calls = tuple(outer_calls(trace))
+        self._length_limits = host.length_limits(model)
+        self._most_tokens = host.most_tokens(model)
         self._passage: Passage | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
         self._named = tuple(shard_parameters(model, trace, layers, plan))
         self._swap()
-        host.connect(model, self._attend)
+        host.connect(model)
 
     @property
     def vocab_size(self) -> int:
@@ -122,9 +123,9 @@ class TracedChunk:
 
         All positions, [B, S], where the table leaves a rank its tokens.
         """
-        passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
+        passage = Passage("the model", self._outer_calls, self._masks(positions, cu_seqlens))
         self._recompute.begin()
-        with self._passing(passage), self._random_numbers():
+        with self._passing(passage), random_numbers(self.model.training, self._layers):
             if self._head is None:
                 return self._host.forward(self.model, x, positions)
             with self._instead({self._head: _stop}):
@@ -154,8 +155,8 @@ class TracedChunk:
         x, positions, cu_seqlens: those of a forward. The others' are not computed, if the model has
         a head. Where a region before the head joins the tokens of all ranks, `pick` is given these.
         """
-        passage = Passage("the model", self._outer_calls, Masks(cu_seqlens))
-        with self._passing(passage), self._random_numbers():
+        passage = Passage("the model", self._outer_calls, self._masks(positions, cu_seqlens))
+        with self._passing(passage), random_numbers(self.model.training, self._layers):
             if (name := self.trace.head) is None:
                 return pick(self._host.forward(self.model, x, positions))
             head = self._holders[name]
@@ -186,10 +187,10 @@ class TracedChunk:
         """The parameters, each once, with their names in the model."""
         yield from self._named
 
-    def init_weights(self, seed: int) -> None:
-        """The weights to begin from are the model's own, or come from their source."""
+    def init_weights(self, seed: int | None) -> None:
+        """The initial weights are the model's own, or come from their source."""
         if self._weights is not None:
-            self._weights.fill(self.model, self._named, seed)
+            self._weights.fill(self.model, () if seed is None else self._named, seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
         """The blocks, and what has parameters outside of them.
@@ -228,7 +229,7 @@ class TracedChunk:
         for region in () if plan is None or tensor.size == 1 else plan.regions:
             module = self.model.get_submodule(region.module)
             width = in_features(self.model.get_submodule(region.columns[0]))
-            entrance = Entrance(region.module, module, width, mode, tensor)
+            entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
             self.entrances |= dict.fromkeys(region.columns, entrance)
         for kind, name in dict.fromkeys((call.kind, call.module) for call in self.trace.calls):
             module = self.model.get_submodule(name)
@@ -264,6 +265,18 @@ class TracedChunk:
             module = self.model.get_submodule(block)
             module.forward = partial(self._through_block, block, module.forward)
 
+        for part, limit in self._length_limits.items():
+            part.forward = by_document(limit, self._under_way, part.forward)
+
+    def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
+        """Those of a micro-batch with these positions, [B, S'] or [B, S]."""
+        check_not_compiled(self.model)
+        parts = self._layers.tensor.size if self._layers.mode.facts.slices_batch else 1
+        check_row(self._most_tokens, positions.shape[1] * parts)
+        if not self._length_limits or self._layers.cache is not None:
+            return Masks(cu_seqlens)
+        return Masks(cu_seqlens, token_lengths(positions, cu_seqlens, self._layers))
+
     def _through_block(
         self, block: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -282,7 +295,7 @@ class TracedChunk:
             return args[0]
 
         def run(*args: Any) -> Any:
-            with self._passing(Passage(block, self._calls[block], masks)), self._host.attending():
+            with self._passing(Passage(block, self._calls[block], masks)):
                 return forward(*args, **kwargs)
 
         if self._recomputed[block] and torch.is_grad_enabled():
@@ -306,8 +319,10 @@ class TracedChunk:
         solo, y = Channel.solo("tensor"), F.linear(x, full.weight, full.bias)
         with torch.set_grad_enabled(expected is not None):
             leaf = y.detach().requires_grad_(expected is not None)
-            logits = self._behind_head(leaf)
-            if logits is leaf:
+            given = Given.apply(leaf)
+            made_by = given.grad_fn
+            logits = self._behind_head(given)
+            if logits is given and logits.grad_fn is made_by:  # else it was written into
                 return losses_and_gradient(y, target, expected, channel=solo, first=0)
             losses = vocab_parallel_cross_entropy(logits, target, channel=solo)
             total = losses.sum()
@@ -351,15 +366,23 @@ class TracedChunk:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
-        causal, window, scale, softcap, sinks = options
-        passage = self._under_way("attention")
-        passage.arrive(Kind.ATTENTION, passage.name)
-        self._points[passage.name](q)
+        causal, window, scale, softcap, sinks, chunk = options
+        passage, call = self._mixing(Kind.ATTENTION, q)
         key = scale, softcap, sinks is not None, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
             local = self._local_attention(*key)
             self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
-        return self._cores[key](q, k, v, mask=passage.masks(causal, window), sinks=sinks)
+        parts = 1 if self._layers.splits_features else self._layers.tensor.size
+        mask = passage.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
+        out = self._cores[key](q, k, v, mask=mask, sinks=sinks)
+        return out.clone() if call.written else out.contiguous()
+
+    def _mixing(self, kind: Kind, x: Tensor) -> tuple[Passage, Call]:
+        """Follow a call that mixes tokens: the pass that it lies in, and the call."""
+        passage = self._under_way(kind)
+        call = passage.arrive(kind, passage.name)
+        self._points[passage.name, passage.passed - 1](x)
+        return passage, call
 
     def _passed(self, kind: Kind, module: str) -> None:
         self._under_way(module).arrive(kind, module)
@@ -378,31 +401,11 @@ class TracedChunk:
         return self._passage
 
     @contextmanager
-    def _random_numbers(self) -> Iterator[None]:
-        """What a model in training draws (dropout) differs from rank to rank, as its tokens do.
-
-        All of a forward follows from one number of the host's generator, and the rank. Where the
-        ranks of a sequence have the same tokens (mtp), they draw the same.
-        """
-        if not self.model.training:
-            yield
-            return
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        if not self._layers.mode.facts.splits_sequence:
-            rank -= self._layers.tensor.rank
-        seed, device = int(torch.randint(1 << 48, ())), self._layers.device
-        before = generator_states(device)
-        torch.manual_seed(seed + rank)
-        try:
-            yield
-        finally:
-            restore_generators(device, before)
-
-    @contextmanager
     def _passing(self, passage: Passage) -> Iterator[None]:
         before, self._passage = self._passage, passage
         try:
-            yield
+            with attend_by(self._attend), mix_by(self._mixers):
+                yield
             passage.finish()
         finally:
             self._passage = before

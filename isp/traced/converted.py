@@ -10,7 +10,7 @@ Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,11 @@ class _Source(NamedTuple):
     """Names in the files, in order, by the converter's pattern that they match."""
     converter: Any = None
     """transformers' `WeightConverter`; None: the only tensor is the parameter."""
+
+    @property
+    def names(self) -> list[str]:
+        """All names in the files."""
+        return [name for names in self.tensors.values() for name in names]
 
 
 class ConvertedFiles(WeightFiles):
@@ -64,11 +69,20 @@ class ConvertedFiles(WeightFiles):
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)
 
+    def as_they_are(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the files that `name` is made of, under their names there."""
+        for found in self._sources[name].names:
+            yield found, self.read_block(found, ())
+
     def _shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
         if source.converter is None:
             return super()._shape(_only(source))
         return tuple(self._made(name, self._empty).shape)
+
+    def _dtypes(self, name: str) -> set[str]:
+        found = (super(ConvertedFiles, self)._dtypes(n) for n in self._sources[name].names)
+        return set().union(*found)
 
     def _made(self, name: str, read: Callable[[str], Tensor], of: slice = slice(None)) -> Tensor:
         """A parameter of the tensors that `read` gives, by transformers' converter.
@@ -134,4 +148,6 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
         source.tensors.setdefault(pattern, []).append(name)
         first, *others = converter.target_patterns
         sources.update((target.replace(first, other), source) for other in others)
+    # As after `from_pretrained`: by these `save_pretrained` gives back the names of the files.
+    model._weight_conversions = [transform for transform in mapping if transform.was_used()]
     return sources

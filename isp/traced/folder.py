@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.parallel.layout import ParameterLayout
-from isp.settings.json_file import read_json
+from isp.settings.json_file import check_regular, read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 _FILE_BYTES = 5 << 30
 """Size from which weights go on in a further file, as transformers has it."""
@@ -33,6 +35,10 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     "generation_config.json",
 )
 """Files beside the weights that a copy of the model needs."""
@@ -49,7 +55,13 @@ class WeightFiles:
         if (folder / _INDEX).exists():
             files = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(files, dict):
-                raise ValueError(f"{folder / _INDEX} holds no weight_map")
+                raise ValueError(f"{folder / _INDEX} is damaged: it holds no weight_map")
+            for name, file in files.items():
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise ValueError(
+                        f"{folder / _INDEX} is damaged: the weight_map has {file!r} for {name},"
+                        f" which names no file beside it"
+                    )
             self._files: dict[str, str] = files
         elif (folder / _SINGLE).exists():
             self._files = dict.fromkeys(self._names(_SINGLE), _SINGLE)
@@ -62,8 +74,17 @@ class WeightFiles:
         """The names of all tensors."""
         return frozenset(self._files)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], *, aliases: Iterable[str] = ()) -> None:
-        """Raise ValueError unless the tensors are these; `aliases` may be there or not."""
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        aliases: Iterable[str] = (),
+        integers: Iterable[str] = (),
+    ) -> None:
+        """Raise ValueError unless the tensors are these; `aliases` may be there or not.
+
+        All but `integers` must be of a floating-point dtype of 16 bits or more.
+        """
         missing = sorted(shapes.keys() - self.names)
         extra = sorted(self.names - shapes.keys() - set(aliases))
         wrong = [
@@ -80,6 +101,17 @@ class WeightFiles:
             raise ValueError(
                 f"the weights in {self.folder} are not this model's; {'; '.join(faults)}"
             )
+        for name in sorted(shapes.keys() - set(integers)):
+            if odd := self._dtypes(name) - _FLOATS:
+                raise ValueError(
+                    f"{name} in {self.folder} is of {min(odd)}, the dtype of quantised weights, and"
+                    f" isp reads {', '.join(sorted(_FLOATS))}: write the model by transformers'"
+                    f" dequantize and save_pretrained"
+                )
+
+    def close(self) -> None:
+        """Close the files; they are opened again where something is read."""
+        self._open.clear()
 
     def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
         """This rank's part of a tensor, in CPU memory, and nothing else of it; None: all of it."""
@@ -92,14 +124,21 @@ class WeightFiles:
     def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
         """A block of a tensor, in CPU memory; nothing else of it is read."""
         try:
-            found: Tensor = self._handle(self._files[name]).get_slice(name)[block]
+            found: Tensor = self._slice(name)[block]
         except SafetensorError as error:
             raise self._damaged(self._files[name], error) from None
         return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def _dtypes(self, name: str) -> set[str]:
+        """As safetensors calls them, such as BF16."""
+        return {self._slice(name).get_dtype()}
+
+    def _slice(self, name: str) -> Any:
         try:
-            return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
+            return self._handle(self._files[name]).get_slice(name)
         except SafetensorError as error:
             raise self._damaged(self._files[name], error) from None
 
@@ -114,6 +153,7 @@ class WeightFiles:
 
     def _opened(self, file: str) -> Any:
         try:
+            check_regular(self.folder / file)
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
             raise ValueError(f"{self.folder / file} is missing, which {_INDEX} names") from None
@@ -156,9 +196,11 @@ class WeightWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._finish()
-        self._clear()
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._clear()
 
     def _clear(self) -> None:
         """Drop what this writer, or one that was killed, has left under no final name."""
@@ -166,7 +208,11 @@ class WeightWriter:
             left.unlink()
 
     def _write(self) -> None:
-        save_file(self._waiting, self._part(len(self._written)), metadata={"format": "pt"})
+        part = self._part(len(self._written))
+        try:
+            save_file(self._waiting, part, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{part} cannot be written: {error}") from None
         self._written.append(list(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
 

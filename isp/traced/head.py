@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["AtHead", "HeadFinder"]
+from isp.autograd import Function
+
+__all__ = ["AtHead", "Given", "HeadFinder"]
 
 
 class AtHead(Exception):
@@ -22,6 +24,18 @@ class AtHead(Exception):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+class Given(Function):
+    """A leaf as the result of a head: nobody may write into a leaf, nor into a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 class HeadFinder(TorchFunctionMode):

@@ -5,28 +5,26 @@ B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import count
+import sys
+from contextlib import suppress
 from typing import Any, Protocol
-from weakref import WeakMethod
 
 from torch import Tensor, nn
 
-from isp.attention.call import Attend, AttentionOptions, attend_by
+from isp.attention.call import AttentionOptions, current_attend
+from isp.traced.free_functions import wrap_free_functions
+from isp.traced.registered import use_registered_mixers
 
-__all__ = ["Host", "HuggingFace", "OwnModule", "host_of"]
-
-_numbers = count()
+__all__ = ["Host", "HuggingFace", "OwnModule", "check_row", "host_of"]
 
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class Host(Protocol):
-    """The manners of a family of models."""
+    """How a family of models is called. It has no state: attention goes where `attend_by` says."""
 
-    def connect(self, model: nn.Module, attend: Attend) -> None:
-        """Let the model's calls of attention arrive at `attend`, a method, while its object is."""
+    def connect(self, model: nn.Module) -> None:
+        """Let the model's calls of attention go where `isp.attention` goes, in place."""
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits [B, S', V] of tokens at positions [B, S']."""
@@ -40,8 +38,11 @@ class Host(Protocol):
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
         """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
 
-    def attending(self) -> AbstractContextManager[None]:
-        """A context in which code of the model runs."""
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        """Modules called with x and positions that take a row with more tokens otherwise."""
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        """Tokens of a row from which the model's own count of them matters; None: it has none."""
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole weights of a block under the names and in the pieces in which they are saved."""
@@ -55,15 +56,11 @@ def host_of(model: nn.Module) -> Host:
 class OwnModule:
     """A module that is called with tokens and positions, and calls `isp.attention`."""
 
-    def __init__(self) -> None:
-        self._target: Attend | None = None
-
-    def connect(self, model: nn.Module, attend: Attend) -> None:
-        self._target = attend
+    def connect(self, model: nn.Module) -> None:
+        use_registered_mixers(model)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        with self.attending():
-            logits: Tensor = model(ids, positions)
+        logits: Tensor = model(ids, positions)
         return logits
 
     def without_values(self, model: nn.Module) -> nn.Module:
@@ -75,8 +72,11 @@ class OwnModule:
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
         return {}
 
-    def attending(self) -> AbstractContextManager[None]:
-        return attend_by(self._target)
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        return {}
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        return None
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights
@@ -85,18 +85,28 @@ class OwnModule:
 class HuggingFace:
     """A causal language model of transformers, by its attention interface.
 
-    Each model has a name of its own in the registry. A name of which the masks' registry does not
-    know gets no mask: none of S x S is ever made.
+    All have one name in its registry, of which the masks' registry does not know, so that no mask
+    of S x S is ever made.
     """
 
-    def connect(self, model: nn.Module, attend: Attend) -> None:
+    def connect(self, model: nn.Module) -> None:
         _check_options(model)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        name = f"isp_{next(_numbers)}"
-        ALL_ATTENTION_FUNCTIONS.register(name, _as_interface(attend))
+        ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
         whole: Any = model
-        whole.set_attn_implementation(name)
+        text = whole.config.get_text_config(decoder=True)
+        parts = (name for name in whole.config.sub_configs if getattr(whole.config, name) is text)
+        whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
+        if text._attn_implementation != "isp":
+            names = vars(sys.modules[type(model).__module__])
+            alibi = vars(text).get("alibi", True) and any("alibi" in name for name in names)
+            raise ValueError(
+                f"{type(model).__name__} attends by code of its own{', with ALiBi' * alibi}, not by"
+                f" transformers' attention interface, so that isp cannot split its sequence"
+            )
+        wrap_free_functions(model)
+        use_registered_mixers(model)
         for part in model.modules():  # it looks at the tokens, to warn of what is not so here
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
@@ -106,24 +116,38 @@ class HuggingFace:
         return logits
 
     def without_values(self, model: nn.Module) -> nn.Module:
+        whole: Any = model
         for part in model.modules():  # some kinds of rotary positions look at the largest one
             if isinstance(getattr(part, "rope_type", None), str):
                 setattr(part, "rope_type", "default")  # noqa: B010
-        whole: Any = model
+                rope = getattr(whole.config, "rope_parameters", None) or {}
+                rope |= {"rope_type": "default"} if "rope_type" in rope else {}
         with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
             whole.set_experts_implementation("grouped_mm")
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
         whole: Any = model
-        found: dict[str, Any] = whole.config.to_dict()
+        found: dict[str, Any] = whole.config.get_text_config(decoder=True).to_dict()
         return found
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        return dict(getattr(model, "tp_plan", None) or {})
+        whole: Any = model
+        more = _ATTENTION_PLAN if whole.config.model_type in _PLANLESS else {}
+        return {**more, **(whole.tp_plan or {})}
 
-    def attending(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        found: dict[nn.Module, int] = {}
+        for part in model.modules():
+            if getattr(part, "rope_type", None) == "longrope":
+                owner: Any = part
+                found[part] = owner.config.rope_parameters["original_max_position_embeddings"]
+        return found
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        config = self.config(model)
+        tuned = config.get("attn_temperature_tuning") and 0 in config.get("no_rope_layers", ())
+        return int(config["floor_scale"]) if tuned else None
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -131,6 +155,31 @@ class HuggingFace:
         whole: Any = model
         found: dict[str, Tensor] = revert_weight_conversion(whole, weights)
         return found
+
+
+_PLANLESS = frozenset(
+    ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
+)
+"""Types whose plan in transformers leaves out their attention, which is as that of others."""
+
+_ATTENTION_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.gate_proj": "colwise",
+    "model.layers.*.self_attn.sinks": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+
+
+def check_row(most: int | None, tokens: int) -> None:
+    """Raise ValueError for rows of as many `tokens` as `Host.most_tokens` or more."""
+    if most is not None and tokens >= most:
+        raise ValueError(
+            f"attn_temperature_tuning in the model's configuration counts the tokens that a rank"
+            f" has, which matters in rows of {tokens} tokens: use fewer than {most}, or set it to"
+            f" false"
+        )
 
 
 def _check_options(model: Any) -> None:
@@ -151,44 +200,49 @@ _BIASES = ("position_bias", "indices", "block_indices")
 """Further arguments by which a few models say what is attended."""
 
 
-def _as_interface(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..].
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    foreign = [name for name in _BIASES if others.get(name) is not None]
+    if foreign:
+        raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
+            f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        )
+    attend = current_attend()
+    if attend is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called outside of the forward that isp runs: a"
+            f" parallelised model is called by the run's `loss` alone"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    chunk = _chunk(module)
+    options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk)
+    return attend(q, k, v, options), None
 
-    It is held weakly: the registry is there for good, and the model and its weights lie behind it.
-    """
-    held = WeakMethod(attend)
 
-    def attention_function(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        foreign = [name for name in _BIASES if others.get(name) is not None]
-        if foreign:
-            raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
-        if attention_mask is not None:
-            raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
-        if dropout:
-            raise ValueError(
-                f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
-                f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
-            )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux)
-        found = held()
-        if found is None:
-            raise RuntimeError(f"{type(module).__name__} was parallelised by a run that is gone")
-        return found(q, k, v, options), None
-
-    return attention_function
+def _chunk(module: Any) -> int | None:
+    """Tokens of the chunks in which a layer attends: transformers tells its masks alone."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    size: int = module.config.attention_chunk_size
+    return size

@@ -22,11 +22,13 @@ from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig
 from isp.parallel.context import Windows
 from isp.settings.attention_backend import AttentionBackend
-from isp.traced.chunk import InitialWeights, TracedChunk
-from isp.traced.hosts import OwnModule, host_of
+from isp.traced.chunk import TracedChunk
+from isp.traced.hosts import OwnModule, check_row, host_of
 from isp.traced.model_folder import check_layout, check_model_config
+from isp.traced.probe import check_local
 from isp.traced.region import OnlyColumnsRead
 from isp.traced.roles import Role
+from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
 from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
 from isp.weights.trace import recomputed_blocks
@@ -72,20 +74,52 @@ class TracedModel:
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
         shape = copy.deepcopy(self._shape)
-        self.trace = trace_model(shape, self.host.connect, self.host.forward)
-        if not self.trace.reads_positions and not isinstance(self.host, OwnModule):
+        self.host.connect(shape)
+        self.trace = trace_model(shape, self.host.forward)
+        self._leave_alone(self.trace.unused)
+        probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
+        if not (probed or self.trace.reads_positions or isinstance(self.host, OwnModule)):
             raise ValueError(
                 f"{type(model).__name__} does not look at position_ids: it would count the tokens"
                 f" of each rank, and of packed documents, from the wrong place"
+            )
+        if not all(call.sizes.causal for call in self.trace.calls if call.sizes is not None):
+            logger.warning(
+                "%s attends in both directions: where a token's label is the next token, the loss"
+                " sees the answer (models of transformers: is_decoder=True in the configuration)",
+                type(model).__name__,
+            )
+
+    def _leave_alone(self, unused: tuple[str, ...]) -> None:
+        """Freeze what a forward does not read; torch's optimizers would not change it either."""
+        trained = [name for name in unused if self.model.get_parameter(name).requires_grad]
+        for name in trained:
+            self.model.get_parameter(name).requires_grad_(False)
+            self._shape.get_parameter(name).requires_grad_(False)
+        if trained:
+            logger.warning(
+                "a forward of tokens does not read %d parameters of %s: they stay as they are (%s)",
+                len(trained),
+                type(self.model).__name__,
+                ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
             )
 
     @property
     def hidden_size(self) -> int:
         """Features of a token: those of the rows of the first table."""
+        return self._first_table.embedding_dim
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the first table: tokens that the model takes."""
+        return self._first_table.num_embeddings
+
+    @property
+    def _first_table(self) -> nn.Embedding:
         tables = (call.module for call in self.trace.calls if call.kind is Kind.TABLE)
         table = self._shape.get_submodule(next(tables))
         assert isinstance(table, nn.Embedding)
-        return table.embedding_dim
+        return table
 
     @property
     def num_parameters(self) -> int:
@@ -109,10 +143,9 @@ class TracedModel:
         total = 6 * self.trace.multiplied * sum(lengths)
         for call in self.trace.calls:
             if call.sizes is not None:
-                heads, _, key, value, window = call.sizes
-                for length in lengths:
-                    reach = min(length, window or length)
-                    total += 3 * heads * (key + value) * reach * (2 * length - reach)
+                heads, size = call.sizes.num_heads, call.sizes.head_size + call.sizes.value_size
+                total += 3 * heads * size * sum(map(call.sizes.pairs, lengths))
+            total += 3 * call.flops * sum(lengths)
         return total
 
     @property
@@ -159,7 +192,7 @@ class TracedModel:
                 split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
                 own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
                 heads = HeadPlan.of(*own, ranks).most_attended_kv
-                total += min(tokens, call.sizes.window or tokens) * heads * 2 * call.sizes.head_size
+                total += call.sizes.kept(tokens) * heads * 2 * call.sizes.head_size
         return total
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
@@ -167,6 +200,7 @@ class TracedModel:
         check_layout(parallel, seq_len)
         self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
+        check_row(self.host.most_tokens(self.model), seq_len)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
@@ -265,6 +299,11 @@ class TracedModel:
                 everyone=layers.everyone,
             )
 
+        if layers.cache is not None and any(c.sizes and c.sizes.chunk for c in self.trace.calls):
+            raise ValueError(
+                f"{type(self.model).__name__} attends in chunks of tokens, for which isp has no"
+                f" cache of keys: generate with transformers"
+            )
         plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(
             model,

@@ -10,7 +10,7 @@ from typing import Any
 from isp.parallel.config import ParallelConfig
 from isp.settings.json_file import read_json
 
-__all__ = ["check_layout", "check_model_config", "check_model_folder", "with_sizes"]
+__all__ = ["check_layout", "check_model_config", "check_model_folder", "of_text", "with_sizes"]
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -25,20 +25,19 @@ _NAMES = {
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
-_LOOKS_AT_THE_ROW = ("dynamic", "longrope")
-"""Kinds of rotary positions that depend on the largest position that the model is given."""
-
 
 def with_sizes(
     section: Mapping[str, Any], defaults: Mapping[str, Any], free: frozenset[str]
 ) -> dict[str, Any]:
     """A `model` section with the sizes of the folder that its key `hf` names.
 
-    A size that config.json does not tell has its default. Raises ValueError for a folder without
-    config.json, and for keys that are not `free` and say other than the folder.
+    A size that neither config.json nor its type tells has its default. Raises ValueError for a
+    folder without config.json, and for keys that are not `free` and say other than the folder.
     """
     folder = section["hf"]
     config = _read_config(folder)
+    if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
+        config = {**_defaults_of_type(folder), **config}
     found = {
         key: config[name]
         for key, names in _NAMES.items()
@@ -79,20 +78,34 @@ def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
 
 def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> None:
     """Raise ValueError for what a model of this `config.json` would compute wrongly in silence."""
-    chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types")
-    if chunk and (kinds is None or "chunked_attention" in kinds):
+    kinds = config.get("layer_types") or ()
+    chunk = config.get("attention_chunk_size")
+    named = config.get("layer_types") is not None or config.get("model_type") == "llama4_text"
+    if chunk and not named:  # of Llama 4, transformers names them
         raise ValueError(
-            f"attention_chunk_size={chunk} in config.json attends in chunks of"
-            f" tokens, which isp does not have: use a model with full or sliding attention"
+            f"attention_chunk_size={chunk} in config.json attends in chunks of tokens, in layers"
+            f" that layer_types names, which is not there: add it, or take the key out"
+        )
+    context = parallel.sequence_2D.context_size or 1
+    if "chunked_attention" in kinds and context > 1:
+        raise ValueError(
+            f"chunked_attention in config.json cuts documents into chunks, which"
+            f" parallel.sequence_2D.context_size={context} does not: use 1"
         )
     size = parallel.tensor.size
-    for name, kind in _rope_kinds(config):
-        if kind in _LOOKS_AT_THE_ROW and size > 1:
+    for name, kind, by_layer in _rope_kinds(config):
+        if (kind == "dynamic" or (kind == "longrope" and by_layer)) and size > 1:
             raise ValueError(
                 f"{name} of type {kind} in config.json looks at the positions of"
                 f" the whole row, of which each of parallel.tensor.size={size} ranks has a part:"
                 f" use size 1, or another type"
             )
+
+
+def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with the keys of its text model, which a vision-language model has apart."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else dict(config)
 
 
 def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
@@ -121,16 +134,28 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
 
 def _read_config(folder: str) -> dict[str, Any]:
     try:
-        return read_json(Path(folder) / "config.json")
+        return of_text(read_json(Path(folder) / "config.json"))
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
 
 
-def _rope_kinds(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The kinds of rotary positions, of all layers or by kind of layer."""
+def _defaults_of_type(folder: str) -> dict[str, Any]:
+    """What transformers' class takes for keys that config.json leaves out; empty if unknown."""
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ImportError, OSError, ValueError, KeyError):  # refused where the model is made
+        return {}
+    found: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
+    return found
+
+
+def _rope_kinds(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """The kinds of rotary positions, by the key that names them, and whether it is by layer."""
     for name in ("rope_scaling", "rope_parameters"):
         found = config.get(name)
         if isinstance(found, dict):
             for entry in (found, *found.values()):
                 if isinstance(entry, dict):
-                    yield name, entry.get("rope_type", entry.get("type"))
+                    yield name, entry.get("rope_type", entry.get("type")), entry is not found

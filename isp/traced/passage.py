@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 from torch import Tensor
 
 from isp.attention import AttentionMask
+from isp.comm import Channel
+from isp.layers.sequence import SequenceRanks
+from isp.mixers.placement import Placement
 from isp.traced.trace import Call, Kind, ModelTrace
 
 __all__ = ["Masks", "Passage", "outer_calls"]
@@ -16,17 +20,43 @@ __all__ = ["Masks", "Passage", "outer_calls"]
 class Masks:
     """The masks of one micro-batch, each made once."""
 
-    def __init__(self, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
+        """`lengths` [B, S'] of the documents in which the tokens lie, where somebody asks."""
+        self.lengths = lengths
         self._cu_seqlens = cu_seqlens
-        self._made: dict[tuple[bool, int | None], AttentionMask] = {}
+        self._made: dict[tuple[Any, ...], AttentionMask] = {}
+        self._placement: Placement | None = None
 
-    def __call__(self, causal: bool, window: int | None) -> AttentionMask:
-        key = causal, window
+    def __call__(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        """The mask of rows of this `shape`, [B, S]; the documents are cut into chunks."""
+        key = causal, window, chunk, shape
         if key not in self._made:
-            self._made[key] = AttentionMask(
-                causal=causal, window=window, cu_seqlens=self._cu_seqlens
-            )
+            self._made[key] = self._make(causal, window, chunk, shape)
         return self._made[key]
+
+    def _make(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        if chunk is None:
+            return AttentionMask(causal=causal, window=window, cu_seqlens=self._cu_seqlens)
+        rows, tokens = shape
+        ends = self._cu_seqlens
+        lengths = [tokens] * rows if ends is None else ends.diff().tolist()
+        parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
+        return AttentionMask.of_documents(parts, causal=causal, window=window)
+
+    def placement(self, sequence: SequenceRanks, channel: Channel, x: Tensor) -> Placement:
+        """Which rank of `channel` has which tokens; x [B, S', ..] are this rank's."""
+        if self._placement is None:
+            cu = self._cu_seqlens
+            rows = x.shape[0], x.shape[1] * channel.size
+            if cu is not None and sequence.context.size > 1:  # sequences are joined
+                rows = 1, int(cu[-1])
+            bounds = () if cu is None else cu.tolist()
+            self._placement = Placement.of(sequence, channel, rows, bounds)
+        return self._placement
 
 
 class Passage:
@@ -43,13 +73,13 @@ class Passage:
         """The calls that have come."""
         return self._next
 
-    def arrive(self, kind: Kind, module: str) -> None:
-        """A call.  Raises RuntimeError if it is not the next one of the trace."""
+    def arrive(self, kind: Kind, module: str) -> Call:
+        """The call of the trace that has come.  Raises RuntimeError if another was the next."""
         if self._next < len(self._calls):
             expected = self._calls[self._next]
             if expected.kind is kind and expected.module == module:
                 self._next += 1
-                return
+                return expected
         raise self._error(f"{kind} of {module} was called")
 
     def finish(self) -> None:

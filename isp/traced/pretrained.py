@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from isp.layers.module import MasterStream, NamedParameter
 from isp.parallel.layout import ParameterLayout
 from isp.settings.attention_backend import AttentionBackend
-from isp.traced.chunk import InitialWeights
 from isp.traced.converted import ConvertedFiles
+from isp.traced.drawn import Drawing, drawings
+from isp.traced.make import made, parameters_on_meta, take_out_tower
 from isp.traced.model import TracedModel
+from isp.traced.swap import InitialWeights
 from isp.traced.tiny import kept_in_float64
 
-__all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta"]
+__all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_again"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +51,11 @@ def folder_model(
     """
     try:
         model = _made(folder, getattr(torch, dtype))
+        weights = _weights_of(model, Path(folder))
         if trains:
             _check_dropout(model)
         else:
             model.eval()
-        weights = _weights_of(model, Path(folder))
         return TracedModel(
             model,
             checkpoint=checkpoint,
@@ -73,36 +76,46 @@ def folder_model(
         ) from error
 
 
-def kept_buffers(folder: str) -> list[tuple[str, Tensor]]:
-    """The buffers that belong to the weights of a folder's model, by name; no step changes them.
+def saved_again(
+    folder: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """A trained folder's tensors, by the names and in the pieces that `save_pretrained` gives them.
 
-    Raises ValueError as `folder_model` does.
+    These are those of the folder's files. `read` gives a parameter, whole, of those with `shapes`;
+    those of one block are in memory at a time. What no step changes is as in the folder: buffers,
+    and a tower of vision. Raises ValueError as `folder_model` does, and for other parameters.
     """
     model = _made(folder, torch.float32)
-    if list(_kept_buffers(model)):
-        _weights_of(model, Path(folder)).fill(model, (), 0)
-    return list(_kept_buffers(model))
+    weights = _weights_of(model, Path(folder))
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
+        raise ValueError(
+            f"the weights are not of the model in {folder}: {odd[0]} is"
+            f" {shapes.get(odd[0], 'missing')}, not {own.get(odd[0], 'of the model')}"
+        )
+    kept = dict(_kept_buffers(model))
+    if kept:
+        weights.fill(model, (), 0)
+    return chain(_by_block(model, {**dict.fromkeys(own), **kept}, read), weights.untrained())
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """In this context parameters lose their memory as modules take them; buffers keep theirs."""
-    register = nn.Module.register_parameter
+def _by_block(
+    model: Any, kept: Mapping[str, Tensor | None], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `save_pretrained` writes, block by block; `read` gives what is None."""
+    from transformers.core_model_loading import revert_weight_conversion
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            grad = parameter.requires_grad
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
-        register(module, name, parameter)
-
-    setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+    blocks: dict[str, list[str]] = {}
+    for name in kept:
+        block = re.match(r".*?\.\d+\.", name)
+        blocks.setdefault(block[0] if block else name, []).append(name)
+    for names in blocks.values():
+        whole = {name: read(name) if (x := kept[name]) is None else x for name in names}
+        yield from revert_weight_conversion(model, whole).items()
 
 
 def _made(folder: str, dtype: torch.dtype) -> nn.Module:
+    """A folder's model without memory for its parameters; one that sees is whole."""
     import transformers
 
     try:
@@ -111,9 +124,7 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
             folder, local_files_only=True, trust_remote_code=False
         )
         with parameters_on_meta():
-            model: Any = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
+            model: Any = made(config, dtype)
     except Exception as error:  # somebody else's code on somebody's file: anything may come
         first = next(iter(str(error).strip().splitlines()), "")
         if "custom code" in first:
@@ -124,8 +135,8 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
         ) from None
     if dtype is torch.float64:
         model = kept_in_float64(model)
-    made: nn.Module = model.train()
-    return made
+    trained: nn.Module = model.train()
+    return trained
 
 
 def _check_dropout(model: nn.Module) -> None:
@@ -148,16 +159,23 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
                 f"its weights are {others[0]}, and isp reads safetensors: save the model once with"
                 f" transformers' save_pretrained"
             )
+        take_out_tower(model)
         return _Random(model)
     _check_whole(model)
-    files, names = ConvertedFiles(folder, model), _names(model)
-    shapes, aliases = {}, set(_ignored(model, files.names))
+    files = ConvertedFiles(folder, model)
+    tower = tuple(f"{name}." for name in take_out_tower(model))
+    names = _names(model)
+    untrained = {name for name in files.names if name.startswith(tower)}
+    tensors, aliases = {}, {*_ignored(model, files.names), *untrained}
     for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
-        shapes[there] = tuple(_tensor(model, there).shape)
+        tensors[there] = _tensor(model, there)
         aliases.update(of_one)
-    files.check(shapes, aliases=aliases)
-    return _Files(files, names)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    integers = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    files.check(shapes, aliases=aliases, integers=integers)
+    files.close()
+    return _Files(files, names, untrained)
 
 
 def _check_whole(model: Any) -> None:
@@ -202,18 +220,28 @@ def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
 class _Files:
     """Weights in files, read by slices."""
 
-    def __init__(self, files: ConvertedFiles, names: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, files: ConvertedFiles, names: Mapping[str, list[str]], untrained: Iterable[str]
+    ) -> None:
         self._files = files
         self._names = names
+        self._untrained = untrained
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a tower of vision, as they are in the files; one is in memory."""
+        for name in self._untrained:
+            yield from self._files.as_they_are(name)
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
         """As `isp.traced.chunk.InitialWeights`; in hand is one shard at a time."""
-        logger.info("weights     of %s", self._files.folder)
+        if shards:
+            logger.info("weights     of %s", self._files.folder)
         for name, shard, layout in shards:
             shard.copy_(self._read(name, layout))
         for name, buffer in _kept_buffers(model):
             buffer.copy_(self._read(name))
+        self._files.close()
 
     def _read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
         there = next(alias for alias in self._names[name] if alias in self._files.names)
@@ -223,16 +251,22 @@ class _Files:
 class _Random:
     """Weights as the model itself begins them; a function of the seed and of modules' names."""
 
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """None: there are no files."""
+        return iter(())
+
     def __init__(self, model: nn.Module) -> None:
         self._shape = model
         """On the meta device, but for its buffers; never changed."""
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, shards: Iterable[NamedParameter], seed: int) -> None:
+    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
         """As `isp.traced.chunk.InitialWeights`; in hand is one module's own at a time.
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """
+        if not shards:
+            return
         shape: Any = copy.deepcopy(self._shape)
         if hasattr(shape, "_init_weights"):
             logger.info("weights     random, as the model begins them")
@@ -241,18 +275,24 @@ class _Random:
                 "weights     random, as torch begins each module: what else the model's own code"
                 " does to them is not done for a model on the meta device"
             )
+        drawn: dict[str, Drawing] = {}
         values: dict[str, Tensor] = {}
         owner_before: str | None = None
         for name, shard, layout in shards:
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
-                values, owner_before = _begun(shape, owner, seed), owner
-            if values[local].isnan().any():
+                drawn, values, owner_before = _drawn(shape, owner), {}, owner
+            if drawn[local].known:
+                own = drawn[local].shard(layout, MasterStream(seed, name))
+            else:
+                values = values or _begun(shape, owner, seed)
+                own = layout.shard(values[local])
+            if own.isnan().any():
                 raise ValueError(
                     f"{type(shape).__name__} does not say how {name} begins: give the model with"
                     f" weights"
                 )
-            shard.copy_(layout.shard(values[local]))
+            shard.copy_(own)
 
 
 def begun_by_the_model(model: nn.Module) -> InitialWeights | None:
@@ -284,32 +324,47 @@ def begun_by_the_model(model: nn.Module) -> InitialWeights | None:
     return _Random(copy.deepcopy(twin))
 
 
-def _reset(module: nn.Module) -> None:
-    """Let a module of torch's begin its own parameters."""
-    if any(not parameter.is_meta for parameter in module.parameters(recurse=False)):
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+@contextmanager
+def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, nn.Parameter]]:
+    """In this context the module has other parameters of its own, of NaN in float32; by name."""
+    before = dict(module.named_parameters(recurse=False))
+    own = {}
+    for local, parameter in before.items():
+        value = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
+        own[local] = nn.Parameter(value)
+        module.register_parameter(local, own[local])
+    try:
+        yield own
+    finally:
+        for local, parameter in before.items():
+            module.register_parameter(local, parameter)
 
 
-def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
-    """The own parameters of a module as the model begins them, in float32, by local name.
+def _begin(shape: Any, owner: str) -> None:
+    """Let the model, or torch, begin the own parameters of a module.
 
     Modules around it have a say, too: GPT-2 scales some of their linears.
     """
-    module, stream = shape.get_submodule(owner), MasterStream(seed, owner)
-    empty = dict(module.named_parameters(recurse=False))
-    for local, parameter in empty.items():
-        value = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
-        module.register_parameter(local, nn.Parameter(value))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream.generator_seed)
-        begin = getattr(shape, "_init_weights", _reset)
-        begin(module)
-        while owner:
-            owner = owner.rpartition(".")[0]
-            begin(shape.get_submodule(owner))
-    values = {local: getattr(module, local).detach() for local in empty}
-    for local, parameter in empty.items():
-        module.register_parameter(local, parameter)
-    return values
+    module = shape.get_submodule(owner)
+    if not hasattr(shape, "_init_weights"):
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        return
+    shape._init_weights(module)
+    while owner:
+        owner = owner.rpartition(".")[0]
+        shape._init_weights(shape.get_submodule(owner))
+
+
+def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
+    """What is done to begin the own parameters of a module, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
+        return drawings(own, lambda: _begin(shape, owner))
+
+
+def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
+    """The own parameters of a module as the model begins them, in float32, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
+        torch.manual_seed(MasterStream(seed, owner).generator_seed)
+        _begin(shape, owner)
+        return {local: getattr(shape.get_submodule(owner), local).detach() for local in own}

@@ -4,7 +4,7 @@ B batch, S sequence, S' the tokens of this rank, D hidden size
 
     mode   forward               backward
     mtp    x as it is            dx: all-reduce
-    msp    x: all-gather on S    dx: reduce-scatter on S
+    msp    x: all-gather on S    dx: reduce-scatter on S (of [B S', D] on all tokens)
     fsp    as msp                as msp; x is gathered again, once for all columns
 
 One transfer serves all columns that read the input, which a model may have several of.
@@ -31,9 +31,14 @@ __all__ = ["Entrance", "OnlyColumnsRead"]
 
 
 class Entrance:
-    """The entrance of a module whose columns read its input [B, S', D], and nothing else does."""
+    """The entrance of a module whose columns read its input, and nothing else does.
 
-    def __init__(self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel):
+    The input is [B, S', D], or [B S', D] where the module does not attend: tokens in any order.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel, attends: bool
+    ) -> None:
         self.name = name
         self.tensor = tensor
         self.gathers = mode.facts.splits_sequence
@@ -42,6 +47,7 @@ class Entrance:
         """What the module is given in place of its input, while it runs."""
         self.in_column = False
         self._width = width
+        self._dims = (3,) if attends else (2, 3)
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         # A recompute ends with an exception as soon as it has what it is for, mid-region.
         module.register_forward_hook(self._leave, always_call=True)
@@ -65,7 +71,8 @@ class Entrance:
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
-                f"{self.name} is called with {len(found)} tensors [B, S, {self._width}], not one"
+                f"{self.name} is called with {len(found)} tensors [.., {self._width}] of tokens,"
+                f" not one"
             )
         own = found[0]
         self.shown = shown = _Enter.apply(own, self)
@@ -76,7 +83,7 @@ class Entrance:
         return (
             isinstance(x, Tensor)
             and x.is_floating_point()
-            and x.dim() == 3
+            and x.dim() in self._dims
             and x.shape[-1] == self._width
         )
 
@@ -92,7 +99,7 @@ class _Enter(Function):
         if not entrance.gathers:
             return x.view_as(x)
         cargo = Cargo(Purpose.ACTIVATION, entrance.name, "x")
-        full: Tensor = entrance.tensor.all_gather(x, dim=1, cargo=cargo).wait()
+        full: Tensor = entrance.tensor.all_gather(x, dim=-2, cargo=cargo).wait()
         return full.view_as(x) if full is x else full
 
     @staticmethod
@@ -102,7 +109,7 @@ class _Enter(Function):
         entrance: Entrance = ctx.entrance
         cargo = Cargo(Purpose.INPUT_GRADIENT, entrance.name, "dx")
         if entrance.gathers:
-            return entrance.tensor.reduce_scatter(dx, dim=1, cargo=cargo).wait(), None
+            return entrance.tensor.reduce_scatter(dx, dim=-2, cargo=cargo).wait(), None
         return entrance.tensor.all_reduce(dx, cargo=cargo).wait(), None
 
 
@@ -121,7 +128,7 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
             cargo = Cargo(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
-            node.again = entrance.tensor.all_gather(own, dim=1, cargo=cargo).wait()
+            node.again = entrance.tensor.all_gather(own, dim=-2, cargo=cargo).wait()
         again: Tensor = node.again
         return again.view(packed)
 

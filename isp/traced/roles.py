@@ -11,7 +11,6 @@ from torch import nn
 
 __all__ = [
     "Role",
-    "check_reads",
     "holds_experts",
     "is_linear",
     "is_transposed",
@@ -25,7 +24,7 @@ class Role(StrEnum):
     SHARDED = "sharded"
     """Of a linear or a table: cut over the weight group, and gathered to be read."""
     VECTOR = "vector"
-    """Norms, sinks: whole on every rank."""
+    """Norms, sinks, decays, depthwise kernels and all else that code reads: whole on every rank."""
     EXPERT = "expert"
     """Experts [E, .., ..] that are called as transformers calls them: as `SHARDED`."""
     ROUTER = "router"
@@ -45,19 +44,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def roles_of(model: nn.Module, called: set[str]) -> dict[str, Role]:
-    """The role of each parameter; raises ValueError for one that has none."""
+    """The role of each parameter."""
     roles: dict[str, Role] = {}
     kept = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
-        for local, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{local}" if name else local
+        for parameter in module.parameters(recurse=False):
             role = _role(model, name, module, parameter, called)
-            if role is None:
-                raise ValueError(
-                    f"{full} {list(parameter.shape)} of {type(module).__name__} is neither of an"
-                    f" nn.Linear or nn.Embedding, nor a vector, nor of experts or their router:"
-                    f" isp does not know how to cut it, or how to sum its gradient"
-                )
             first = kept[id(parameter)]
             if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
                 roles[first] = role
@@ -66,31 +58,25 @@ def roles_of(model: nn.Module, called: set[str]) -> dict[str, Role]:
 
 def _role(
     model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
-) -> Role | None:
+) -> Role:
     if is_linear(module) or isinstance(module, nn.Embedding):
         return Role.SHARDED if name in called else Role.IDLE
-    if parameter.dim() <= 1:
+    if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe
         return Role.VECTOR
     if holds_experts(module):
         return Role.EXPERT if name in called and parameter.dim() == 3 else Role.ROUTER
     parent = model.get_submodule(name.rpartition(".")[0])
     if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
         return Role.ROUTER
-    return None
+    return Role.VECTOR
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module has weights of several experts in one: [E, .., ..]."""
+    """Whether a module has weights of several experts in one: [E, .., ..], and no linear beside.
+
+    Mixers such as Zamba's have weights [H, .., ..] and linears.
+    """
     own = module.parameters(recurse=False)
-    return not type(module).__module__.startswith("torch.") and any(p.dim() == 3 for p in own)
-
-
-def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
-    """Raise ValueError for a weight that is cut, and read by another than its own module."""
-    for name, by in reads.items():
-        if roles[name] is Role.SHARDED:
-            raise ValueError(
-                f"{name} is read by {by} outside of its module's forward, where a rank has a part"
-                f" of it: call the module (for a tied head, an nn.Linear whose weight is the"
-                f" table's)"
-            )
+    if type(module).__module__.startswith("torch.") or any(map(is_linear, module.children())):
+        return False
+    return any(p.dim() == 3 for p in own)

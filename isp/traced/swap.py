@@ -6,12 +6,11 @@ The module stays, and so do the names: `module.weight` is this rank's shard, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,13 +20,21 @@ from isp.layers.linear import Moves, WeightGradientRoute, multiply
 from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
+from isp.traced.lookup import looked_up
 from isp.traced.region import Entrance
 from isp.traced.roles import Role, is_transposed
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import ModelTrace
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
+__all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
 
 
 class _Swapped:
@@ -112,13 +119,8 @@ class SwappedTable(_Swapped):
         called: Callable[[], None],
         moves: Moves,
     ) -> None:
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError(
-                f"{name} is an nn.Embedding with max_norm, scale_grad_by_freq or sparse, which isp"
-                f" does not have"
-            )
         super().__init__(module, name, communicator, moves)
-        original, instead = module.forward, _Lookup(self)
+        original, instead = module.forward, _Lookup(self, module)
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
             called()
@@ -144,18 +146,19 @@ class SwappedTable(_Swapped):
 class _Lookup(TorchFunctionMode):
     """Replaces the lookup in one table."""
 
-    def __init__(self, table: SwappedTable) -> None:
+    def __init__(self, table: SwappedTable, module: nn.Embedding) -> None:
         super().__init__()
-        self._table = table
+        self._table, self._module = table, module
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.embedding and args[1] is self._table.weight:
-            if self._table.instead is not None:
-                return self._table.instead(args[0])
-            return look_up(args[0], self._table.weight, self._table)
-        return func(*args, **(kwargs or {}))
+        ids = looked_up(self._module, func, args, kwargs)
+        if ids is None:
+            return func(*args, **(kwargs or {}))
+        if self._table.instead is not None:
+            return self._table.instead(ids)
+        return look_up(ids, self._table.weight, self._table)
 
 
 def shard_parameters(

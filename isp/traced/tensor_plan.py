@@ -86,7 +86,7 @@ class TensorPlan(NamedTuple):
         cut = self.cuts.get(linear)
         if cut is None or tensor.size == 1:
             return Moves()
-        moves = moves_for(mode, cut.role, tensor)
+        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # of [B, S', I] or [B S', I]
         if cut.role is Role.COLUMN and linear != self.head:
             moves = Moves()
         if not cut.whole:

@@ -10,13 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from isp.traced.make import made, parameters_on_meta, sees, take_out_tower
+
 __all__ = ["kept_in_float64", "tiny_config", "tiny_model"]
 
 _HEAD = 8
 
+_LONG = 20
+"""Tokens beyond which rotary positions that know of long rows take a document for one."""
+
 _AT_MOST = {
     "vocab_size": 160,
     "intermediate_size": 48,
+    "ffn_hidden_size": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "ffn_dim": 48,
+    "shared_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
     "max_position_embeddings": 1024,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
@@ -24,23 +35,45 @@ _AT_MOST = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "zero_expert_num": 2,
     "n_group": 2,
     "topk_group": 1,
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
     "v_head_dim": 6,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "state_size": 6,
+    "ssm_state_size": 6,
+    "mamba_d_state": 6,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "time_step_rank": 5,
+    "mamba_dt_rank": 5,
+    "adapter_rank": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 160,
     "sliding_window": 9,
+    "attention_chunk_size": 13,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 """Sizes that no structure depends on, by transformers' names."""
+
+
+_RANDOM = "dropout", "pdrop", "dropout_prob", "jitter_noise"
+"""Ends of the names of what draws random numbers, which no comparison could follow."""
 
 
 def tiny_model(config: Any) -> nn.Module:
@@ -50,10 +83,8 @@ def tiny_model(config: Any) -> nn.Module:
     vector so uniform, that a gradient would be zero for that. Raises ValueError where transformers
     cannot build it.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_config(tiny_config(config))
+        model = _with_weights(tiny_config(config))
     except Exception as error:  # somebody else's code: anything may come
         raise ValueError(
             f"transformers cannot build a small model of type {config.model_type}:"
@@ -71,42 +102,141 @@ def tiny_model(config: Any) -> nn.Module:
     return kept_in_float64(model).train()
 
 
+def _with_weights(config: Any) -> Any:
+    """The model of a configuration with random weights; of one that sees, the text part alone."""
+    if not sees(config):
+        return made(config, torch.float64)  # its buffers, too, are computed in it
+    with parameters_on_meta():
+        model = made(config)
+    take_out_tower(model)
+    _fill(model, model)
+    model.tie_weights()
+    return model
+
+
+def _fill(module: nn.Module, model: Any) -> None:
+    """Give the parameters of a module, and of those in it, random numbers by transformers' rule.
+
+    `model`: the innermost model of transformers around it, whose configuration has the scale.
+    """
+    model = module if hasattr(module, "_init_weights") else model
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    model._init_weights(module)
+    for child in module.children():
+        _fill(child, model)
+
+
 def tiny_config(config: Any) -> Any:
     """A copy of a model's configuration with few and narrow layers, one of each kind at least.
 
-    Query heads still share KV heads as they did, if up to 8 of them share one. Without dropout.
+    Query heads still share KV heads as they did, if up to 8 of them share one. Without dropout
+    and noise. Of a model with other parts than text, the text part is made small.
     """
+    text = config.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        if getattr(config, name) is text:
+            whole = copy.deepcopy(config)
+            setattr(whole, name, tiny_config(text))
+            return whole
     tiny = copy.deepcopy(config)
-    for name, value in vars(config).items():
-        if name.endswith(("dropout", "pdrop")) and value:
-            setattr(tiny, name, 0.0)
-        elif name in _AT_MOST and type(value) in (int, list) and value:
-            many = isinstance(value, list)  # several ends of a text
-            setattr(tiny, name, _AT_MOST[name] if many else min(value, _AT_MOST[name]))
+    tiny.per_layer_config = None
+    _shrink(tiny)
     _narrow(tiny, config)
+    _narrow_states(tiny)
+    _shorten_rope(tiny, config)
     _keep_one_of_each_kind(tiny, config)
+    for name in config.sub_configs:
+        part = vars(tiny)[name]
+        if part is not None:
+            _shrink(part)
+            if _value(part, "num_attention_heads") is None:  # else another model, of a tower
+                _set(part, "hidden_size", tiny.hidden_size)
     return tiny
+
+
+def _shrink(tiny: Any) -> None:
+    """Set the sizes of `_AT_MOST`, and nothing random, in place."""
+    usual = {own: name for name, own in tiny.attribute_map.items()}
+    for name, value in list(vars(tiny).items()):
+        if name.endswith(_RANDOM) and value:
+            setattr(tiny, name, 0.0)
+        else:
+            setattr(tiny, name, _at_most(value, name, usual.get(name, "")))
+
+
+def _at_most(value: Any, *names: str) -> Any:
+    """`value`, or the size that one of its names has in `_AT_MOST` if it is larger."""
+    most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
+    if most is None or type(value) not in (int, list) or not value:
+        return value
+    return most if isinstance(value, list) else min(value, most)  # several ends of a text
+
+
+def _value(config: Any, name: str) -> Any:
+    """What a configuration says, by transformers' usual name; None if it says nothing."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
+def _set(tiny: Any, name: str, value: Any) -> None:
+    """Set what a configuration says, by transformers' usual name, if it says anything."""
+    if _value(tiny, name) is not None:
+        setattr(tiny, name, value)
 
 
 def _narrow(tiny: Any, config: Any) -> None:
     """Set the heads, and what follows from them."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = _value(config, "num_attention_heads") or 4
+    kv_heads = _value(config, "num_key_value_heads") or heads
     shared, kept = min(heads // kv_heads, 8), min(kv_heads, 2 if kv_heads < heads else 4)
-    tiny.num_attention_heads = shared * kept
-    if getattr(config, "num_key_value_heads", None) is not None:
-        tiny.num_key_value_heads = kept
+    for name in ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"):
+        _set(tiny, name, shared * kept)
+    _set(tiny, "num_decoder_attention_heads", shared * kept)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        _set(tiny, name, kept)
     tiny.hidden_size = _HEAD * shared * kept
-    if getattr(config, "head_dim", None) is not None:
-        latent = getattr(config, "kv_lora_rank", None) is not None
-        tiny.head_dim = _AT_MOST["qk_rope_head_dim"] if latent else _HEAD
+    attended = _value(config, "attention_hidden_size")
+    wide = attended // config.hidden_size if attended else 1
+    _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
+    latent = _value(config, "kv_lora_rank") is not None
+    _set(tiny, "head_dim", _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
+
+
+def _narrow_states(tiny: Any) -> None:
+    """Set the heads of a state space, which is `expand` times as wide as the model."""
+    expand = _value(tiny, "mamba_expand") or _value(tiny, "expand")
+    if not expand:
+        return
+    inner = expand * tiny.hidden_size
+    for name in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"):
+        _set(tiny, name, inner // _HEAD)
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
+        _set(tiny, name, _HEAD)
+    _set(tiny, "mamba_d_ssm", inner)
+    if _value(tiny, "num_attention_heads") is None:
+        _set(tiny, "intermediate_size", inner)
+
+
+def _shorten_rope(tiny: Any, config: Any) -> None:
+    """Keep as many angles as a small head has, and let small rows be long ones."""
+    rope = getattr(tiny, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("short_factor", "long_factor"):
+        rope[name] = rope[name][: len(rope[name]) * _HEAD // head]
+    for owner in (rope, vars(tiny)):
+        if "original_max_position_embeddings" in owner:
+            owner["original_max_position_embeddings"] = _LONG
 
 
 def _keep_one_of_each_kind(tiny: Any, config: Any) -> None:
     """Keep the first layer of each kind, and a further one of the last kind if it is the only one.
 
-    A layer's kind is what lists with an entry a layer say of it, and whether its MLP is dense.
+    A layer's kind is what lists with an entry a layer say of it, whether lists of layers have it,
+    what is its own, whether its MLP is dense, and whether it has the keys of one before.
     """
+    _shorten_periods(tiny)
     number = config.num_hidden_layers
     lists = {
         name: value
@@ -115,26 +245,78 @@ def _keep_one_of_each_kind(tiny: Any, config: Any) -> None:
         and len(value) == number
         and list(value) != list(range(number))  # numbers of layers: of all of them
     }
+    numbers = {
+        name: value
+        for name, value in vars(config).items()
+        if "layer" in name and name not in lists and _are_layers(value, number)
+    }
+    own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
-    kinds = [str([dense[i], *(value[i] for value in lists.values())]) for i in range(number)]
+    sharing = _value(config, "num_kv_shared_layers") or 0
+    kinds = [
+        str(
+            [
+                *(dense[i], i >= number - sharing, own[i]),
+                *(value[i] for value in lists.values()),
+                *(i in value for value in numbers.values()),
+            ]
+        )
+        for i in range(number)
+    ]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
+    first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
     rest = [index for index in range(number) if index not in first]
     layers = sorted(first + rest[: max(0, 2 - len(first))])
-    tiny.num_hidden_layers = len(layers)
+    for name in ("num_hidden_layers", "decoder_layers", "encoder_layers", "num_decoder_layers"):
+        _set(tiny, name, len(layers))
     for name, value in lists.items():
         setattr(tiny, name, [value[index] for index in layers])
-    if getattr(config, "first_k_dense_replace", None) is not None:
-        tiny.first_k_dense_replace = sum(dense[index] for index in layers)
-    if getattr(config, "decoder_sparse_step", None) is not None:
+    for name, value in numbers.items():
+        setattr(tiny, name, [place for place, index in enumerate(layers) if index in value])
+    for name in _FIRST_DENSE:
+        _set(tiny, name, sum(dense[index] for index in layers))
+    _set(tiny, "num_kv_shared_layers", sum(index >= number - sharing for index in layers))
+    if _value(config, "decoder_sparse_step") is not None:
         tiny.decoder_sparse_step = 1
         tiny.mlp_only_layers = [place for place, index in enumerate(layers) if dense[index]]
+    if config.is_heterogeneous:
+        tiny.per_layer_config = {place: own[index] for place, index in enumerate(layers)}
+
+
+def _shorten_periods(tiny: Any) -> None:
+    """Let every second layer be what every so many are."""
+    for name, value in list(vars(tiny).items()):
+        if name.endswith("_layer_period") and value > 2:
+            setattr(tiny, name, 2)
+            setattr(tiny, name.replace("period", "offset"), 1)
+
+
+def _are_layers(value: Any, number: int) -> bool:
+    """Whether a value is a list of numbers of layers."""
+    many = isinstance(value, list | tuple) and 0 < len(value) < number
+    return many and all(type(index) is int and 0 <= index < number for index in value)
+
+
+def _of_layer(config: Any, index: int) -> dict[str, Any]:
+    """What a layer has of its own, small; empty where all layers have the same."""
+    if not config.is_heterogeneous:
+        return {}
+    layer = config.per_layer_config[index]
+    sizes = {name: getattr(layer, name) for name in sorted(config.per_layer_attributes)}
+    usual = {"head_dim": 2 * _HEAD if sizes.get("head_dim") != vars(config)["head_dim"] else _HEAD}
+    return {name: usual.get(name, _at_most(value, name)) for name, value in sizes.items()}
+
+
+_FIRST_DENSE = "first_k_dense_replace", "num_dense_layers"
+"""Names of the number of layers that come first and have no experts."""
 
 
 def _is_dense(config: Any, index: int) -> bool:
     """Whether a layer of a model with experts has none, by the rules that are in use."""
-    before = getattr(config, "first_k_dense_replace", None) or 0
-    step = getattr(config, "decoder_sparse_step", None) or 1
-    named = getattr(config, "mlp_only_layers", None) or ()
+    before = max(_value(config, name) or 0 for name in _FIRST_DENSE)
+    step = _value(config, "decoder_sparse_step") or 1
+    named = _value(config, "mlp_only_layers") or ()
     return index < before or index in named or (index + 1) % step != 0
 
 

@@ -9,24 +9,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from isp.attention.call import Attend, AttentionOptions
+from isp.attention.call import AttentionOptions, attend_by
+from isp.mixers.call import mix_by
+from isp.mixers.recurrence import Inputs, Recurrence
+from isp.traced.calls import AttentionSizes, Call, Kind
 from isp.traced.head import HeadFinder
+from isp.traced.reads import Reads, check_reads
 from isp.traced.roles import (
     Role,
-    check_reads,
     holds_experts,
     is_linear,
     is_transposed,
     roles_of,
 )
+from isp.traced.untraced import untraced
 
 __all__ = [
     "AttentionSizes",
@@ -34,50 +35,14 @@ __all__ = [
     "Kind",
     "ModelTrace",
     "check_drivable",
+    "check_not_compiled",
     "experts_passed",
+    "replaced_forward",
     "trace_model",
 ]
 
-_TOKENS = 16
-"""Length of the row that a trace runs; no fact depends on it."""
-
-
-class Kind(StrEnum):
-    """The kinds of calls that are followed."""
-
-    LINEAR = "linear"
-    TABLE = "embedding"
-    ATTENTION = "attention"
-    EXPERTS = "experts"
-    BLOCK = "block"
-    """A whole block; a trace has its calls instead."""
-
-
-class AttentionSizes(NamedTuple):
-    """The sizes of one attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    """Of q and k."""
-    value_size: int
-    """Of v, and of the result."""
-    window: int | None
-    """In tokens; None: none."""
-
-
-class Call(NamedTuple):
-    """One call in a forward."""
-
-    kind: Kind
-    module: str
-    """The linear, table or experts that are called; of attention, the block that calls it."""
-    block: str | None
-    """The block that the call lies in; None: outside the blocks."""
-    sizes: AttentionSizes | None = None
-    """Of attention."""
-    route: int | None = None
-    """To how many of the experts a token goes; None: the call does not tell."""
+_TOKENS = 17
+"""Length of the row that a trace runs; no fact depends on it, and few models have as many heads."""
 
 
 class ModelTrace(NamedTuple):
@@ -98,6 +63,8 @@ class ModelTrace(NamedTuple):
     """Elements of all weights that a token is multiplied by: of experts, those that it goes to."""
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
+    unused: tuple[str, ...]
+    """The parameters that a forward of tokens does not read, such as those of a vision tower."""
     vocab_size: int
     """Logits of a token."""
     reads_positions: bool
@@ -113,7 +80,8 @@ class ModelTrace(NamedTuple):
 def check_drivable(model: nn.Module) -> None:
     """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
 
-    A forward of an instance's own would go on calling that instance from a copy.
+    A forward of an instance's own would go on calling that instance from a copy. Scalar parameters
+    and DoRA are refused, too.
     """
     for name, module in model.named_modules():
         if "forward" in vars(module):
@@ -122,55 +90,94 @@ def check_drivable(model: nn.Module) -> None:
                 f" its class's: it was parallelised before, or another library has wrapped it. Give"
                 f" the model as it was made"
             )
-        if getattr(module, "_compiled_call_impl", None) is not None:
+    check_not_compiled(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ValueError(f"{name} is a scalar, of which no rank has a row: give it shape [1]")
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        if getattr(adapter, "use_dora", False):
+            raise ValueError(
+                f"the adapter {name!r} is DoRA, which takes the norm of each whole weight, of which"
+                f" a rank has a part: make it with use_dora=False (LoRA)"
+            )
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raise ValueError for a model of which a module was compiled in its place."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) was compiled: isp drives modules"
-                f" one by one. Give the model as it was before compile()"
+                f" one by one. Leave out compile(), before isp.parallelize and behind it"
             )
 
 
 def trace_model(
-    model: nn.Module,
-    connect: Callable[[nn.Module, Attend], None],
-    forward: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    model: nn.Module, forward: Callable[[nn.Module, Tensor, Tensor], Tensor]
 ) -> ModelTrace:
     """The trace of `model`, all of whose parameters and buffers are on the meta device.
 
-    `connect` makes the model's attention calls arrive at a function, `forward` runs the model on
-    tokens and positions [B, S]. Raises ValueError, naming the place, for a model that cannot be
-    driven: a parameter of a kind that nobody would cut or sum, a block without exactly one call of
-    attention, calls of attention outside of blocks, weights that are read where they are not whole.
+    `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
+    for a model that cannot be driven: a parameter of a kind that nobody would cut or sum, a block
+    that is called twice, tokens that are mixed outside of blocks, weights that are read where they
+    are not whole.
     """
-    recorder = _Recorder(model)
-    connect(model, recorder.attend)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_TOKENS, device="meta").unsqueeze(0)
+    recorder, reads = _Recorder(model), Reads(model, positions)
     try:
-        with recorder.listening(positions), torch.no_grad():
+        with (
+            recorder.listening(reads),
+            attend_by(recorder.attend),
+            mix_by(recorder),
+            torch.no_grad(),
+        ):
             logits = forward(model, ids, positions)
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} could not be traced: it is called with tokens and positions"
-            f" [1, {_TOKENS}] on the meta device, and said: {error}"
-        ) from error
-    every = tuple(recorder.calls_in_blocks_of_attention())
-    cut = _cut_experts(model, every, recorder.reads)
+        inside = reads.open[-1] if reads.open else None
+        raise ValueError(untraced(model, inside, error, _TOKENS)) from error
+    _check_logits(model, logits)
+    every = tuple(recorder.calls_in_blocks())
+    cut = _cut_experts(model, every, reads.foreign)
     calls = tuple(c for c in every if c.kind is not Kind.EXPERTS or c.module in cut)
-    _check_blocks(model, calls)
+    _check_blocks(model, calls, recorder.entered)
     parameters = dict(model.named_parameters())
     roles = roles_of(model, {call.module for call in calls})
-    check_reads(recorder.reads, roles)
+    check_reads(reads.foreign, roles)
     return ModelTrace(
         calls,
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
         _multiplied(model, every, roles),
         tuple(recorder.called),
+        _unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
-        recorder.reads_positions,
+        reads.reads_positions,
         _head(model, calls, recorder.finder, logits),
+    )
+
+
+def _unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
+    """The parameters of modules that are not `called`, and that nobody else has `read`.
+
+    The code of experts is not run: all of theirs count as read.
+    """
+    modules = [model.get_submodule(name) for name in called]
+    used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
+    others = (name for name, parameter in model.named_parameters() if parameter not in used)
+    return tuple(name for name in others if name not in {*read})
+
+
+def _check_logits(model: nn.Module, logits: object) -> None:
+    """Raise ValueError for anything but logits [B, S, V]."""
+    if isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[:2] == (1, _TOKENS):
+        return
+    found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    raise ValueError(
+        f"{type(model).__name__} gives {found} for tokens [1, {_TOKENS}]: isp.parallelize takes a"
+        f" model whose forward gives its logits, one tensor [B, S, V]"
     )
 
 
@@ -229,24 +236,50 @@ class _Recorder:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._calls: list[Call] = []
+        self._results: dict[int, tuple[Tensor, int]] = {}
+        """Those of attention, and how often each had been written into, by number of the call."""
         self._block: str | None = None
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._open: list[nn.Module] = []
+        self.entered = Counter[str]()
+        """How often each block was called."""
         self.called: dict[str, None] = {}
         """The modules that were called, in order."""
-        self.reads: dict[str, str] = {}
-        """The parameters that were read outside of their modules' forward, and by what."""
-        self.reads_positions = False
         self.finder = HeadFinder()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
-        sizes = AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], options.window)
+        if any(x.dim() != 4 or x.shape[1] != _TOKENS for x in (q, k, v)):
+            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+            turned = q.dim() == 4 and q.shape[2] == _TOKENS
+            raise ValueError(
+                f"{self._block or type(self._model).__name__} attends with q, k, v of {shapes} to"
+                f" {_TOKENS} tokens: attention takes [B, S, H, d]"
+                f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
+            )
+        heads, size = q.shape[2:]
+        reach = options.window, options.chunk, options.causal
+        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach)
+        result = q.new_zeros(*q.shape[:3], v.shape[3])
+        self._results[len(self._calls)] = result, result._version
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
-        return q.new_zeros(*q.shape[:3], v.shape[3])
+        return result
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """Note a convolution; as `isp.mixers.Mixers.convolve`."""
+        _read(weight, bias)
+        self._mixed(Kind.CONVOLUTION, 2 * weight.numel())
+        return torch.zeros_like(x)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Note a scan; as `isp.mixers.Mixers.scan`."""
+        _read(*inputs.constants)
+        self._mixed(Kind.SCAN, recurrence.flops(inputs.flat()))
+        return torch.zeros_like(inputs.of_heads[0])
+
+    def _mixed(self, kind: Kind, flops: int) -> None:
+        self._calls.append(Call(kind, self._block or "", self._block, flops=flops))
 
     @contextmanager
-    def listening(self, positions: Tensor) -> Iterator[None]:
+    def listening(self, reads: Reads) -> Iterator[None]:
         with ExitStack() as stack:
 
             def on(register: Callable[..., Any], fn: Callable[..., Any]) -> None:
@@ -256,11 +289,11 @@ class _Recorder:
                 on(entry.register_forward_pre_hook, self._entering(name))
                 on(entry.register_forward_hook, self._entering(None))
                 on(entry.register_forward_hook, self._leaving(name))
-            stack.enter_context(_Reads(self._read, positions))
+            stack.enter_context(reads)
             stack.enter_context(self.finder)
             for name, module in self._model.named_modules():
-                on(module.register_forward_pre_hook, self._opening(name))
-                on(module.register_forward_hook, lambda *_: self._open.pop() and None)
+                on(module.register_forward_pre_hook, self._opening(name, reads.open))
+                on(module.register_forward_hook, lambda *_: reads.open.pop() and None)
                 if is_linear(module):
                     on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
                     on(module.register_forward_hook, self._called(name))
@@ -271,16 +304,21 @@ class _Recorder:
             stack.enter_context(experts_passed(self._model))
             yield
 
-    def calls_in_blocks_of_attention(self) -> Iterator[Call]:
-        """The calls; those in lists of modules that call no attention lie in no block."""
-        lists = {_list_of(c.block) for c in self._calls if c.block and c.kind is Kind.ATTENTION}
-        for call in self._calls:
+    def calls_in_blocks(self) -> Iterator[Call]:
+        """The calls; those in lists of modules that mix no tokens lie in no block."""
+        lists = {_list_of(c.block) for c in self._calls if c.block and c.kind.mixes}
+        for number, call in enumerate(self._calls):
+            if number in self._results:
+                result, version = self._results[number]
+                call = call._replace(written=result._version > version)
             inside = call.block is not None and _list_of(call.block) in lists
             yield call if inside else call._replace(block=None)
 
     def _entering(self, block: str | None) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             self._block = block
+            if block is not None:
+                self.entered[block] += 1
 
         return enter
 
@@ -290,21 +328,12 @@ class _Recorder:
     def _called(self, name: str) -> Callable[..., None]:
         return lambda _, __, output: self.finder.called(name, output)
 
-    def _opening(self, name: str) -> Callable[..., None]:
-        def opened(module: nn.Module, *_: Any) -> None:
+    def _opening(self, name: str, opened: list[nn.Module]) -> Callable[..., None]:
+        def opening(module: nn.Module, *_: Any) -> None:
             self.called[name] = None
-            self._open.append(module)
+            opened.append(module)
 
-        return opened
-
-    def _read(self, tensor: Tensor, by: str) -> None:
-        if not isinstance(tensor, nn.Parameter):
-            self.reads_positions = True
-            return
-        own = self._open[-1].parameters(recurse=False) if self._open else ()
-        name = self._names.get(id(tensor))
-        if name is not None and not any(tensor is mine for mine in own):
-            self.reads[name] = by
+        return opening
 
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
         def called(_: nn.Module, given: tuple[Any, ...]) -> None:
@@ -312,6 +341,13 @@ class _Recorder:
             self._calls.append(Call(kind, name, self._block, route=route))
 
         return called
+
+
+def _read(*tensors: Tensor | None) -> None:
+    """Let `Reads` see tensors that are handed over as they are."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.sum()
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
@@ -327,37 +363,19 @@ def _route(given: tuple[Any, ...]) -> int | None:
 _NUMBERS = (torch.int32, torch.int64)
 
 
-class _Reads(TorchFunctionMode):
-    """Tells of parameters, and of positions, of which an operation makes a tensor."""
-
-    def __init__(self, read: Callable[[Tensor, str], None], positions: Tensor) -> None:
-        super().__init__()
-        self._read = read
-        self._positions = positions
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):  # not its dtype or shape
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter) or leaf is self._positions:
-                    self._read(leaf, getattr(func, "__name__", str(func)))
-        return out
-
-
 @contextmanager
 def experts_passed(model: nn.Module) -> Iterator[None]:
     """In this context experts hand on what they are given: routes depend on values."""
     with ExitStack() as stack:
         for module in model.modules():
             if holds_experts(module):
-                stack.enter_context(_replaced_forward(module, lambda x, *_, **__: x))
+                stack.enter_context(replaced_forward(module, lambda x, *_, **__: x))
         yield
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In this context the module's forward is another."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -370,45 +388,48 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def _list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The entries of the outermost lists of modules, with their names."""
+    """The entries of the outermost lists of modules, with their first names."""
     outermost: list[str] = []
+    seen: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not name.startswith(tuple(outermost)):
             outermost.append(f"{name}.")
             for index, entry in enumerate(module):
-                yield f"{name}.{index}", entry
+                if entry not in seen:
+                    yield f"{name}.{index}", entry
+                seen.add(entry)
 
 
 def _list_of(block: str) -> str:
     return block.rpartition(".")[0]
 
 
-def _check_blocks(model: nn.Module, calls: Iterable[Call]) -> None:
+def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]) -> None:
     """Raise ValueError for blocks that the sequence cannot be split in."""
-    found = Counter(call.block for call in calls if call.kind is Kind.ATTENTION)
-    if not found:
-        raise ValueError(f"{type(model).__name__} calls no attention that isp can see: {_HOW}")
-    if None in found:
-        raise ValueError(
-            f"{type(model).__name__} calls attention outside of the entries of an nn.ModuleList:"
-            f" put its blocks into one"
-        )
-    for call in calls:
+    mixing = [call for call in calls if call.kind.mixes]
+    if not mixing:
+        raise ValueError(f"{type(model).__name__} mixes tokens by nothing that isp can see: {_HOW}")
+    for call in mixing:
+        if call.block is None:
+            raise ValueError(
+                f"{type(model).__name__} calls {call.kind} outside of the entries of an"
+                f" nn.ModuleList: put its blocks into one"
+            )
         if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
             raise ValueError(
                 f"{call.block} attends with values of {call.sizes.value_size} features and keys of"
                 f" {call.sizes.head_size}: no attention of isp takes values larger than keys"
             )
-    lists = {_list_of(block) for block in found if block}
+    lists = {_list_of(call.block) for call in mixing if call.block}
     for name, entry in _list_entries(model):
-        if _list_of(name) in lists and found[name] != 1:
+        if _list_of(name) in lists and entered[name] > 1:
             raise ValueError(
-                f"{name} ({type(entry).__name__}) calls attention {found[name]} times, not once:"
-                f" layers that mix tokens in another way (linear attention, state spaces,"
-                f" convolutions) cannot be split by sequence. {_HOW}"
+                f"{name} ({type(entry).__name__}) is called {entered[name]} times in a forward:"
+                f" isp gathers the weights of a block for one call"
             )
 
 
 _HOW = (
-    "A layer has to call transformers' attention interface, or isp.attention(q, k, v), exactly once"
+    "a layer has to call transformers' attention interface, isp.attention, isp.causal_conv1d,"
+    " isp.gated_delta_rule or isp.state_space_scan"
 )

@@ -34,19 +34,20 @@ def visits_of(
     model: nn.Module,
     calls: Sequence[Call],
     holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts],
-    points: Mapping[str, nn.Module],
+    points: Mapping[tuple[str, int], nn.Module],
     head: str | None,
 ) -> Iterator[DeclaredVisit]:
     """The visits of a part of `model`, which makes these `calls`.
 
     `holders`: of weights, by module; experts that have none are whole. `points`: what is called
-    where a block attends. `head`: a linear whose weight backward does not read.
+    where a block mixes tokens, by block and number of the call. `head`: a linear whose weight
+    backward does not read.
     """
     named = _launch_points(calls)
     for index, call in enumerate(calls):
         name, launch_point = _name(call), named.get(index)
-        if call.kind is Kind.ATTENTION:
-            at = points[call.module]
+        if call.kind.mixes:
+            at = points[call.module, index]
             yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
             continue
         at, holder = model.get_submodule(call.module), holders.get(call.module)
@@ -85,6 +86,8 @@ def _passes_of_experts(weight: Tensor, route: int) -> Passes:
 
 
 def _name(call: Call) -> str:
+    if call.kind in (Kind.CONVOLUTION, Kind.SCAN):
+        return str(call.kind)
     if call.kind is not Kind.ATTENTION:
         return call.module.removeprefix(f"{call.block}.")
     window = None if call.sizes is None else call.sizes.window
@@ -93,15 +96,13 @@ def _name(call: Call) -> str:
 
 def _launch_points(calls: Sequence[Call]) -> dict[int, LaunchPoint]:
     """The places of a block that the configuration has names for; none outside of blocks."""
-    kinds = [call.kind for call in calls]
-    if Kind.ATTENTION not in kinds:
+    mixing = [index for index, call in enumerate(calls) if call.kind.mixes]
+    if not mixing:
         return {}
-    attention = kinds.index(Kind.ATTENTION)
-    points = {attention: LaunchPoint.ATTN}
-    if attention > 0:
+    points = {mixing[0]: LaunchPoint.ATTN}
+    if mixing[0] > 0:
         points[0] = LaunchPoint.WQKV
-    for point, index in zip(
-        (LaunchPoint.WO, LaunchPoint.W1), range(attention + 1, len(calls)), strict=False
-    ):
+    behind = (index for index in range(mixing[0], len(calls)) if index not in mixing)
+    for point, index in zip((LaunchPoint.WO, LaunchPoint.W1), behind, strict=False):
         points[index] = point
     return points

@@ -10,6 +10,7 @@ from isp.checkpoint.state import TrainState, weight_shards
 from isp.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
+from isp.traced.model_folder import of_text
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, model_values, trained_positions
 from model.weight_names import WeightTable
@@ -41,7 +42,7 @@ def beyond_positions(model: ModelConfig, seq_len: int) -> str:
     folder = model.hf or model.init_from
     if folder is None:
         return ""
-    found = read_json(Path(folder) / CONFIG_FILE)
+    found = of_text(read_json(Path(folder) / CONFIG_FILE))
     trained = trained_positions(found)
     if trained is None or seq_len <= trained:
         return ""

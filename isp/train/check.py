@@ -41,6 +41,7 @@ from isp.weights.trace import sequential_actions
 
 __all__ = [
     "CASES",
+    "TOKENS",
     "TOLERANCE",
     "Case",
     "Check",
@@ -54,7 +55,7 @@ __all__ = [
 TOLERANCE = 1e-9
 """Largest difference that is none, of float64 sums in other orders."""
 
-_TOKENS = 48
+TOKENS = 48
 """Of a row, at least: several documents, the longest of which exceed a small model's window."""
 
 _Counts = Counter[tuple[Purpose, str]]
@@ -166,7 +167,7 @@ class Verdict(NamedTuple):
 def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
     """Why the model cannot be split so; empty if it can."""
     try:
-        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * _TOKENS)
+        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
     except ValueError as error:
         return str(error)
     return ""
@@ -199,7 +200,7 @@ class Check:
             *(n for layout in layouts for n in (layout.tensor, layout.weight))
         )
         width = math.lcm(*(layout.tensor for layout in layouts))
-        self.row_tokens = -(-_TOKENS // width) * width
+        self.row_tokens = -(-TOKENS // width) * width
         model = subject.driven(0.0)
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
@@ -249,7 +250,7 @@ class Check:
             self.subject.driven(float(case.recomputed)),
             layout.of(self.parallel),
             mesh,
-            seed=0,
+            seed=None,
             device=torch.device("cpu"),
             dtype=torch.float64,
         )
@@ -296,10 +297,12 @@ class _WatchedOptimizer(Zero1Optimizer):
     reduced: dict[str, Tensor]
     """This rank's shards, by name."""
 
-    def step(self, lr: float, *, wait: bool = True) -> StepResult:
+    def step(
+        self, lr: float, *, wait: bool = True, is_empty: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         items = self._gradients.parameters
         self.reduced = {i.name: self._gradients.whole(i.parameter).clone() for i in items}
-        return super().step(lr, wait=wait)
+        return super().step(lr, wait=wait, is_empty=is_empty)
 
 
 def _note(

@@ -131,6 +131,7 @@ def make_reference(
     """A step of the plain model with torch's AdamW, each document of `rows` by itself."""
     parameters = plain.parameters()
     start = {name: p.detach().clone() for name, p in parameters.items()}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     valid = int((rows.labels != IGNORED).sum())
     outputs = Outputs()
     total = torch.zeros((), dtype=torch.float64)
@@ -149,7 +150,7 @@ def make_reference(
                 end += length
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in parameters.items()
+        for name, p in trained.items()
     }
     return Reference(
         rows=rows,
@@ -157,7 +158,7 @@ def make_reference(
         grad_norm=math.sqrt(sum(g.square().sum().item() for g in gradients.values())),
         start=start,
         gradients=gradients,
-        weights=_updated(parameters, optimizer, max_norm),
+        weights=_updated(trained, optimizer, max_norm),
         outputs=outputs.as_rows(len(rows.tokens), rows.tokens.shape[1]),
     )
 

@@ -15,44 +15,60 @@ from isp.models.build import build_model
 from isp.parallel import ParallelConfig
 from isp.parallel.topology import Topology
 from isp.traced.folder import read_json
+from isp.traced.hosts import Host
 from isp.traced.model import TracedModel
-from isp.traced.tiny import tiny_model
+from isp.traced.tiny import kept_in_float64, tiny_model
 from isp.train.check_reference import modules_of
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["DecoderSubject", "HuggingFaceSubject", "read_folder"]
+__all__ = ["DecoderSubject", "HuggingFaceSubject", "OwnSubject", "read_folder"]
 
 
-class HuggingFaceSubject:
-    """A small model of the same structure as a large one of transformers."""
+class _TracedSubject:
+    """A small model that is not isp's."""
 
-    def __init__(self, config: Any) -> None:
-        self.name: str = config.model_type
-        model: Any = tiny_model(config)
-        self.vocab_size: int = model.config.vocab_size
-        self._model = model
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name = name
+        self.model = model
         self._traced = TracedModel(model)
+        self.vocab_size = min(self._traced.vocab_rows, self._traced.trace.vocab_size)
 
-    def plain(self) -> _PlainHuggingFace:
-        return _PlainHuggingFace(copy.deepcopy(self._model))
+    def plain(self) -> _Plain:
+        return _Plain(copy.deepcopy(self.model), self._traced.host)
 
     def driven(self, checkpoint: float) -> TracedModel:
         traced = copy.copy(self._traced)  # to trace takes as long as a step
-        traced.model, traced.checkpoint = copy.deepcopy(self._model), checkpoint
+        traced.model, traced.checkpoint = copy.deepcopy(self.model), checkpoint
         return traced
 
 
-class _PlainHuggingFace:
-    """The model as transformers runs it, with its own attention in plain tensor operations."""
+class HuggingFaceSubject(_TracedSubject):
+    """A small model of the same structure as a large one of transformers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.model_type, tiny_model(config))
+
+
+class OwnSubject(_TracedSubject):
+    """A copy of a module of one's own as it is, in float64 on the CPU, without dropout."""
+
+    def __init__(self, model: nn.Module) -> None:
+        copied = copy.deepcopy(model).to("cpu").eval()
+        super().__init__(type(model).__name__, kept_in_float64(copied))
+
+
+class _Plain:
+    """The model alone; one of transformers with its own attention in plain tensor operations."""
+
+    def __init__(self, model: Any, host: Host) -> None:
         self._model = model
-        model.set_attn_implementation("eager")
+        self._host = host
+        if hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation("eager")
 
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        return logits
+        return self._host.forward(self._model, ids, positions)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())

@@ -73,7 +73,7 @@ class StepData:
             sampler = BatchSampler(
                 dataset=datasets.train,
                 micro_bsz=config.data.micro_bsz,
-                micro_num=config.data.micro_num,
+                micro_num=config.data.num_micro_batches,
             )
             rank, size = self._replica.rank, self._replica.size
             self._reader = Prefetcher(
@@ -84,7 +84,7 @@ class StepData:
     def training(self, step: int) -> list[MicroBatch]:
         """The `micro_num` micro-batches of `step`, counted from 0."""
         read = None if self._reader is None else self._reader.get(step)
-        return self._share(read, self._data.micro_num)
+        return self._share(read, self._data.num_micro_batches)
 
     def validation(self) -> Iterator[list[MicroBatch]]:
         """The held-out micro-batches, the same each time, at most `micro_num` of them at once.
@@ -99,10 +99,13 @@ class StepData:
                 micro_bsz=data.micro_bsz,
                 data_rank=ranks.rank,
                 data_size=ranks.size,
-                max_samples=self._valid_steps * data.micro_bsz * data.micro_num * ranks.size,
+                max_samples=self._valid_steps
+                * data.micro_bsz
+                * data.num_micro_batches
+                * ranks.size,
             )
         while True:
-            batches = list(islice(read, data.micro_num))
+            batches = list(islice(read, data.num_micro_batches))
             shared = torch.tensor([len(batches)])
             self._host.broadcast_(shared, cargo=_CARGO).wait()
             if (count := int(shared.item())) == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +41,10 @@ class Exported(NamedTuple):
 def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: int = 0) -> Exported:
     """Write the weights of the checkpoint at `path` to `folder`, in `dtype` or as trained.
 
-    One tensor is in memory at a time, and what waits for a file of `file_bytes` (0: as large as
-    transformers makes them). Raises ValueError, before it writes anything, if `folder` is not
-    empty, `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
+    One tensor is in memory at a time (of `model.hf` a block), and what waits for a file of
+    `file_bytes` (0: as large as transformers makes them). Raises ValueError, before it writes
+    anything, if `folder` is not empty, `path` is no checkpoint or does not say its model,
+    CheckpointError if it is damaged.
     """
     require_hf("isp checkpoint export", "safetensors")
     from isp.traced.folder import WeightWriter
@@ -57,9 +57,11 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     out = trained if dtype is None else dtype
     plan = _plan(weights, kept, source, out)
     options = {"file_bytes": file_bytes} if file_bytes else {}
+    num_tensors = 0
     with WeightWriter(folder, **options) as writer:
         for name, tensor in plan.tensors:
             writer.add(name, tensor)
+            num_tensors += 1
     (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n")
     notes = []
     if source is None and kept["model"].get("init_from") is not None:
@@ -70,7 +72,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     if not _copy_companions(kept, source, folder):
         notes.append("the run names no tokenizer to copy")
     family = plan.config["model_type"]
-    return Exported(weights.info.path, plan.num_tensors, out, family, tuple(notes))
+    return Exported(weights.info.path, num_tensors, out, family, tuple(notes))
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:
@@ -83,13 +85,28 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
     kept = info.manifest.shared.get("config")
     if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
         raise ValueError(f"{info.path} does not say which model it is of")
+    known = {
+        "model.hf": lambda found: found is None or isinstance(found, str),
+        "model.init_from": lambda found: found is None or isinstance(found, str),
+        "training.dtype": lambda found: found in _DTYPES,
+        "data.seq_len": lambda found: type(found) is int and found > 0,
+        "data.tokenizer": lambda found: isinstance(found, str),
+    }
+    for key, is_known in known.items():
+        section, _, name = key.partition(".")
+        values = kept.get(section)
+        found = values.get(name) if isinstance(values, dict) else None
+        if not is_known(found):
+            raise ValueError(f"{info.path} is damaged: its configuration has {key}={found!r}")
     return kept
+
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Plan(NamedTuple):
     config: dict[str, Any]
     tensors: Iterator[tuple[str, Tensor]]
-    num_tensors: int
 
 
 def _source(kept: Mapping[str, Any]) -> Path | None:
@@ -116,19 +133,20 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     check_shapes(weights.info, shapes)
     table = WeightTable(model, described["model_type"], shapes)
     tensors = ((name, _in_dtype(tensor, dtype)) for name, tensor in _renamed(weights, table))
-    return _Plan(described, tensors, len(table.shapes))
+    return _Plan(described, tensors)
 
 
 def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
-    """Of a run of `model.hf`, whose parameters have the names that they have in the folder."""
+    """Of a run of `model.hf`, as transformers saves such a model."""
     require_hf("an export of model.hf", "transformers", "safetensors")
-    from isp.traced.pretrained import kept_buffers
+    from isp.traced.pretrained import saved_again
 
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
     described.pop("dtype", None)
-    names, buffers = list(weights.shapes), kept_buffers(str(source))
-    tensors = chain(((name, _in_dtype(weights.read(name), dtype)) for name in names), buffers)
-    return _Plan(described, tensors, len(names) + len(buffers))
+    tensors = saved_again(
+        str(source), weights.shapes, lambda name: _in_dtype(weights.read(name), dtype)
+    )
+    return _Plan(described, tensors)
 
 
 def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:

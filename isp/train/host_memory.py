@@ -1,4 +1,5 @@
-"""The host's memory that a run needs for what its devices do not keep, and whether it is there."""
+"""What a run needs of memory for certain, of the host's for what devices do not keep, and whether
+it is there."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections import Counter
 
 import torch
 
-from isp.comm.host_memory import available_bytes
+from isp.comm.host_memory import available_bytes, total_bytes
 from isp.config import JobConfig
 from isp.models.build import shape_only
 from isp.optim import update_rule
+from isp.optim.buckets import master_dtype
 from isp.optim.states import kept
 from isp.parallel import Mode, Topology
 from isp.pipeline import PipelineOrder
@@ -42,7 +44,7 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
         blocks = sum(r and k for r, k in zip(own, whole, strict=True))
         counts.append(blocks * (2 if in_halves else 1))
     live = most = 0
-    for kind, _, chunk in order.actions(stage, data.micro_num):
+    for kind, _, chunk in order.actions(stage, data.num_micro_batches):
         here = counts[chunk]
         live += {ActionKind.FORWARD: here, ActionKind.BACKWARD: -here}.get(kind, 0)
         most = max(most, live)
@@ -52,9 +54,46 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
 def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: int = 0) -> None:
     """Raise ValueError if this machine lacks memory for what its ranks keep there.
 
+    Or if it, or one of its devices, has not even memory for their weights, gradients and states.
     `ranks` of them are here, from number `first` on. What cannot be told is not checked.
     """
+    _check_model(config, topology, ranks, first)
     _check(_needs(config, topology, ranks, first), ranks)
+
+
+def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) -> None:
+    """Raise ValueError if the model does not fit, whatever the rows and however it is computed."""
+    on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
+    needs = [
+        (count, _model_bytes(config, topology, stage, on_cpu=on_cpu))
+        for stage, count in _stages_here(topology, ranks, first).items()
+    ]
+    if on_cpu:
+        room, needed = total_bytes(), sum(count * size for count, size in needs)
+        who, owner = f"{ranks} ranks" if ranks > 1 else "a rank", "this machine"
+    else:
+        devices = range(torch.cuda.device_count())
+        room = max(torch.cuda.get_device_properties(i).total_memory for i in devices)
+        needed = max(size for _, size in needs)
+        who, owner = "a rank", "its device"
+    if room is None or needed <= room:
+        return
+    shards = "weight" if topology.mode.facts.gathers_weights else "tensor"
+    raise ValueError(
+        f"{who} would take at least {needed / GIB:.1f} GiB for weights, gradients and optimizer"
+        f" states, and {owner} has {room / GIB:.1f} GiB: use a larger parallel.{shards}.size or"
+        f" parallel.pipeline.size over more {'machines' if on_cpu else 'devices'}, or a smaller"
+        f" model; isp plan CONFIG shows what a rank takes"
+    )
+
+
+def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: bool) -> int:
+    """Bytes of weights, gradients and states of a rank, where its tensors are."""
+    numbers, dtype = _numbers(config, topology, stage), getattr(torch, config.training.dtype)
+    size: int = numbers * (dtype.itemsize + master_dtype(dtype).itemsize)
+    if on_cpu or not config.optimizer.offload_states:
+        size += _state_bytes(config, topology, numbers)
+    return size
 
 
 def check_memory_of_states(
@@ -90,19 +129,24 @@ _WAYS = {
 
 def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dict[str, int]:
     """Bytes of all ranks here, by what is kept."""
-    here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     checkpoint, needs = config.checkpoint, {_INPUTS: 0, _STATES: 0}
     copies = 0
-    for stage, count in Counter(rank // topology.stage for rank in here).items():
+    for stage, count in _stages_here(topology, ranks, first).items():
         own = _numbers(config, topology, stage)
         states = _state_bytes(config, topology, own)
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
         copies += count * (states + own * dtype.itemsize)
-    if any(needs.values()) and checkpoint.async_mode == "async" and checkpoint.interval:
+    if any(needs.values()) and checkpoint.copies_state:
         needs[_COPIES] = copies
     return needs
+
+
+def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
+    """How many ranks of each pipeline rank are on this machine."""
+    here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
+    return Counter(rank // topology.stage for rank in here)
 
 
 def _numbers(config: JobConfig, topology: Topology, stage: int) -> int:

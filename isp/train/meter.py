@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Self
 
 import torch
@@ -19,6 +19,7 @@ from isp.metrics import (
     ProgressBar,
     StepRecord,
     TensorBoardFile,
+    is_recorded,
     peak_memory_gib,
     speed,
     watched_stream,
@@ -29,7 +30,13 @@ from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.train.step import StepOutcome
 
-__all__ = ["StepMeter", "StepOutputs", "model_flops"]
+__all__ = ["StepMeter", "StepOutputs", "evaluation_is_due", "model_flops"]
+
+
+def evaluation_is_due(config: JobConfig, step: int) -> bool:
+    """Whether the loss on held-out text is found after `step`: every so often, and at the end."""
+    freq = config.validation.freq
+    return freq > 0 and (step % freq == 0 or step == config.training.steps)
 
 
 def model_flops(model: LanguageModel, batches: Iterable[MicroBatch]) -> int:
@@ -164,17 +171,27 @@ class StepMeter:
 class StepOutputs:
     """On rank 0 the files of metrics, and a progress bar if somebody watches; on others nothing.
 
-    A context that goes on after `last_step`; all ranks of `host` enter it together. Raises
-    CheckpointError on all of them if a file cannot be opened, or is none of ours.
+    A context that continues after `last_step`; all ranks of `host` enter and leave it together.
+    Raises CheckpointError on all of them if a file cannot be opened, is none of ours, or was
+    removed in between.
     """
 
     def __init__(
-        self, config: JobConfig, folder: RunFolder, host: Channel, *, last_step: int
+        self,
+        config: JobConfig,
+        folder: RunFolder,
+        host: Channel,
+        *,
+        last_step: int,
+        last_record: StepRecord | None = None,
     ) -> None:
         self._config = config
         self._folder = folder
         self._host = host
         self._last_step = last_step
+        self._last_record = last_record
+        self.lacks_last = False
+        """Whether the record of `last_step` is missing, or the evaluation that is due with it."""
         self._stack = ExitStack()
         self._files: list[MetricsFile | TensorBoardFile] = []
         self._bar: ProgressBar | None = None
@@ -188,11 +205,14 @@ class StepOutputs:
             self._bar.show(loss=loss, eta_seconds=eta_seconds)
 
     def __enter__(self) -> Self:
-        attempt_first(self._host, f"writing on in {self._folder.path}", self._open)
+        what = f"opening the metrics in {self._folder.path}"
+        self.lacks_last = attempt_first(self._host, what, self._open)
         return self
 
-    def _open(self) -> None:
-        metrics, last_step, opened = self._config.metrics, self._last_step, self._stack
+    def _open(self) -> bool:
+        metrics, opened = self._config.metrics, self._stack
+        lacks_last = self._find_missing()
+        last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
         self._files.append(opened.enter_context(file))
         if metrics.enable_tensorboard:
@@ -200,8 +220,24 @@ class StepOutputs:
             board = opened.enter_context(TensorBoardFile(folder, last_step=last_step))
             self._files.append(board)
         if (stream := watched_stream()) is not None:
-            bar = ProgressBar(total=self._config.training.steps, done=last_step, stream=stream)
+            done, total = self._last_step, self._config.training.steps
+            bar = ProgressBar(total=total, done=done, stream=stream)
             self._bar = opened.enter_context(bar)
+        return lacks_last
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def _find_missing(self) -> bool:
+        """See `lacks_last`; a new folder, which has no earlier step, lacks no record."""
+        if self._last_record is None:
+            return False
+        path, due = self._folder.metrics_file, evaluation_is_due(self._config, self._last_step)
+        if not path.exists():
+            return due
+        return not is_recorded(path, self._last_step, evaluated=due)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            what = f"writing the metrics in {self._folder.path}"
+            attempt_first(self._host, what, self._stack.close)
+        else:
+            with suppress(OSError):  # reported by what closes
+                self._stack.close()

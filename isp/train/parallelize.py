@@ -6,9 +6,12 @@ B batch, S sequence
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,20 +21,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from isp.checkpoint.agreement import attempt_first
 from isp.comm import Mesh
 from isp.comm.cargo import Cargo
 from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
+from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
 from isp.parallel import Axis, Topology
+from isp.settings.section import section
 from isp.traced.folder import WeightWriter
 from isp.traced.model import TracedModel
 from isp.traced.pretrained import begun_by_the_model
 from isp.train.host_memory import check_memory_of_states
+from isp.train.parameter_guard import ParameterGuard
 from isp.train.run import make_world
 from isp.train.step import StepOutcome, StepWork, make_train_step
+from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "parallelize"]
 
@@ -42,14 +50,19 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     A causal language model of transformers (adapters of PEFT put on or not), or a module of
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
-    `optimizer`, `comm`, and of `model` how to compute (`checkpoint*`, `attention_backend`); the
-    file needs no other sections. Ranks are torchrun's. A model on the meta device gets the weights
-    that it would begin with, by `training.seed`, each rank its part alone. Weights that are frozen
-    (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
-    or sizes that cannot be driven.
+    `optimizer`, `comm`, and of `model` how to compute (`checkpoint*`, `attention_backend`); other
+    sections of the file are not read. Ranks are torchrun's. A model on the meta device gets the
+    weights that it would begin with, by `training.seed`, each rank its part alone. Weights that are
+    frozen (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for
+    a model or sizes that cannot be driven.
     """
     if not isinstance(config, JobConfig):
-        config = load_config(config, sections=_UNREAD)
+        config = load_config(config, kind=_LoopConfig, unread=_UNREAD)
+    if config.training.global_batch_size is not None:
+        raise ValueError(
+            f"training.global_batch_size={config.training.global_batch_size}: the batch"
+            f" of isp.parallelize is the sequences that ranks give to loss: leave the key out"
+        )
     _check_parameters(model)
     config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(
@@ -61,7 +74,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         weights=begun_by_the_model(model),
     )
-    traced.check_layout(config.parallel, config.row_tokens)
+    traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -75,8 +88,20 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     return ParallelRun(traced, config, mesh, world.device)
 
 
-_UNREAD: dict[str, dict[str, Any]] = {"model": {}, "data": {"source": "the caller's own"}}
-"""Sections that a run needs and `parallelize` does not."""
+_UNREAD = ("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler")
+"""Sections of a run that the caller's loop takes the place of."""
+
+
+@section("")
+class _LoopConfig(JobConfig):
+    """A configuration whose model and data are the caller's."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """How to compute; its sizes are nobody's."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(source="the caller's own"))
+
+    def _check_model(self) -> None:
+        """The trace of the caller's model says what fits."""
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -100,7 +125,9 @@ class ParallelRun:
             run.step(loss)
         run.save_pretrained(folder)
 
-    The ranks of a tensor group are given the same rows, the data ranks each their own.
+    The ranks of a tensor group are given the same rows, the data ranks each their own. Between
+    steps nothing is under way: parameters (this rank's shards) may be read, and what is written
+    into them, on all ranks that have them, counts.
     """
 
     def __init__(
@@ -111,12 +138,12 @@ class ParallelRun:
         self.config = config
         self.mesh = mesh
         self.device = device
-        self.train_step = make_train_step(config, mesh, device, model=traced)
+        self.train_step = make_train_step(
+            config, mesh, device, model=traced, weights_may_change=True
+        )
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self._has_stepped = False
-        self._trains = [
-            (item, item.parameter.requires_grad) for item in self.train_step.built.parameters
-        ]
+        self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
 
@@ -144,14 +171,15 @@ class ParallelRun:
         where `position_ids` restart. The host waits for none of them that are in its own memory, so
         page-locked ones are not to be filled again before the step is over. Its gradient
         is this rank's part; without gradients it is an evaluation. Raises ValueError for shapes
-        that do not fit, RuntimeError for weights that were frozen or thawed since `parallelize`;
-        so does its backward outside of `step`.
+        that do not fit, RuntimeError for weights that since `parallelize` were frozen, thawed,
+        replaced or converted; so does its backward outside of `step`.
         """
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
+        self._guard.check(trains=torch.is_grad_enabled())
         if not torch.is_grad_enabled():
-            return torch.tensor(self.train_step.evaluate([[batch]]), dtype=torch.float64)
-        self._check_trained()
+            found = self.train_step.evaluate([[batch]])
+            return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
         step = self.train_step
         work = step.start([batch])
         loss = step.forward(work, 0)
@@ -170,6 +198,7 @@ class ParallelRun:
             )
         (_, work, refusal), self._pending = self._pending, None
         refusal.remove()
+        self._guard.check(trains=True)
         self.train_step.backward(loss, last=True)
         outcome = self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
         if not self._has_stepped:
@@ -181,36 +210,52 @@ class ParallelRun:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
 
         All ranks call it; rank 0 writes, block by block, in the dtype of training. Adapters
-        of PEFT are written as PEFT writes them, alone.
+        of PEFT are written as PEFT writes them, alone. Raises CheckpointError on all ranks if rank
+        0 cannot write.
         """
-        self.train_step.drain()
-        folder, first = Path(folder), self.mesh.rank == 0
-        parameters = self.train_step.built.parameters
+        self._guard.check(trains=False)
+        folder, host, what = Path(folder), self.mesh.host, f"writing {folder}"
         model: Any = self.model
         if hasattr(model, "peft_config"):
             trained = {p.name: self._whole(p) for p in self.train_step.built.trained}
-            if first:
-                model.save_pretrained(folder, state_dict=trained)
-        elif first:
-            with WeightWriter(folder) as writer:
-                for weights in self._by_blocks(parameters):
-                    for name, weight in self._traced.host.published(model, weights).items():
-                        writer.add(name, weight)
-            _save_config(self.model, folder, self.config.training.dtype)
-        else:
-            for item in parameters:
-                self._whole(item)
-        self.train_step.weights_changed()
+            attempt_first(host, what, lambda: model.save_pretrained(folder, state_dict=trained))
+            return
+        writers: list[WeightWriter] = []
+        with ExitStack() as opened:
+
+            def begin() -> None:
+                writers.append(opened.enter_context(WeightWriter(folder)))
+
+            def write(weights: dict[str, Tensor]) -> None:
+                for name, weight in self._traced.host.published(model, weights).items():
+                    writers[0].add(name, weight)
+
+            def finish() -> None:
+                opened.close()
+                _save_config(model, folder, self.config.training.dtype)
+
+            attempt_first(host, what, begin)
+            for weights in self._by_blocks(self.train_step.built.parameters):
+                attempt_first(host, what, partial(write, weights))
+            attempt_first(host, what, finish)
 
     def _by_blocks(self, parameters: Iterable[NamedParameter]) -> Iterator[dict[str, Tensor]]:
-        """All that is saved, in CPU memory: block by block, as some are saved in other pieces."""
+        """All that is saved, in CPU memory: block by block, as some are saved in other pieces.
+
+        A collective; ranks other than the first keep nothing.
+        """
         blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
 
         def block(item: NamedParameter) -> str | None:
             return next((b for b in blocks if item.name.startswith(b)), None)
 
         for _, group in groupby(parameters, key=block):
-            yield {item.name: self._whole(item) for item in group}
+            found = {}
+            for item in group:
+                whole = self._whole(item)
+                if self.mesh.rank == 0:
+                    found[item.name] = whole
+            yield found
         yield {name: buffer.cpu() for name, buffer in _kept_buffers(self.model)}
 
     def _whole(self, item: NamedParameter) -> Tensor:
@@ -259,17 +304,6 @@ class ParallelRun:
         starts = begins.flatten().nonzero().squeeze(-1).cpu()
         cu_seqlens = torch.cat([starts, torch.tensor([input_ids.numel()])]).to(torch.int32)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
-
-    def _check_trained(self) -> None:
-        """Raise RuntimeError for a weight that `requires_grad` as it did not when ranks met."""
-        for item, trains in self._trains:
-            if item.parameter.requires_grad is not trains:
-                was, now = ("trained", "frozen") if trains else ("frozen", "trained")
-                raise RuntimeError(
-                    f"{item.name} was {was} when the model was parallelised, and is {now} now:"
-                    f" write the weights by save_pretrained, load and freeze them, and parallelize"
-                    f" that model"
-                )
 
     def _check_labels(self, labels: Tensor) -> None:
         """Raise ValueError for one that is no token: its loss would be of nothing."""

@@ -222,7 +222,9 @@ def _mode_profile(
             for rank, own in enumerate(times)
         ),
         waits=worst_waits(times, steps, config.parallel),
-        plan_grid=schedule_text(config.language_model, config.parallel, config.data.micro_num)
+        plan_grid=schedule_text(
+            config.language_model, config.parallel, config.data.num_micro_batches
+        )
         if topology.mode.facts.gathers_weights
         else None,
     )

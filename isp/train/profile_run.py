@@ -74,7 +74,7 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
     tensor = replace(parallel.tensor, mode=mode)
     changed = replace(config, parallel=replace(parallel, tensor=tensor, weight=weight))
     changed.topology(world_size)
-    return changed
+    return changed.for_ranks(world_size)
 
 
 def make_profile_folder(config: JobConfig) -> Path:

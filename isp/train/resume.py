@@ -1,4 +1,9 @@
-"""The run a process goes on with: one that was stopped, or that torchrun has started again.
+"""The run that a process resumes: one that was stopped, or that torchrun has started again.
+
+[Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
+after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
+resumes it, even with no step left, and completes what is missing. A finished run is resumed only
+where its newest good checkpoint is short of `training.steps` and of the same model and data.
 
 [Note: Restarts] Ranks that torchrun starts again are in the same run still, whether it has a
 checkpoint yet or has saved its last one: else a rank that dies while the run ends would have all of
@@ -8,7 +13,6 @@ died before they opened a folder does not take another's for theirs.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -21,9 +25,11 @@ from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, 
 from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
+from isp.config.keys import KeyTable
 from isp.models.build import parameter_shapes
 from isp.parallel import Axis, Topology
 from isp.run.folder import (
+    Launch,
     RunFolder,
     check_can_create,
     earlier_runs,
@@ -32,36 +38,13 @@ from isp.run.folder import (
     run_name,
     try_writing,
 )
+from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
 __all__ = ["Start", "check_changes", "check_start", "open_run", "saved_values"]
 
 _CONFIG = "config"
 _SEQUENCES = "sequences_per_step"
-
-_HOW_TO_COMPUTE = (
-    "model.preset",
-    "model.hf",
-    "model.init_from",
-    "model.init_std",
-    "model.attention_backend",
-    "model.compile",
-    "model.checkpoint",
-)
-"""Beginnings of keys of `model` that do not change a model which has weights."""
-_ORDER_OF_DATA = {
-    "training.seed",
-    "data.source",
-    "data.format",
-    "data.text_key",
-    "data.valid_fraction",
-    "data.tokenizer",
-    "data.eos_token",
-    "data.chat_template",
-    "data.excess_length_strategy",
-    "data.seq_len",
-    "data.pack",
-}
 
 
 class Start(NamedTuple):
@@ -74,6 +57,8 @@ class Start(NamedTuple):
     """Whether there may be checkpoints in it to go on from."""
     launched_at: float
     """Time the run was started, by the clock; an earlier one's restarts do not count."""
+    note: str
+    """Reason why the run before is not resumed; "" if there is none."""
 
 
 class _Place(NamedTuple):
@@ -85,6 +70,8 @@ class _Place(NamedTuple):
     """None if they go to a new run's own folder."""
     launched_at: float | None
     """Launch time, if these ranks have been started again; else None."""
+    note: str = ""
+    """See `Start`."""
 
 
 def check_start(config: JobConfig, topology: Topology) -> None:
@@ -117,14 +104,14 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
         launched_at = place.launched_at
         if launched_at is None:
             launched_at = time.time()
-            folder.write_launch(json.dumps({"id": _launch_id(), "at": launched_at}))
-        yield Start(folder, checkpoints, resumes, launched_at)
+            folder.write_launch(Launch(_launch_id(), launched_at))
+        yield Start(folder, checkpoints, resumes, launched_at, place.note)
 
 
 @contextmanager
 def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
     """The place of the run, locked if it exists or is to be made, and looked at for faults."""
-    place = _find(config)
+    place = _find(config, topology)
     with ExitStack() as held:
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
             held.enter_context(_held(place.checkpoints))
@@ -146,7 +133,7 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
-def _find(config: JobConfig) -> _Place:
+def _find(config: JobConfig, topology: Topology) -> _Place:
     folder = config.checkpoint.folder
     given = None
     if folder is not None:
@@ -154,12 +141,12 @@ def _find(config: JobConfig) -> _Place:
         given = Path(folder).resolve()  # a job's `latest` will soon be this run
     interrupted = _interrupted(config)
     if interrupted is not None:
-        launched_at = float(_launch(interrupted).get("at", 0.0))
-        return _Place(interrupted, given or interrupted.checkpoint_folder, launched_at)
-    earlier = _to_resume(config)
+        run, launched_at = interrupted
+        return _Place(run, given or run.checkpoint_folder, launched_at)
+    earlier, note = _to_resume(config, topology)
     if earlier is not None:
         return _Place(earlier, earlier.checkpoint_folder, None)
-    return _Place(None, given, None)
+    return _Place(None, given, None, note)
 
 
 def _check_folder(folder: Path) -> None:
@@ -180,16 +167,28 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     """Raise ValueError or OSError if the run cannot, or must not, begin as it would."""
     own, checkpoint = _own_checkpoint(config, place), config.checkpoint
     if own is not None:
+        _check_length(own, config)
         check_changes(own, config, topology)
         check_shapes(own, parameter_shapes(config.language_model))
     elif checkpoint.initial_load_path is not None:
         initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
         assert initial is not None
         if not checkpoint.initial_load_model_only:
+            _check_length(initial, config)
             check_changes(initial, config, topology)
         check_shapes(initial, parameter_shapes(config.language_model))
     elif config.model.init_from is not None:
         check_folder(config.model)
+
+
+def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
+    """Raise ValueError for a checkpoint beyond the last step of the run."""
+    if info.step > config.training.steps:
+        raise ValueError(
+            f"{info.path} is beyond training.steps={config.training.steps}: to resume from it use"
+            f" at least {info.step} steps; for a run of its own use another job.name (or"
+            " checkpoint.folder), or checkpoint.auto_resume=false"
+        )
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
@@ -209,28 +208,55 @@ def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
     return preview(found)
 
 
-def _interrupted(config: JobConfig) -> RunFolder | None:
-    """The run that these ranks were in when torchrun started them again."""
+def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
+    """The run that these ranks were in when torchrun started them again, and its launch time."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     run = latest_run(config.job) if restarted and _goes_on(config) else None
-    return run if run is not None and _launch(run).get("id") == _launch_id() else None
-
-
-def _to_resume(config: JobConfig) -> RunFolder | None:
-    """The newest run of the job that has a checkpoint, unless it is finished."""
-    wanted = config.checkpoint.load_step
-    if config.checkpoint.folder is not None or not _goes_on(config):
+    launch = None if run is None else run.launch()
+    if run is None or launch is None or launch.id != _launch_id():
         return None
+    return run, launch.at
+
+
+def _to_resume(config: JobConfig, topology: Topology) -> tuple[RunFolder | None, str]:
+    """The newest run of the job that has a checkpoint, and if it is not to be resumed, why."""
+    load_step = config.checkpoint.load_step
+    if config.checkpoint.folder is not None or not _goes_on(config):
+        return None, ""
     for run in earlier_runs(config.job):
-        if steps := CheckpointFolder(run.checkpoint_folder).steps():
-            finished = wanted is None and steps[0] >= config.training.steps
-            return None if finished else run
-    if wanted is not None:
+        launch = run.launch()
+        finished_step = None if launch is None or load_step is not None else launch.finished_step
+        if finished_step is not None:
+            note = _why_not_resumed(run, finished_step, config, topology)
+            return (None if note else run), note
+        if CheckpointFolder(run.checkpoint_folder).steps():
+            return run, ""
+    if load_step is not None:
         raise ValueError(
-            f"checkpoint.load_step={wanted}: no run of job.name={config.job.name} under"
+            f"checkpoint.load_step={load_step}: no run of job.name={config.job.name} under"
             f" job.dump_folder={config.job.dump_folder} has a checkpoint"
         )
-    return None
+    return None, ""
+
+
+def _why_not_resumed(
+    run: RunFolder, finished_step: int, config: JobConfig, topology: Topology
+) -> str:
+    """Reason not to resume `run`, which has finished; "" if it is to be resumed."""
+    own = preview(candidates_in(CheckpointFolder(run.checkpoint_folder)))
+    over = f"not resumed: {run.path} finished at step {finished_step}"
+    if own is None or own.step >= config.training.steps:
+        return (
+            f"{over}; this is a new run (more training.steps resume the finished one, another"
+            " job.name keeps runs apart)"
+        )
+    refused, _ = _compare(own, config, topology)
+    if not refused or config.checkpoint.allow_changes:
+        return ""
+    return (
+        f"{over}, with another model or other data ({'; '.join(refused)}); this is a new run"
+        " (another job.name keeps runs apart)"
+    )
 
 
 def _goes_on(config: JobConfig) -> bool:
@@ -244,15 +270,6 @@ def _launch_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
-def _launch(run: RunFolder) -> dict[str, str | float]:
-    """The launch that started `run` last: its `id`, and `at` which time; empty if unknown."""
-    try:
-        found: dict[str, str | float] = json.loads(run.launch_file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """The values a checkpoint keeps, plain, to be compared when a run goes on."""
     return {_CONFIG: to_plain(config), _SEQUENCES: _sequences(config, topology)}
@@ -264,19 +281,7 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
     Raises ValueError for what makes another model or another order of the data, unless
     `checkpoint.allow_changes` says that it may.
     """
-    saved = info.manifest.shared
-    if not isinstance(saved.get(_CONFIG), dict):
-        return ["it does not say its configuration, so nothing was compared"]
-    lines: list[str] = []
-    refused: list[str] = []
-    for key, there, here in _differences(saved[_CONFIG], to_plain(config)):
-        line = f"{key}: {there} there, {here} now"
-        (refused if _is_refused(key) else lines).append(line)
-    there, here = saved.get(_SEQUENCES), _sequences(config, topology)
-    if there != here:
-        refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
-    if (there := info.manifest.topology.world_size) != topology.world_size:
-        lines.append(f"ranks: {there} there, {topology.world_size} now")
+    refused, lines = _compare(info, config, topology)
     if refused and not config.checkpoint.allow_changes:
         listed = "".join(f"\n  {line}" for line in refused)
         raise ValueError(
@@ -288,15 +293,37 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
     return [*refused, *lines]
 
 
+def _compare(
+    info: CheckpointInfo, config: JobConfig, topology: Topology
+) -> tuple[list[str], list[str]]:
+    """The differences of `check_changes`: those that are refused, and the others."""
+    saved = info.manifest.shared
+    if not isinstance(saved.get(_CONFIG), dict):
+        return [], ["it does not say its configuration, so nothing was compared"]
+    lines: list[str] = []
+    refused: list[str] = []
+    keys = KeyTable.of(JobConfig)
+    for key, there, here in _differences(saved[_CONFIG], to_plain(config)):
+        line = f"{key}: {there} there, {here} now"
+        (refused if _is_refused(key, keys) else lines).append(line)
+    there, here = saved.get(_SEQUENCES), _sequences(config, topology)
+    if there != here:
+        refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
+    if (there := info.manifest.topology.world_size) != topology.world_size:
+        lines.append(f"ranks: {there} there, {topology.world_size} now")
+    return refused, lines
+
+
 def _sequences(config: JobConfig, topology: Topology) -> int:
     """Samples of a step, over all ranks."""
-    return config.data.micro_bsz * config.data.micro_num * topology.size(Axis.DATA)
+    own = config.data.micro_bsz * config.data.num_micro_batches
+    return config.training.global_batch_size or own * topology.size(Axis.DATA)
 
 
-def _is_refused(key: str) -> bool:
-    if key.startswith("model"):
-        return not key.startswith(_HOW_TO_COMPUTE)
-    return key in _ORDER_OF_DATA
+def _is_refused(key: str, keys: KeyTable) -> bool:
+    """Whether another value makes another model or other data; what is no key of ours may."""
+    role = keys.role(tuple(key.split(".")))
+    return role not in (KeyRole.METHOD, KeyRole.PLACE)
 
 
 def _differences(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,16 +38,18 @@ GRACE_SECONDS = 15.0
 """Time that ranks have to say where they wait, after a collective has timed out on one."""
 
 
-def main(config: JobConfig) -> None:
+def main(config: JobConfig) -> signal.Signals | None:
     """Train as `config` says, on this rank of the world that torchrun has set (or alone).
 
+    The signal to this rank that stopped the run, which is saved, before its end; else None.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right.
     """
     begin = time.monotonic()
     world = make_world(config)
     device = world.device
-    topology = config.topology(world.size)
+    topology, asked = config.topology(world.size), config
+    config = config.for_ranks(world.size)
     config.require_packages()
     config.check_folder_model()
     check_param_groups(config)
@@ -68,8 +71,10 @@ def main(config: JobConfig) -> None:
         here = tuple(RankPlace.here(device))
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
-            folder.describe(to_yaml(config), Environment.of(places).to_json())
+            folder.describe(to_yaml(asked), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
+        if start.note:
+            logger.warning("%s", start.note)
         if datasets is not None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
@@ -103,7 +108,8 @@ def main(config: JobConfig) -> None:
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
         # Until here nothing is lost, and a signal may end a rank that waits for others.
         with stop, roll_call:
-            trainer.run()
+            finished = trainer.run()
+    return None if finished else stop.received
 
 
 def check_devices(config: JobConfig, ranks: int) -> None:
@@ -184,5 +190,5 @@ def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
     opened, fault = exchange(host, (opened, fault))[0]
     if fault is not None:
         raise ValueError(fault)
-    path, checkpoints, resumes, launched_at = opened
-    return Start(RunFolder.join(path), Path(checkpoints), resumes, launched_at)
+    path, checkpoints, *rest = opened
+    return Start(RunFolder.join(path), Path(checkpoints), *rest)

@@ -13,6 +13,7 @@ from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resume
 from isp.checkpoint.agreement import attempt
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.metrics import StepRecord
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
 from isp.train.begin_from import load_folder
@@ -23,6 +24,8 @@ __all__ = ["Progress", "RunCheckpoints"]
 
 logger = logging.getLogger(__name__)
 
+_RECORD = "record"
+
 RETRY_SECONDS = 10
 """From one attempt at the last save to the next."""
 
@@ -32,6 +35,11 @@ class Progress(NamedTuple):
     """Steps done."""
     tokens: int
     """Tokens that all ranks have trained on in them."""
+    record: StepRecord | None = None
+    """Record of the last of them, without its evaluation; None if it has none.
+
+    A checkpoint keeps it: a run that ends before it is in the metrics completes them on resuming.
+    """
 
 
 class RunCheckpoints:
@@ -75,7 +83,7 @@ class RunCheckpoints:
         if checkpoint.initial_load_path is not None:
             initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
             if not checkpoint.initial_load_model_only:
-                return self._go_on_from(initial)
+                return self._go_on_from(initial)._replace(record=None)  # in another's metrics
             self.checkpointer.load(initial, self._state, weights_only=True)
             self._train_step.weights_changed()
             logger.info("begins at step 0 with the weights of %s", initial.describe())
@@ -84,9 +92,14 @@ class RunCheckpoints:
             attempt(self._mesh.host, what, lambda: load_folder(self._state, self._config.model))
             self._train_step.weights_changed()
             logger.info("begins at step 0 with the weights of %s", source)
-        elif start.resumes:
-            folder = self.checkpointer.folder.path
-            logger.info("no checkpoint in %s: begins from the initial weights", folder)
+        else:
+            if start.resumes:
+                folder = self.checkpointer.folder.path
+                logger.info("no checkpoint in %s: begins from the initial weights", folder)
+            seed = self._config.training.seed
+            what = "making the initial weights"
+            attempt(self._mesh.host, what, lambda: self._train_step.init_weights(seed))
+            self._train_step.weights_changed()
         return Progress(0, 0)
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
@@ -97,6 +110,7 @@ class RunCheckpoints:
             tokens=done.tokens,
             shared={
                 "skips": self._optimizer.skip_state(),
+                _RECORD: None if done.record is None else done.record.to_json(),
                 **saved_values(self._config, self._mesh.topology),
             },
             local={"rng": generator_states(self._device)},
@@ -132,7 +146,7 @@ class RunCheckpoints:
         logger.info("resumed from %s", info.describe())
         for change in changes:
             logger.info("  %s", change)
-        return Progress(resumed.step, resumed.tokens)
+        return Progress(resumed.step, resumed.tokens, _saved_record(resumed))
 
     def _restore(self, resumed: Resumed) -> None:
         """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
@@ -140,3 +154,12 @@ class RunCheckpoints:
             self._optimizer.load_skip_state(resumed.shared["skips"])
         if resumed.local is not None:
             restore_generators(self._device, resumed.local["rng"])
+
+
+def _saved_record(resumed: Resumed) -> StepRecord | None:
+    """The record of the last step; None if there is none, or one of another version of ISP."""
+    text = resumed.shared.get(_RECORD)
+    try:
+        return StepRecord.from_json(text) if isinstance(text, str) else None
+    except ValueError:
+        return None

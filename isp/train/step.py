@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,11 +37,11 @@ class StepOutcome:
     """A step's outcome; the same on every rank."""
 
     loss: float
-    """Mean loss of the valid tokens of the global batch, before the update."""
+    """Mean loss of the valid tokens of the global batch, before the update; NaN without any."""
     grad_norm: float
     """Global gradient norm, without the loss scale and before clipping."""
     skipped: bool
-    """Whether the update was left out because the gradients were not finite."""
+    """Whether the update was left out: the gradients were not finite, or no token had a label."""
     valid_tokens: int
     """Tokens of the global batch that had a label."""
 
@@ -52,16 +53,20 @@ def make_train_step(
     *,
     model: LanguageModel | None = None,
     clock: PhaseClock | None = None,
+    weights_may_change: bool = False,
+    initial_weights: bool = True,
 ) -> TrainStep:
     """Model, main gradients and optimizer as `config` says, with the initial weights.
 
-    `model` takes the place of the one that the configuration describes.
+    Without `initial_weights` they are left for others to fill (`TrainStep.init_weights`). `model`
+    takes the place of the one that the configuration describes. `weights_may_change`: see
+    `TrainStep`.
     """
     built = build_model(
         config.language_model if model is None else model,
         config.parallel,
         mesh,
-        seed=config.training.seed,
+        seed=config.training.seed if initial_weights else None,
         device=device,
         dtype=getattr(torch, config.training.dtype),
     )
@@ -72,9 +77,16 @@ def make_train_step(
         config.optimizer,
         max_norm=config.training.max_norm,
         counted_elsewhere=built.counted_elsewhere,
+        weights_may_change=weights_may_change,
     )
     return TrainStep(
-        built, gradients, optimizer, mesh, micro_num=config.data.micro_num, clock=clock
+        built,
+        gradients,
+        optimizer,
+        mesh,
+        micro_num=config.data.num_micro_batches,
+        clock=clock,
+        weights_may_change=weights_may_change,
     )
 
 
@@ -84,6 +96,9 @@ class TrainStep:
     [Note: One normalisation] A loss is the sum over valid tokens, divided once by the number of
     valid tokens in the global batch; every reduction is a SUM. So masks of any shape, a rank
     without a valid token, and groups of any size give the gradient of the global mean.
+
+    With `weights_may_change` somebody else reads and writes weights between steps: nothing is under
+    way there then. Else the updated weights, and the first gathers of the next step, still are.
     """
 
     def __init__(
@@ -95,6 +110,7 @@ class TrainStep:
         *,
         micro_num: int,
         clock: PhaseClock | None = None,
+        weights_may_change: bool = False,
     ) -> None:
         self.built = built
         self.chunks = built.chunks
@@ -103,6 +119,7 @@ class TrainStep:
         self.mesh = mesh
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         self._shared, self._tied = built.shared, built.tied_over_stages
+        self._weights_may_change = weights_may_change
         self._stages = mesh[Axis.PIPELINE]
         self._deferred: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
@@ -124,11 +141,17 @@ class TrainStep:
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
         """Whether the last step ended with an exception."""
-        self.hook.before_step(self._actions)
+        self._gather_ahead()
+
+    def init_weights(self, seed: int) -> None:
+        """Give the model the initial weights of `seed`; then call `weights_changed`."""
+        for chunk in self.chunks:
+            chunk.init_weights(seed)
+        self.optimizer.take_up_weights()
 
     def weights_changed(self) -> None:
         """Weights were loaded: what was gathered of the old ones is dropped."""
-        self.hook.before_step(self._actions)
+        self._gather_ahead()
 
     def drain(self) -> None:
         """Wait for what the last step has set off for a next one, and drop what was gathered.
@@ -156,6 +179,8 @@ class TrainStep:
             self._clear_up()
         self._unfinished = True
         self.clock.enter(Phase.FORWARD_BACKWARD)
+        if self._weights_may_change:
+            self.hook.before_step(self._actions)
         valid = self._sum(Axis.DATA, _count_valid(batches))
         self.gradients.zero()
         for parameter in self._shared:
@@ -170,25 +195,30 @@ class TrainStep:
         self.hook.after_step()
         self.gradients.reduce()
         self._add_tied()
-        # Set off before the update: the host then waits for no more than the norm.
+        # Set off before the norm: the host waits for no more than that.
         told = host_memory.Told(torch.stack((self.over_ranks(work.total), work.valid)))
         self.clock.enter(Phase.OPTIMIZER)
-        result = self.optimizer.step(lr, wait=False)
-        self.hook.before_step(self._actions)
+        result = self.optimizer.step(
+            lr,
+            wait=self._weights_may_change,
+            is_empty=lambda: not told.wait()[1],  # then only momentum would move the weights
+        )
+        self._gather_ahead()
         self._unfinished = False
         loss, valid = told.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
-            loss=loss,
+            loss=loss if valid else math.nan,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             valid_tokens=int(valid),
         )
 
     @torch.no_grad()
-    def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float:
+    def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:
         """The mean loss of all valid tokens of `steps` over all data ranks; changes nothing.
 
+        None if there is no valid token.
         Each of `steps` is this rank's micro-batches of a global batch.
         """
         if self._unfinished or self.gradients.owed:
@@ -203,10 +233,10 @@ class TrainStep:
             work = StepWork(self, batches, torch.ones_like(count))
             self._run(work, training=False)
             sums += torch.stack((self.over_ranks(work.total), count))
-        self.hook.before_step(self._actions)
+        self._gather_ahead()
         self._unfinished = False
         total, valid = map(float, sums.tolist())
-        return total / max(valid, 1.0)
+        return total / valid if valid else None
 
     def _run(self, work: StepWork, *, training: bool) -> None:
         """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline."""
@@ -257,7 +287,14 @@ class TrainStep:
         if self._deferred is not None:
             self._deferred.take()
         self.gradients.abandon()
-        self.hook.before_step(self._actions)
+        self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """Begin the gathers of the next step; where weights may change, its `start` does."""
+        if self._weights_may_change:
+            self.hook.after_step()
+        else:
+            self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
         if part not in self._publications:

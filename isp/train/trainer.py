@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from isp.checkpoint import CheckpointError
+from isp.checkpoint.agreement import attempt_first
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.metrics import describe_mfu, device_name, peak_tflops, shared_cores
+from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
 from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
@@ -26,7 +27,7 @@ from isp.run.garbage import collected_every
 from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
-from isp.train.meter import StepMeter, StepOutputs, model_flops
+from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
 from isp.train.out_of_memory import MemoryOwner, memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
@@ -47,6 +48,8 @@ from isp.train.watch import (
 __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
+
+_AS_ASKED = "as asked"
 
 
 class Trainer:
@@ -73,7 +76,9 @@ class Trainer:
         self.deadline = begin + config.training.max_seconds
         """Latest end of the run, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
-        self.train_step = make_train_step(config, mesh, device, clock=self.clock)
+        self.train_step = make_train_step(
+            config, mesh, device, clock=self.clock, initial_weights=False
+        )
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
         self._balance = ContextBalance(self.train_step.built.sequence)
@@ -111,7 +116,7 @@ class Trainer:
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         data = self.config.data
-        return data.micro_bsz * data.micro_num * data.seq_len * self.mesh[Axis.DATA].size
+        return data.micro_bsz * data.num_micro_batches * data.seq_len * self.mesh[Axis.DATA].size
 
     def where(self) -> str:
         """This rank's work now, in words."""
@@ -124,18 +129,25 @@ class Trainer:
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator, step.built.host)
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Train to the last step, or until asked to stop or short of time, and save.
 
+        Whether the run has finished.
         What it begins from, see `RunCheckpoints.begin`.
         """
-        self.step, self.tokens = self._checkpoints.begin(self.start)
+        begun = self._checkpoints.begin(self.start)
+        self.step, self.tokens = begun.step, begun.tokens
         stopped: str | None = None
         folder, host = self.start.folder, self.mesh.host
         with (
-            StepOutputs(self.config, folder, host, last_step=self.step) as outputs,
+            StepOutputs(
+                self.config, folder, host, last_step=self.step, last_record=begun.record
+            ) as outputs,
             collected_every(self.config.training.gc_freq) as collect_garbage,
         ):
+            if outputs.lacks_last and begun.record is not None:
+                logger.info("completing step %d, at which the run ended before", self.step)
+                stopped = self._report(begun.record, outputs)
             self._meter.restart()
             first = self.step + 1
             while self.step < self.config.training.steps and stopped is None:
@@ -150,6 +162,7 @@ class Trainer:
         if self.step > first:
             self._tell_balance()
         self._end(stopped)
+        return stopped is None
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
         """One step, its checkpoint and its record. Returns why the run is to stop, if it is.
@@ -179,21 +192,26 @@ class Trainer:
         facts = self._agree(batches)
         stopped = None
         if facts.asked:
-            stopped = "as asked"
+            stopped = _AS_ASKED
         elif facts.late:
             stopped = f"as another would pass training.max_time={config.training.max_time}"
         self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
+        is_last = stopped is not None or self.step == config.training.steps
+        eta_seconds = self._pace.seconds_left(self.step)
+        outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
+        record = self._record(outcome, lr, loss_scale, eta_seconds, is_last=is_last)
+        done = Progress(self.step, self.tokens, record)
         # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
-        if stopped is not None or self.step == config.training.steps:
-            self._save(last=True)
+        if is_last:
+            self._save(done, last=True)
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
-            self._save(last=False)
-        asked = self._report(outcome, lr, loss_scale, outputs, stopped=stopped is not None)
+            self._save(done, last=False)
+        interrupted = None if record is None else self._report(record, outputs)
         self._warn(outcome, facts)
-        if asked and stopped is None and self.step < config.training.steps:
-            stopped = "as asked"
-            self._save(last=True)
-        return stopped
+        if interrupted is not None and not is_last:
+            self._save(done, last=True)
+        # Stopped at the last step, the run has finished unless its evaluation was interrupted.
+        return interrupted if self.step == config.training.steps else stopped or interrupted
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
         """The facts that all ranks have to know at the end of a step."""
@@ -215,27 +233,21 @@ class Trainer:
         for line in [*([] if spike is None else [spike]), *slow]:
             logger.warning("%s", line)
 
-    def _report(
+    def _record(
         self,
         outcome: StepOutcome,
         lr: float,
         loss_scale: float | None,
-        outputs: StepOutputs,
+        eta_seconds: float | None,
         *,
-        stopped: bool,
-    ) -> bool:
-        """The record of the step, with an evaluation if one is due. Returns whether a rank was
-        asked to stop meanwhile."""
-        eta_seconds = self._pace.seconds_left(self.step)
-        outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
-        finished = self.step == self.config.training.steps
-        freq = self.config.validation.freq
-        evaluates = freq > 0 and (self.step % freq == 0 or finished)
-        is_told = stopped or finished or self.step % self.config.metrics.log_freq == 0
-        if not (evaluates or is_told):
-            return False
+        is_last: bool,
+    ) -> StepRecord | None:
+        """The record of the step, yet without an evaluation; None if none is due."""
+        is_due = is_last or self.step % self.config.metrics.log_freq == 0
+        if not (is_due or evaluation_is_due(self.config, self.step)):
+            return None
         memory = self._meter.memory_gib()
-        record = self._meter.record(
+        return self._meter.record(
             outcome,
             step=self.step,
             tokens=self.tokens,
@@ -244,21 +256,27 @@ class Trainer:
             loss_scale=loss_scale,
             eta_seconds=eta_seconds,
         )
-        asked = False
-        if evaluates:
+
+    def _report(self, record: StepRecord, outputs: StepOutputs) -> str | None:
+        """Write the record of the step, with an evaluation if one is due.
+
+        Returns why the evaluation was left out, if it was: the record lacks it then.
+        """
+        stopped: str | None = None
+        if evaluation_is_due(self.config, self.step):
             self.clock.enter(Phase.EVALUATION)
             begin = time.perf_counter()
-            val_loss = self._evaluate()
-            asked = val_loss is None
-            seconds = time.perf_counter() - begin
+            val_loss, stopped = self._evaluate()
+            milliseconds = (time.perf_counter() - begin) * 1e3
             self._leave_phase()
-            record = dataclasses.replace(record, val_loss=val_loss, evaluation_ms=seconds * 1e3)
+            if stopped is None:
+                record = dataclasses.replace(record, val_loss=val_loss, evaluation_ms=milliseconds)
         logger.info("%s", record.line(self.config.training.steps))
         outputs.record(record)
-        return asked
+        return stopped
 
-    def _evaluate(self) -> float | None:
-        """The loss on held-out text; None if a rank is asked to stop before its end."""
+    def _evaluate(self) -> tuple[float | None, str | None]:
+        """The loss on held-out text, None if it has no label; and why it was left out, or None."""
         asked = False
 
         def until_asked() -> Iterator[list[MicroBatch]]:
@@ -270,7 +288,16 @@ class Trainer:
                 yield batches
 
         val_loss = self.train_step.evaluate(until_asked())
-        return None if asked else val_loss
+        if asked:
+            return None, _AS_ASKED
+        if val_loss is None:
+            logger.warning(
+                "step %d: none of the held-out tokens evaluated has a label, so there is no"
+                " val_loss: look at data.valid_source (or data.valid_fraction) and"
+                " validation.steps",
+                self.step,
+            )
+        return val_loss, None
 
     def _profile(self, outcome: StepOutcome) -> None:
         """Write the profile of the step that has just been taken; no part of its time."""
@@ -286,13 +313,12 @@ class Trainer:
     def _count_skip(self, outcome: StepOutcome) -> None:
         """Tell of a skipped step. Raises ValueError if it is one too many in a row."""
         optimizer, limit = self.optimizer, self.config.optimizer.max_skipped_steps
-        logger.warning("%s", describe_skip(optimizer, step=self.step, grad_norm=outcome.grad_norm))
+        logger.warning("%s", describe_skip(optimizer, outcome, step=self.step))
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
-    def _save(self, *, last: bool) -> None:
+    def _save(self, done: Progress, *, last: bool) -> None:
         """Save. Raises CheckpointError if that fails, and it is the last one."""
         self.clock.enter(Phase.CHECKPOINT)
-        done = Progress(self.step, self.tokens)
         if last:
             self._checkpoints.save_at_last(done)
         else:
@@ -311,14 +337,17 @@ class Trainer:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
                 logger.info("%s: %s", self._shared_cores, waits)
-        if stopped is not None and self.step < self.config.training.steps:
+        if stopped is not None:
             logger.info(
-                "stopped after step %d of %d, %s; the same command goes on from there",
+                "stopped after step %d of %d, %s; run the same command again to resume",
                 self.step,
                 self.config.training.steps,
                 stopped,
             )
         else:
+            folder, step = self.start.folder, self.step
+            what = f"ending the run in {folder.path}"
+            attempt_first(self.mesh.host, what, lambda: folder.write_finished(step))
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
             logger.info("text from it: %s", _how_to_generate(self.start.checkpoints))
 
@@ -329,4 +358,4 @@ def _how_to_generate(checkpoints: Path) -> str:
     folder = checkpoints.parent if checkpoints.name == "checkpoint" else checkpoints
     here = Path.cwd()
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return f'{isp} generate {folder} --prompt "The "'
+    return f'{isp} generate {folder} --prompt "The " --temperature 0.8'

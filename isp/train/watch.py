@@ -23,6 +23,7 @@ from isp.parallel import Axis, Topology
 from isp.parallel.phase import Phase
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
+from isp.train.step import StepOutcome
 
 __all__ = [
     "LossWatch",
@@ -130,11 +131,14 @@ class Pace:
         return -(-self._total // every) - step // every
 
 
-def describe_skip(optimizer: Zero1Optimizer, *, step: int, grad_norm: float) -> str:
+def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int) -> str:
     """A line about step number `step`, which the optimizer has just skipped."""
     count = optimizer.num_skipped
+    why = f"the gradient norm is {outcome.grad_norm}"
+    if not outcome.valid_tokens:
+        why = "no token of its batch has a label"
     text = (
-        f"step {step}: the gradient norm is {grad_norm}, so the weights were left as they are"
+        f"step {step}: {why}, so the weights were left as they are"
         f" ({count} {'step was' if count == 1 else 'steps were'} skipped so far)"
     )
     scaler = optimizer.scaler

@@ -242,7 +242,8 @@ class ISPCommunicator(WPCommunicator):
         self._sharded: dict[int, tuple[ShardedParameter, ...]] = {}
         """Weight and bias of each layer, by its id."""
         self._homes: dict[str, tuple[ISPOverlapState, tuple[ShardedParameter, ...], nn.Module]] = {}
-        """Store, layer and block of each weight; of its first visit, if there are several."""
+        """Store, parameters and block of each weight; of its first visit, if there are several,
+        with the first bias."""
         self._keys: dict[Site, Hashable] = {}
         """The name that the visit at a site gives itself: of a layer, or a launch point."""
         self._forward: list[Hashable] = []
@@ -279,7 +280,9 @@ class ISPCommunicator(WPCommunicator):
             if visit.layer is not None:
                 name = self._names[id(visit.layer)] = self._names[id(visit.layer.weight)]
                 sharded = self._sharded[id(visit.layer)] = ShardedParameter.of(visit.layer)
-                self._homes.setdefault(name, (self._states[site.chunk], sharded, block.module))
+                home = self._homes.get(name, (self._states[site.chunk], sharded, block.module))
+                longer = max(home[1], sharded, key=len)  # a tied head may have a bias of its own
+                self._homes[name] = home[0], longer, home[2]
             elif visit.at is not None:
                 visit.at.register_forward_pre_hook(partial(self._pass_by, key))
 

@@ -63,7 +63,8 @@ class Act(NamedTuple):
     kind: ActKind
     weight: str
     bias: str | None = None
-    """That of the layer that reads the weight first, if a forward reads it before the free."""
+    """That of the first layer that reads the weight and has one, if a forward reads it before the
+    free."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -163,7 +164,7 @@ class _Read(NamedTuple):
     step: int
     weight: str
     bias: str | None
-    """Read there, too: by a layer that goes forward, and is the first to read the weight."""
+    """Read there, too: by a layer that goes forward, the first with a bias to read the weight."""
     together: int
     """Index of the last of the reads that this one and those behind it are there for."""
 
@@ -193,9 +194,9 @@ class _Lifetime:
 
 def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
     """All reads of the trace, and the spans that have any."""
-    biases: dict[str, str | None] = {}
+    biases: dict[str, str] = {}
     for visit in (visit for chunk in chunks for block in chunk for visit in block.visits):
-        if visit.weight is not None:
+        if visit.weight is not None and visit.bias is not None:
             biases.setdefault(visit.weight, visit.bias)
     reads: list[_Read] = []
     units: list[_Unit] = []
@@ -208,7 +209,7 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
             if weight is not None:
                 together = counted[span.until[offset] + 1] - 1
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
-                site, bias = span.sites[offset], biases[weight]
+                site, bias = span.sites[offset], biases.get(weight)
                 visit = chunks[site.chunk][site.block].visits[site.visit]
                 forward = site.phase is not Phase.BACKWARD or not visit.in_recompute
                 bias = bias if forward and visit.bias == bias else None

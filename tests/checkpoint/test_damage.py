@@ -6,23 +6,29 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
-from isp.checkpoint.manifest import MANIFEST, Manifest
+from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from isp.checkpoint.storage import METADATA, read_metadata
+from isp.checkpoint.whole import WholeWeights
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
+from isp.train.export import export
 from tests.checkpoint.runs import Layout, fill, make_run
 from tests.ranks import run_ranks
 
 CONFIG = CheckpointConfig(async_mode="disabled")
 DATA = "__0_0.distcp"
+FILES = {name: FileRecord(1 << 20, 64 * "0") for name in (METADATA, DATA)}
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +220,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
         f"float32 [{2**70}, 0] is not a tensor of 0 bytes",
     ),
     "other values": (lambda path: _change(path, shared=[1]), "shared: Input should be"),
+    "odd time": (lambda path: _change(path, saved_at=1e300), "saved_at: Input should be less"),
     "a list": (lambda path: _change(path, format=[]), "has format []"),
 }
 
@@ -234,18 +241,109 @@ def test_a_crafted_manifest_is_passed_over(folder: Path, craft: str) -> None:
     assert reason in inspect(folder / "step_30")
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../step_20/__0_0.distcp"])
-def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
-    """Catches a table of contents, a stranger's, that has another file read as weights."""
-    path = folder / "step_30"
-    metadata = read_metadata(path, [METADATA, DATA])
-    for info in metadata.storage_data.values():
-        info.relative_path = name
+def _write_table(path: Path, metadata: Metadata) -> None:
+    """Write another table of contents into a checkpoint, with the right checksum."""
     data = pickle.dumps(metadata)
     (path / METADATA).write_bytes(data)
     files = {key: list(record) for key, record in Manifest.read(path).files.items()}
     files[METADATA] = [len(data), hashlib.sha256(data).hexdigest()]
     _change(path, files=files)
+
+
+def _crafted(craft: str, metadata: Metadata) -> None:
+    key = next(iter(metadata.state_dict_metadata))
+    tensor: Any = metadata.state_dict_metadata[key]
+    place = metadata.storage_data[MetadataIndex(key, tensor.chunks[0].offsets)]
+    match craft:
+        case "no chunks":
+            tensor.chunks.clear()
+        case "a chunk of another rank of dims":
+            tensor.chunks[0].sizes = torch.Size([*tensor.size, 1])
+        case "a chunk outside":
+            tensor.chunks[0].offsets = torch.Size(tensor.size)
+        case "chunks that are none":
+            tensor.chunks = [1]
+        case "no list of chunks":
+            tensor.chunks = None
+        case "a negative size":
+            tensor.size = torch.Size([-n for n in tensor.size])
+        case "too large":
+            tensor.size = torch.Size([2**40, *tensor.size[1:]])
+        case "no place":
+            metadata.storage_data.clear()
+        case "another key":
+            metadata.storage_data["key"] = place
+        case "beyond the file":
+            place.offset = 2**40
+        case "no number":
+            place.length = "1"
+        case "transforms":
+            place.transform_descriptors = ["zstd"]
+
+
+CRAFTS = """no chunks;a chunk of another rank of dims;a chunk outside;chunks that are none
+no list of chunks;a negative size;too large;no place;another key;beyond the file;no number
+transforms"""
+
+
+@pytest.mark.parametrize("craft", re.split("[;\n]", CRAFTS))
+def test_a_crafted_table_is_damaged(folder: Path, craft: str) -> None:
+    """Catches a traceback of torch's, a read of nothing, and memory for what is not there."""
+    path = folder / "step_30"
+    metadata = read_metadata(path, Manifest.read(path).files)
+    _crafted(craft, metadata)
+    _write_table(path, metadata)
+    assert f"\ndamaged: {METADATA} " in inspect(path)
+    with pytest.raises(CheckpointError, match=rf"is damaged: {METADATA} "):
+        WholeWeights(path)
+
+
+def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
+    """Catches a traceback for tensors that are not what the table says."""
+    path = folder / "step_30"
+    metadata = read_metadata(path, Manifest.read(path).files)
+    for info in metadata.storage_data.values():
+        info.offset += 1
+        info.length -= 1
+    _write_table(path, metadata)
+    weights = WholeWeights(path)
+    with pytest.raises(CheckpointError, match="is damaged: "):
+        weights.read(next(iter(weights.shapes)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.dtype", "load"),
+        ("training.dtype", None),
+        ("data.seq_len", "8"),
+        ("data.tokenizer", 5),
+        ("model.hf", 5),
+        ("model.init_from", []),
+    ],
+)
+def test_a_crafted_configuration_is_damaged(folder: Path, key: str, value: object) -> None:
+    """Catches a traceback where a checkpoint is exported, or text is made with it."""
+    config: dict[str, dict[str, object]] = {
+        "model": {"hf": None, "init_from": None},
+        "training": {"dtype": "float32"},
+        "data": {"seq_len": 8, "tokenizer": "bytes"},
+    }
+    section, _, name = key.partition(".")
+    config[section][name] = value
+    _change(folder / "step_30", shared={"config": config})
+    with pytest.raises(ValueError, match=rf"is damaged: its configuration has {key}="):
+        export(folder / "step_30", folder.parent / "hf")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../step_20/__0_0.distcp"])
+def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
+    """Catches a table of contents, a stranger's, that has another file read as weights."""
+    path = folder / "step_30"
+    metadata = read_metadata(path, Manifest.read(path).files)
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    _write_table(path, metadata)
     run = make_run(0, Layout(), torch.float32)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
     info = checkpointer.choose()
@@ -261,7 +359,7 @@ def test_another_table_is_no_table(folder: Path, value: bytes) -> None:
     """Catches a traceback for what only looks like a table of contents."""
     (folder / "step_30" / METADATA).write_bytes(value)
     with pytest.raises(pickle.UnpicklingError, match=METADATA):
-        read_metadata(folder / "step_30", [METADATA, DATA])
+        read_metadata(folder / "step_30", FILES)
 
 
 class _Harmful:
@@ -273,7 +371,7 @@ def test_a_harmful_file_runs_no_code(folder: Path) -> None:
     """Catches a checkpoint from a stranger that runs commands when it is read."""
     (folder / "step_30" / METADATA).write_bytes(pickle.dumps(_Harmful()))
     with pytest.raises(pickle.UnpicklingError, match=r"must not contain posix\.system"):
-        read_metadata(folder / "step_30", [METADATA])
+        read_metadata(folder / "step_30", FILES)
 
 
 def test_inspect_says_what_is_in_it(folder: Path) -> None:

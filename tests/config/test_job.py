@@ -12,9 +12,14 @@ import torch
 
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.config.keys import KeyTable, docs_of
+from isp.inference.source import _to_read
 from isp.parallel import Mode
+from isp.planner.declared import bare
 from isp.settings import OptimizerConfig, TrainingConfig
+from isp.settings.attention_backend import AttentionBackend
+from isp.settings.section import KeyRole, defaults_of
 from isp.train.run import choose_device
+from model.config import ModelConfig
 
 MERGES = [f"{y}: &{y} {{<<: [*{x}, *{x}]}}" for x, y in pairwise("abcdefghijklmnopqrs")]
 """Each as large as two of the one before."""
@@ -86,6 +91,28 @@ def test_a_number_of_a_presets_rope_scaling_is_changed_alone(write):
     assert (scaling.type, scaling.factor, scaling.low_freq_factor) == ("llama3", 16.0, 1.0)
 
 
+def test_whole_numbers_may_have_an_exponent(write):
+    """Catches 1e3 steps refused, and half a step taken."""
+    path = write(f"{MINIMAL}training: {{steps: 2e3}}\ncheckpoint: {{load_step: 1.0}}\n")
+    config = load_config(path, ["--data.seq_len", "1e3", "--data.micro_num=2.0"])
+    numbers = config.training.steps, config.checkpoint.load_step, config.data.seq_len
+    assert numbers == (2000, 1, 1000)
+    assert all(type(number) is int for number in (*numbers, config.data.micro_num))
+    assert load_config(path, ["--job.name", "1e3"]).job.name == "1e3"
+    fault = "--training.steps: training.steps=1000.5 must be a whole number"
+    assert fault in faults_of(path, "--training.steps", "1000.5")
+
+
+def test_faults_of_the_command_line_are_not_the_files(write):
+    """Catches a wrong key for which the user looks into the file."""
+    path, known = write(MINIMAL), "training.stps: no such key; did you mean 'steps'?"
+    assert faults_of(path, "--training.stps", "1") == f"--training.stps: {known}"
+    two = faults_of(path, "--training.stps", "1", "--data.seq_len", "0").splitlines()
+    assert two[0] == "the command line: 2 faults"
+    assert f"  --training.stps: {known}" in two
+    assert faults_of(write(f"{MINIMAL}  sed: 1\n")).startswith(f"{path}: line 5: data.sed: no such")
+
+
 def test_a_section_without_keys_has_its_defaults(write):
     """Catches `optimizer:` with every key commented out read as null."""
     assert load_config(write(f"{MINIMAL}optimizer:\n  # lr: 1\n")).optimizer.lr == 3e-4
@@ -106,6 +133,40 @@ def test_every_key_is_documented():
     for path, names in keys.sections.items():
         assert tuple(docs_of(keys.classes[path])) == names, path
     assert sum(map(len, keys.sections.values())) > 100
+
+
+def test_every_key_has_a_role():
+    """Catches a new key of which nobody knows whether a run may be resumed with another value."""
+    keys = KeyTable.of(JobConfig)
+    assert [path for path in keys.hints if keys.role(path) is None] == []
+    assert keys.role(("model", "rope_scaling", "factor")) is KeyRole.MODEL
+    assert keys.role(("optimizer", "param_groups", "0", "lr_scale")) is KeyRole.METHOD
+    assert keys.role(("model",)) is keys.role(("training", "step")) is None
+
+
+def test_ways_to_compute_are_left_out_by_their_role():
+    """Catches a key that saves memory, and makes another model of a plan's or a checkpoint's."""
+    plain = ModelConfig(hidden_size=64, num_heads=4, num_kv_heads=2, num_layers=3)
+    others = {
+        "attention_backend": AttentionBackend.SDPA,
+        "compile": False,
+        "init_std": 0.5,
+        "loss_chunk_tokens": 0,
+        "checkpoint": 0.5,
+        "checkpoint_distribute_activations": True,
+        "checkpoint_offload": True,
+        "checkpoint_segment": 2,
+        "checkpoint_norm_outputs": True,
+        "checkpoint_mlp_activation": True,
+        "mlp_tile_tokens": 8192,
+    }
+    excluding = {"checkpoint_keeps_attention": True}, {"attention_head_groups": 2}
+    names = {*others, *(name for one in excluding for name in one)}
+    assert names == defaults_of(ModelConfig, KeyRole.METHOD).keys()
+    for changed in (others, *excluding):
+        model = dataclasses.replace(plain, preset="tiny", **changed)
+        assert bare(model) == dataclasses.replace(plain, preset="tiny")
+        assert _to_read(model) == plain
 
 
 def test_all_faults_are_reported_at_once_with_their_places(write):
@@ -154,7 +215,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
     path = write(f"{MINIMAL}parallel:\n  weight: {{size: 1}}\n")
     message = faults_of(path, "--parallel.tenser.size", "2")
     assert message == (
-        f"{path}: --parallel.tenser.size: parallel.tenser: no such key; did you mean 'tensor'?"
+        "--parallel.tenser.size: parallel.tenser: no such key; did you mean 'tensor'?"
     )
 
 
@@ -196,6 +257,30 @@ def test_numbers_that_exclude_each_other_are_refused(write):
     split = ["--parallel.tensor.size=3", "--data.seq_len=2049"]
     assert load_config(path, split).parallel.tensor.size == 3
     assert "model.num_heads=4" in faults_of(path, *split, "--parallel.tensor.mode=mtp")
+
+
+def test_micro_batches_follow_from_a_global_batch(write):
+    """Catches a global batch that changes with the ranks, or a micro_num that is not obeyed."""
+    path, whole = write(MINIMAL), "--training.global_batch_size=24"
+    config = load_config(path, [whole, "--data.micro_bsz=2", "--parallel.tensor.size=2"])
+    assert [config.for_ranks(n).data.num_micro_batches for n in (2, 4, 8, 24)] == [12, 6, 3, 1]
+    assert config.for_ranks(4).for_ranks(4) == config.for_ranks(4)
+    assert load_config(path).for_ranks(7).data.num_micro_batches == 1
+    with pytest.raises(ConfigError, match=r"=24 must be a multiple of the 10 .*: use 20 or 30$"):
+        config.for_ranks(10)
+    both = load_config(path, [whole, "--data.micro_num=6"])
+    assert both.for_ranks(4).data.micro_num == 6
+    with pytest.raises(
+        ConfigError, match=r"micro_num=6 disagree: .* takes data.micro_num=3; leave"
+    ):
+        both.for_ranks(8)
+    stages = load_config(path, [whole, "--parallel.pipeline.size=2"])
+    assert stages.for_ranks(4).data.num_micro_batches == 12
+    with pytest.raises(
+        ConfigError, match=r"^training.global_batch_size=24: .*pipeline.size=2 needs"
+    ):
+        stages.for_ranks(48)
+    assert load_config(write(to_yaml(config))).for_ranks(4) == config.for_ranks(4)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,15 @@ SPECIAL = (
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eot_id|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|return|>",
+    "<|call|>",
 )
 
 CHATML = """{%- for message in messages %}

@@ -1,6 +1,7 @@
 """Documents of text sources: which, in which order, and what is said when there are none."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -106,15 +107,32 @@ def test_nothing_there(tmp_path: Path) -> None:
     blank = write(tmp_path / "blank.jsonl", "\n\n")
     write(tmp_path / "binaries" / "x.png", "x")
     write(tmp_path / "hollow" / "x.txt", "")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    parquet = write(tmp_path / "saved" / "a.parquet", "PAR1")
+    arrow = write(tmp_path / "saved" / "b.ARROW", "x")
+    told = "which is not supported yet: write it as lines of JSON"
     cases: list[tuple[str, type[Exception], str]] = [
         (str(tmp_path / "no.txt"), FileNotFoundError, "does not exist"),
         (str(tmp_path / "*.none"), FileNotFoundError, "matches no file"),
         (str(tmp_path / "binaries"), FileNotFoundError, "is a folder without text files"),
         (empty, ValueError, "is an empty file"),
+        (str(tmp_path / "pipe.jsonl"), ValueError, "is a pipe, whose text can be read only once"),
+        ("/dev/zero", ValueError, "is a device, whose text can be read only once"),
+        (parquet, ValueError, f": {parquet} is Parquet, {told}"),
+        (str(tmp_path / "saved"), ValueError, f": {parquet} is Parquet, {told}"),
+        (str(tmp_path / "saved" / "*.A*"), ValueError, f": {arrow} is Arrow, {told}"),
+        ("s3://bucket/a.jsonl", ValueError, "is a remote path, and those are not supported yet"),
+        (
+            "hf://datasets/a/b/*.txt",
+            ValueError,
+            "is a remote path, and those are not supported yet",
+        ),
         (blank, ValueError, "holds no documents"),
         (str(tmp_path / "hollow"), ValueError, "holds no documents"),
     ]
     for source, kind, message in cases:
         with pytest.raises(kind) as refused:
             list(iterate_documents(source, key="data.valid_source"))
-        assert str(refused.value).startswith(f"data.valid_source={source} {message}")
+        assert str(refused.value).startswith(
+            (f"data.valid_source={source} {message}", f"data.valid_source={source}{message}")
+        )

@@ -43,6 +43,29 @@ def test_without_labels_all_is_trained(tmp_path: Path) -> None:
         assert opened(path, seq_len=3).train.sample(0).labels.tolist() == [6, 7, -100]
 
 
+def test_positions_that_restart_cut_documents(tmp_path: Path) -> None:
+    """Catches documents of one line that see each other, or a label across their border."""
+    lines = [
+        {"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 0, 1, 2]},
+        {"input_ids": [6, 7, 8], "labels": [6, -100, 8], "position_ids": [0, 0, 1]},
+    ]
+    apart = [
+        {"input_ids": [1, 2]},
+        {"input_ids": [3, 4, 5]},
+        {"input_ids": [6], "labels": [6]},
+        {"input_ids": [7, 8], "labels": [-100, 8]},
+    ]
+    path, other = (
+        write_lines(tmp_path / n, of) for n, of in (("a.jsonl", lines), ("b.jsonl", apart))
+    )
+    for keys in ({"seq_len": 8}, {"seq_len": 4}, {"pack": False}):
+        found, expected = (opened(p, **keys).train for p in (path, other))
+        assert found.samples_per_epoch == expected.samples_per_epoch
+        for i in range(found.samples_per_epoch):
+            for of_found, of_expected in zip(found.sample(i), expected.sample(i), strict=True):
+                assert of_found.tolist() == of_expected.tolist()
+
+
 def test_messages_become_rows(tmp_path: Path) -> None:
     """Catches a template that is not asked for, or labels that do not travel to the sample."""
     folder = chat_folder(tmp_path / "model")
@@ -99,7 +122,14 @@ def test_mixtures(tmp_path: Path) -> None:
         ({"input_ids": []}, "no 'input_ids'"),
         ({"input_ids": [1, 2**70]}, "beyond 64 bits"),
         ({"labels": [1]}, "no 'input_ids'"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "is padded"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "'attention_mask' holds others than 1"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "has 1 attention_mask for 2 input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": 1}, "no 'attention_mask' that is a list"),
+        ({"input_ids": [1, 2], "position_ids": [1, 2]}, "'position_ids' has 1 at token 0"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 4]}, "'position_ids' has 4 at token 2"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 0, 2]}, "'position_ids' has 2 at token 2"),
+        ({"input_ids": [1, 2], "position_ids": [0]}, "has 1 position_ids for 2 input_ids"),
+        ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "'assistant_masks', which is not read"),
     ],
 )
 def test_bad_lines_are_told_with_file_and_line(

@@ -140,9 +140,23 @@ def test_held_out_does_not_depend_on_the_seed(tmp_path: Path) -> None:
 def test_nothing_held_out_is_an_error(tmp_path: Path) -> None:
     """Catches an evaluation that silently has no text, or leaves none to train on."""
     source = write_documents(tmp_path, 1)
-    for fraction, count in ((0.001, 0), (0.999, 1)):
-        with pytest.raises(ValueError, match=rf"fraction={fraction} holds out {count} of the 1 "):
+    for fraction, count in ((0.001, 0), (0.999, 14)):
+        with pytest.raises(ValueError, match=rf"={fraction} holds out {count} of the 14 tokens"):
             open_datasets(DataConfig(source=source, valid_fraction=fraction, seq_len=2), seed=0)
+
+
+def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
+    """Catches a text that is trained on whole, or of which tokens are lost or in both parts."""
+    (tmp_path / "book.txt").write_text("abcdefghijklmno")  # and eos
+    source = str(tmp_path / "book.txt")
+    data = open_datasets(DataConfig(source=source, valid_fraction=0.25, seq_len=4), seed=3)
+    assert data.valid is not None
+    parts = [
+        sorted(data.tokenizer.decode(part.sample(i).tokens) for i in range(part.samples_per_epoch))
+        for part in (data.train, data.valid)
+    ]
+    assert parts == [["abcd", "efgh", "ijkl"], ["mno"]]
+    assert "its end: 1 documents, 4 tokens" in data.valid.summary
 
 
 def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_hf_missing_and_broken_files(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=.*none.* does not exist"):
         load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"data\.tokenizer=/dev/null is no regular file"):
+        load_tokenizer("/dev/null")  # a pipe would be waited for
     with pytest.raises(FileNotFoundError, match=r"folder without a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")

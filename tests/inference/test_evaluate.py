@@ -14,6 +14,7 @@ import torch
 from isp.cli import launch as launch_module
 from isp.cli import main
 from isp.comm import Mesh
+from isp.config import load_config
 from isp.data.tokenizer import ByteTokenizer
 from isp.inference.evaluate import count_found, text_losses
 from isp.inference.layout import choose_layout
@@ -32,8 +33,8 @@ LENGTH = 32
 CONFIG = """
 model: {vocab_size: 258, hidden_size: 32, num_layers: 2, num_heads: 4, intermediate_size: 48}
 data: {source: TEXT, valid_source: TEXT, seq_len: 32, micro_bsz: 3, pack: false}
-training: {steps: 1, dtype: float64}
-validation: {freq: 1, steps: 2}
+training: {steps: 1, dtype: float64, global_batch_size: 6}
+validation: {freq: 1, steps: 1}
 """
 
 
@@ -75,6 +76,12 @@ def test_the_mean_is_the_loss_of_the_runs_own_evaluation(run: Path, tmp_path: Pa
     assert found.text.rows == 6
     assert [bucket.tokens for bucket in found.text.buckets] == [30, 18, 144]
     assert found.text.loss_within(LENGTH) == pytest.approx(record.val_loss, rel=0, abs=1e-9)
+
+
+def test_the_file_of_a_run_leaves_its_micro_batches_to_the_ranks(run: Path) -> None:
+    """Catches one that says data.micro_num of the ranks that wrote it, and no others can take."""
+    config = load_config(run / "config.yaml")
+    assert config.for_ranks(2).data.num_micro_batches == 1
 
 
 def test_ranks_are_started_and_one_of_them_writes(

@@ -70,7 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        chat_template=(
+            "{{ bos_token }}{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+        ),
     ).save_pretrained(folder)
     return folder
 
@@ -152,8 +159,9 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize("chat", [False, True])
 def test_the_command_finds_what_the_harness_finds(
-    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
     """Of data that are local files; with examples before each question, on two ranks, too."""
     from lm_eval import simple_evaluate
@@ -162,11 +170,16 @@ def test_the_command_finds_what_the_harness_finds(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     wanted = simple_evaluate(
-        of_transformers(folder), tasks=list(TASKS), task_manager=manager, num_fewshot=1
+        of_transformers(folder),
+        tasks=list(TASKS),
+        task_manager=manager,
+        num_fewshot=1,
+        apply_chat_template=chat,
     )
     assert wanted is not None
     words = ["evaluate", str(folder), "--dtype=float64", f"--tasks={','.join(TASKS)}"]
     words += [f"--include-path={tasks}", f"--output={tmp_path}", "--num_fewshot=1"]
+    words += ["--apply_chat_template"] * chat
     monkeypatch.setattr(launch_module, "launch", launch_forked)
     for more in ([], ["--nproc=2", "--parallel.tensor.mode=isp"]):
         assert main([*words, *more]) == 0

@@ -176,6 +176,7 @@ def train_plainly(
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         for group in adamw.param_groups:
             group["lr"] = lr
-        adamw.step()
+        if num_valid:
+            adamw.step()
         numbers.append((total, norm.item()))
     return numbers

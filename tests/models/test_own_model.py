@@ -120,7 +120,7 @@ class MlpChunk(nn.Module):
     def shards(self) -> Iterator[NamedParameter]:
         return named_parameters(self)
 
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int | None) -> None:
         init_weights(self, seed)
 
     def parts(self) -> dict[str, nn.Module]:

@@ -42,7 +42,7 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 def _batches(config: JobConfig) -> list[MicroBatch]:
     rows = torch.arange(config.row_tokens)[None]
     ends = torch.tensor([0, config.row_tokens], dtype=torch.int32)
-    return [MicroBatch(rows, rows, rows, ends) for _ in range(config.data.micro_num)]
+    return [MicroBatch(rows, rows, rows, ends) for _ in range(config.data.num_micro_batches)]
 
 
 def _step(rank: int, config: JobConfig) -> TrainStep:
@@ -61,7 +61,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
         share_micro_batches(
             stacked(_batches(config), CPU) if tensor.rank == 0 else None,
             shape=(1, config.row_tokens),
-            micro_num=config.data.micro_num,
+            micro_num=config.data.num_micro_batches,
             packed=True,
             tensor=tensor,
             host=tensor,

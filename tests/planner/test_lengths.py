@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from isp.cli import main
+from isp.cli.lengths_command import gib
+from isp.cli.progress import show_progress
 from isp.config import ConfigError, load_config
 from isp.planner import ladder, load_fabric
+from isp.planner.fabric import HostSpec
 from isp.planner.ladder import Rung, climb
 from isp.planner.lengths import HOST, Budget, Longest, Planned
 from isp.planner.memory import Memory, memory
+from isp.train import host_memory
+from isp.train.host_memory import check_host_memory
 
 TEXT = """
 model:
@@ -134,7 +142,7 @@ def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> No
     long = ["--data.seq_len", "50000"]  # no multiple of anything
     assert main([*words, *long]) == 0
     said = capsys.readouterr().out
-    assert "16.00 GiB of its host's" in said  # four ranks share it
+    assert "14.40 GiB of its host's" in said  # four ranks share what the system leaves
     assert re.search(r"data.seq_len=50000 does not fit: 0\.[789]", said)
     (enough,) = re.findall(r"data.seq_len=50000 fits with `.*`: (.*)", said)
     (best,) = re.findall(r"the longest: (.*)", said)
@@ -151,6 +159,41 @@ def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> No
     told = re.findall(r"--model\S+ \S+|--optim\S+ \S+", best)
     assert told in [step["overrides"] for step in found["ladder"]]
     assert sum(found["memory"]["bytes"].values()) > found["device_bytes"]
+
+
+def test_what_is_advised_is_not_refused(file: str) -> None:
+    """Catches copies for background saves that are forgotten, and a host planned to the brim."""
+    words = ["--checkpoint.interval=5", "--model.checkpoint=1", "--model.checkpoint_offload=true"]
+    fabric = load_fabric("h100x8_ib400")
+    fabric = replace(fabric, host=HostSpec(memory_gib=0.1))
+    budget = Budget.of(fabric, 4)
+    longest = _planned(file, *words).longest(budget)
+    assert isinstance(longest, Longest)
+    assert isinstance(longest.beyond, Memory)
+    assert budget.on_host(longest.beyond)
+    config = load_config(file, [*words, f"--data.seq_len={longest.seq_len}"])
+    with mock.patch.object(host_memory, "available_bytes", return_value=int(0.092 * 2**30)):
+        check_host_memory(config, config.topology(4), 4)
+
+
+def test_progress_stands_in_the_way_of_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches minutes without a word, and a line among the JSON that a program reads."""
+    for same, line in ((False, "lengths: 2, one after the other\n"), (True, "")):
+        monkeypatch.setattr(os.path, "sameopenfile", lambda one, other, same=same: same)
+        assert list(show_progress([3, 4], "lengths")) == [3, 4]
+        assert capsys.readouterr() == ("", line)
+
+
+def test_a_run_without_background_saves_has_the_host_to_itself(file: str) -> None:
+    """Catches copies that are planned where there are none."""
+    words = "--checkpoint.interval=5", "--checkpoint.async_mode=disabled"
+    with_copies, without = _planned(file, *words[:1]).peak(2048), _planned(file, *words).peak(2048)
+    assert without.host == _planned(file).peak(2048).host == 0
+    assert with_copies.host == with_copies.weights + with_copies.optimizer
+    states = _planned(file, words[0], "--optimizer.offload_states=true").peak(2048)
+    assert states.host == with_copies.host + with_copies.optimizer
 
 
 def test_memory_for_no_row_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,14 +238,23 @@ def test_a_length_that_nobody_gave_is_named(file: str) -> None:
         planned.longest(Budget(300 * MIB, None))
 
 
-@pytest.mark.parametrize("size", ["80GB", "-1", "nan", "much", "0"])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80", 80), ("80GiB", 80), ("0.5TiB", 512), ("80GB", 80e9 / 2**30), ("512MiB", 0.5)],
+)
+def test_sizes_have_units(text: str, size: float) -> None:
+    """Catches decimal gigabytes taken for binary ones."""
+    assert gib(text) == pytest.approx(size, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", ["80GBs", "-1", "nan", "much", "0", "GB", "80gb", "1 TBTB"])
 def test_sizes_that_are_none_are_refused(
     file: str, size: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a memory of nothing, and decimal gigabytes taken for binary ones."""
+    """Catches a memory of nothing, or of a unit that is none."""
     with pytest.raises(SystemExit):
         main(["plan", file, "--memory", size])
-    assert f"{size} must be a size in GiB, such as 80 or 1.5TiB" in capsys.readouterr().err
+    assert f"{size} must be a size: 80 and 80GiB are multiples of" in capsys.readouterr().err
 
 
 def test_a_node_shares_its_host(file: str) -> None:

@@ -43,7 +43,7 @@ def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) ->
     rows = rows_of(config, 8)
     assert rows == 2 * 4
     found = search(config, 8, fabric, rows=rows, on_cpu=False)
-    own = evaluate(config, 8, fabric, on_cpu=False)
+    own = evaluate(config, 8, fabric, rows=rows, on_cpu=False)
     steps = [c.prediction.step for c in found.fitting if c.prediction is not None]
     assert steps == sorted(steps)
     assert own.prediction is not None
@@ -123,8 +123,35 @@ def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
     little = replace(fabric, host=HostSpec(memory_gib=0.01))
     found = search(config, 4, little, rows=16, on_cpu=False)
     assert not found.fitting
-    own = evaluate(config, 4, little, on_cpu=False)
+    own = evaluate(config, 4, little, rows=16, on_cpu=False)
     assert "MiB of the host" in as_text(found, own, little, world_size=4, rows=16, top=1)
+
+
+def test_the_configuration_is_compared_at_the_same_batch(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a row whose step has other sequences, and keys of another layout than the first."""
+    whole = _config(file, "--training.global_batch_size=16", "--data.micro_num=null")
+    assert rows_of(whole, 4) == 16
+    for rows in (16, 4):
+        own = evaluate(whole, 4, load_fabric("cpu"), rows=rows, on_cpu=True)
+        assert own.case.micro_num == rows // 2
+        assert f"--training.global_batch_size {rows}" in own.overrides
+    words = ["layouts", file, "--world", "4", "--batch"]
+    assert main([*words, "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["configured"]["micro_num"] == 16 // 2
+    assert main([*words, "4", "--parallel.tensor.size=1"]) == 0
+    said = capsys.readouterr().out
+    assert "the configuration as it is is marked *" in said
+    assert main([*words, "9"]) == 0
+    assert re.search(r"as it is: 9 sequences a step cannot be shared", capsys.readouterr().out)
+
+    config, fabric = _config(file), load_fabric("h100x8_ib400")
+    found = search(config, 2, fabric, rows=16, on_cpu=False)
+    fastest, second = found.fitting[:2]
+    said = as_text(replace(found, fitting=(second,)), fastest, fabric, world_size=2, rows=16, top=1)
+    keys = said.split("the first one\n")[1].split("\n\n")[0]
+    assert [line.strip() for line in keys.splitlines()] == fastest.overrides
 
 
 def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:

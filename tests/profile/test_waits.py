@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.parallel import Mode, ParallelConfig, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, TensorConfig
 from isp.parallel.phase import Phase
@@ -143,6 +144,24 @@ def test_what_is_needed_at_once_is_called_so():
     )
     assert wait.reason is Reason.CHAIN
     assert wait.advice.startswith("mtp needs it at once")
+
+
+@pytest.mark.parametrize(
+    ("purpose", "said"),
+    [
+        (Purpose.HEADS, "attention needs it at once: only parallel.tensor.size"),
+        (Purpose.KEYS, "attention needs it at once: only the sizes of parallel.sequence_2D"),
+        (Purpose.SCAN_HEADS, "a scan needs it at once: parallel.sequence_scan=state"),
+        (Purpose.STATES, "a scan needs it at once: parallel.sequence_scan=heads"),
+        (Purpose.HALO, "a convolution needs it at once: the model's kernel size"),
+    ],
+)
+def test_exchanges_of_a_sequence_name_what_changes_them(purpose, said):
+    """Catches a scan or a convolution being advised as attention, or not at all."""
+    times = {"phase": Phase.FORWARD, "channel": "tensor", "launch": 35, "end": 45, "wait": 35}
+    wait = _wait(transfer("all_to_all", Cargo(purpose), **times))
+    assert wait.reason is Reason.CHAIN
+    assert wait.advice.startswith(said)
 
 
 def test_edges_are_by_design():

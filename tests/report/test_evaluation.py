@@ -10,7 +10,8 @@ import pytest
 
 from isp.cli import main
 from isp.metrics.evaluation import Bucket, Evaluation, Passkeys, TextLosses
-from isp.report.evaluation import evaluation_page
+from isp.report.evaluation import _draw_passkeys, evaluation_page
+from isp.report.style import WIDE
 from tests.report.html_page import HtmlPage
 
 pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
@@ -73,6 +74,17 @@ def test_report_reads_the_file_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text('{"version": 1}')
     assert main(["report", str(tmp_path)]) == 2
     assert "not an evaluation: model: Field required" in capsys.readouterr().err
+
+
+def test_no_key_found_is_a_light_cell() -> None:
+    """Catches a map of zeros that is one block of a strong colour."""
+    passkeys = EVALUATION.passkeys
+    assert passkeys is not None
+    cells = _draw_passkeys(passkeys, None, WIDE).axes[0].patches
+    found = [count for row in passkeys.found for count in row]
+    lightness = [min(cell.get_facecolor()[:3]) for cell in cells]
+    assert len(found) == len(cells)
+    assert all((light > 0.9) == (count == 0) for light, count in zip(lightness, found, strict=True))
 
 
 def test_a_part_may_be_left_out() -> None:

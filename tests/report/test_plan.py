@@ -37,7 +37,7 @@ def load(text: str, tmp_path: Path) -> JobConfig:
 
 def _plans(text: str, tmp_path: Path) -> list[RankPlan]:
     config = load(text, tmp_path)
-    return rank_plans(config.model, config.parallel, config.data.micro_num)
+    return rank_plans(config.model, config.parallel, config.data.num_micro_batches)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

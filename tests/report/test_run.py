@@ -31,6 +31,7 @@ model: {{preset: tiny}}
 data: {{source: python-stdlib, seq_len: 512}}
 parallel: {{tensor: {{size: 2}}, weight: {{size: 2}}}}
 """
+PICTURES = ["loss", "lr", "grad_norm", "throughput", "exposed", "memory"]
 COMMAND = ["python", "-m", "isp", "train", "my job.yaml", "--training.steps", "6"]
 
 
@@ -77,7 +78,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_page_needs_no_network(written: Written) -> None:
     """Catches a script, style, font or picture that is fetched from somewhere."""
     page = written.page
-    assert page.tags["svg"] == 8
+    assert page.tags["svg"] == 12
     assert page.references
     assert all(reference.startswith("#") for reference in page.references)
     assert page.styles.replace("url(#", "").count("url(") == 0
@@ -101,10 +102,26 @@ def test_page_has_the_numbers(written: Written) -> None:
     assert "means over steps 2 to 6" in text
     assert "2.7391 at step 1, 2.7391 at step 6" in text
     assert "1,024 tokens in sequences of 512" in text
+    assert "Loss 2.7391 at step 6, not finite on held-out text." in text
     assert "steps with a skipped update 1 " in text
     assert "world 2 = pipeline 1 x data 1 x tensor 2" in text
     assert "isp train 'my job.yaml' --nproc 2 --training.steps 6" in text
     assert "/run/config.yaml --nproc 2 --html measures a few steps" in text
+
+
+def test_loss_rate_and_norm_come_before_time(written: Written) -> None:
+    """Catches a page that leads with communication, and commands that look like prose."""
+    titles = re.findall("<h2>(.*?)</h2>", written.html)
+    assert titles == ["Training", "Time", "Memory", "The run"]
+    assert [picture.stem for picture in written.pictures] == sorted(PICTURES)
+    shown = re.findall('aria-label="(.*?)"', written.html)[::2]  # for desktops, then for phones
+    assert [alt.split(" over")[0] for alt in shown[:3]] == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+    ]
+    commands = re.findall("<code>(isp \\w+)", written.html)
+    assert commands == ["isp profile", "isp train"]
 
 
 def test_names_are_escaped(written: Written) -> None:
@@ -114,9 +131,8 @@ def test_names_are_escaped(written: Written) -> None:
 
 
 def test_pictures_are_png(written: Written) -> None:
-    """Catches a picture of the page without its file, or a file that is none."""
-    names = [path.stem for path in written.pictures]
-    assert names == ["exposed", "loss", "memory", "throughput"]
+    """Catches a file that is no picture, or too small a one."""
+    assert written.pictures
     for path in written.pictures:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
@@ -182,7 +198,7 @@ def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     page = run_page(make_run(tmp_path / "run", records))
     for picture in page.pictures:
         to_svg(picture, PHONE)
-    assert page.lead.startswith("Nothing is exposed") == (records[-1].comm_ms == 0)
+    assert ("Nothing is exposed" in page.to_html()) == (records[-1].comm_ms == 0)
 
 
 def test_command_of_a_run() -> None:

@@ -47,6 +47,20 @@ def test_other_signals_are_not_a_request() -> None:
         signal.signal(signal.SIGUSR2, old)
 
 
+def test_nohup_is_heeded() -> None:
+    """Catches a run under `nohup` that stops when its terminal is closed."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not within_seconds(0.05, lambda: stop.requested)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert within_seconds(5, lambda: stop.received is signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
 def test_handlers_are_restored() -> None:
     """Catches a process that can no longer be interrupted after training."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]

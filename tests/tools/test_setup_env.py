@@ -1,9 +1,14 @@
-"""`tools/setup_env.sh`: what it refuses; nothing is installed here."""
+"""`tools/setup_env.sh` and `setup.py`: what they refuse and pack; nothing is installed here."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 from pathlib import Path
+from unittest import mock
+
+import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,3 +27,17 @@ def test_an_unknown_extra_is_refused_before_anything_is_made() -> None:
         "error: unknown set of packages 'test': use some of flash hf lm-eval report tensorboard"
         " dev, or nothing\n"
     )
+
+
+def test_a_wheel_has_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a file that isp reads, and that is only there beside the repository."""
+    monkeypatch.chdir(ROOT)
+    with mock.patch.object(setuptools, "setup") as setup:
+        runpy.run_path("setup.py")
+    build = setuptools.Distribution(setup.call_args.kwargs).get_command_obj("build_py")
+    build.ensure_finalized()
+    packed = {Path(folder) / name for _, folder, _, names in build.data_files for name in names}
+    read = {p for package in ("isp", "model") for p in Path(package).rglob("*.*") if p.is_file()}
+    read = {p for p in read if p.suffix not in (".py", ".pyc", ".md")}
+    assert read <= packed
+    assert {Path("isp/report/page.html"), Path("isp/planner/fabrics/cpu.yaml")} <= read

@@ -9,12 +9,14 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
+from isp.cli import main as isp
 from isp.config import load_config
 from isp.data.dataset import IGNORE_INDEX
 from isp.metrics import read_metrics
 from isp.train import main
-from tests.data.chat_folder import load
+from tests.data.chat_folder import load, write_lines
 from tests.ranks import run_programs
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,49 @@ def test_its_masks_are_those_of_transformers(made: Path) -> None:
             mask = (found.labels != IGNORE_INDEX).tolist()
             assert mask == [trained == 1 for trained in wanted["assistant_masks"]]
             assert 8 < sum(mask) < len(mask)
+
+
+def test_generate_asks_the_assistant(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a prompt without the template, or with special tokens that stand in it already."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, question = str(made / "model"), "What is dumps in json?"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    write_lines(tmp_path / "talks.jsonl", [{"messages": talk}, {"messages": talk[1:]}])
+    write_lines(tmp_path / "ended.jsonl", [{"messages": [*talk, {**talk[1], "role": "assistant"}]}])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64")
+    texts, counts = [], []
+    for messages in (talk, talk[1:]):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        written = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)
+        texts.append(tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True))
+        counts.append(len(ids))
+    words = ["generate", folder, "--dtype=float64", "--max-new-tokens=5", "--prompt"]
+    assert isp([*words, question, "--chat"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{texts[1]}\n"
+    assert f"prefill {counts[1]} tokens" in err
+    assert isp([*words, str(tmp_path / "talks.jsonl")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("--- 1 of 2: ")
+    assert all(text in out for text in texts)
+    assert f"prefill {sum(counts)} tokens" in err
+    for more, told in (
+        (
+            [str(tmp_path / "ended.jsonl")],
+            "line 1: its last message is the assistant's",
+        ),
+        ([question, "--chat-template=x.jinja"], "--chat-template is for conversations: add --chat"),
+        ([question, "--chat", "--chat-template=x.jinja"], "x.jinja cannot be read"),
+        ([question, "--chat", "--tokenizer=bytes"], "bytes has no chat template"),
+    ):
+        assert isp([*words, *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+    assert load(made / "model").turn_end() == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_its_configuration_trains(made: Path, tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ class OwnBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+class Positions(nn.Embedding):
+    """Looks its rows up by itself, as Whisper's does."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.weight[positions]
+
+
 class Own(nn.Module):
     """Tokens and positions [B, S] -> logits [B, S, V]; its parameters `temperature` and `gains`
     lie in no module that is called.
@@ -47,7 +54,7 @@ class Own(nn.Module):
     def __init__(self, *, dropout: float = 0.0, seed: int = 0) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, 32), nn.Embedding(64, 32)
+        self.tokens, self.positions = nn.Embedding(VOCAB, 32), Positions(64, 32)
         self.blocks = nn.ModuleList(OwnBlock(32, 4, 2, dropout) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCAB, bias=False)
         self.head.weight = self.tokens.weight

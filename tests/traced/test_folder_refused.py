@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
     [
         (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
         (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
-        (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
+        (["--model.init_std=0.1"], "model.init_std=0.1 is for isp's own model"),
         (["--model.checkpoint_mlp_activation"], "model.checkpoint_mlp_activation=true is for isp"),
         (["--parallel.pipeline.size=2"], "parallel.pipeline.size=2 cuts the model into stages"),
         (["--parallel.weight.vocab_parallel_loss"], "parallel.weight.vocab_parallel_loss=true"),
@@ -107,7 +108,7 @@ def test_what_isp_cannot_compute_is_named(folder: Path, values: dict[str, Any], 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     """Catches a traceback about a file for a folder that is none of a model."""
-    for text, told in ((None, "has no config.json"), ("{", "cannot be read"), ("[]", "no object")):
+    for text, told in ((None, "has no config.json"), ("{", "is damaged"), ("[]", "no object")):
         if text is not None:
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=told) as refused:
@@ -143,6 +144,55 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
     file.rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"its weights are pytorch_model\.bin, and isp reads"):
         _ = config.language_model
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_weights_of_a_quantised_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
+    change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight in .* the dtype of quantised weights"
+    ):
+        _ = config_of(folder).language_model
+
+
+DEEP = '{"a":' * 100_000
+INDEXES = {
+    "nested too deep": DEEP,
+    "has 5 for model.norm.weight": '{"weight_map": {"model.norm.weight": 5}}',
+    "has '../w.safetensors'": '{"weight_map": {"model.norm.weight": "../w.safetensors"}}',
+    "has '/w.safetensors'": '{"weight_map": {"model.norm.weight": "/w.safetensors"}}',
+    "holds no weight_map": '{"weight_map": 5}',
+    "Exceeds the limit": '{"weight_map": ' + 5000 * "1" + "}",
+}
+
+
+@pytest.mark.parametrize("told", INDEXES)
+def test_damaged_indexes_are_named(folder: Path, told: str) -> None:
+    """Catches a traceback, and a file that is read outside of the folder."""
+    config = config_of(folder)
+    (folder / f"{WEIGHTS}.index.json").write_text(INDEXES[told])
+    with pytest.raises(ValueError, match=r"index\.json is damaged: ") as refused:
+        _ = config.language_model
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, f"{WEIGHTS}.index.json", "config.json"])
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused(folder: Path, name: str) -> None:
+    """Catches a run that waits for ever for somebody to write."""
+    config = config_of(folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=r"is not a regular file"):
+        _ = (config_of(folder) if name == "config.json" else config).language_model
+
+
+def test_a_configuration_that_is_nested_too_deep_is_named(folder: Path) -> None:
+    """Catches a traceback of a RecursionError."""
+    (folder / "config.json").write_text(DEEP)
+    with pytest.raises(ConfigError, match=r"config\.json is damaged: it is nested too deep"):
+        config_of(folder)
 
 
 def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:

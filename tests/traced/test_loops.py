@@ -20,7 +20,15 @@ from isp.rng import generator_states
 from isp.traced import swap
 from isp.train.parallelize import ParallelRun
 from tests.ranks import run_each, run_ranks
-from tests.traced.models import Rows, Trained, job, tiny, trained_plainly, worst
+from tests.traced.models import (
+    Rows,
+    Trained,
+    job,
+    plain_loss,
+    tiny,
+    trained_plainly,
+    worst,
+)
 from tests.traced.own import VOCAB, Own
 
 TOLERANCE = 1e-9  # float64, sums in another order
@@ -107,6 +115,21 @@ def _frozen_later(run: ParallelRun, rows: Rows) -> None:
     block.requires_grad_(True)
 
 
+def _replaced(run: ParallelRun, rows: Rows) -> None:
+    """What the optimizer would not see is refused by name; what it can be shown goes on."""
+    norm: Any = run.model.get_submodule("blocks.1.norm1")
+    own, values = norm.weight, norm.weight.data
+    own.data = values.float()
+    assert "norm1.weight was float64 [32] on cpu when" in _raised(_loss, run, rows)
+    assert "is float32 [32] on cpu now" in _raised(_evaluate, run, rows)
+    own.data = values
+    norm.weight = nn.Parameter(values.clone())
+    assert "norm1.weight is another parameter than" in _raised(_loss, run, rows)
+    norm.weight = own
+    run.model.to("cpu:0")
+    assert own.data_ptr() != values.data_ptr()
+
+
 def _saving(run: ParallelRun, rows: Rows) -> None:
     _whole_weights(run)
 
@@ -125,6 +148,7 @@ TROUBLES: dict[str, Trouble] = {
     "direct call": _direct_call,
     "backward by hand": _backward_by_hand,
     "frozen later": _frozen_later,
+    "replaced": _replaced,
     "saving": _saving,
 }
 
@@ -166,6 +190,73 @@ def test_what_fails_or_is_left_out_changes_nothing() -> None:
     for name, of_ranks in run_each(2, _train, cases).items():
         for found in of_ranks:
             assert worst(found, wanted) < TOLERANCE, name
+
+
+Write = Callable[[nn.Module], None]
+
+
+@torch.no_grad()
+def _in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def _by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _other_storage(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+    model.to("cpu:0")
+
+
+def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
+    """The weights after a step and a write, what is computed with them, and what comes of them."""
+    model, config, data, write = case
+    run = isp.parallelize(model, config)
+    run.step(run.loss(*data[0]))
+    write(model)
+    wanted = [parameter.clone() for parameter in model.parameters()]
+    whole = copy.deepcopy(_whole_weights(run))
+    loss = run.loss(*data[1])
+    model.to("cpu:0")
+    run.step(loss, lr=0.0)
+    for parameter, before in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter, before)
+    run.step(run.loss(*data[2]), lr=0.1)
+    for parameter, before in zip(model.parameters(), wanted, strict=True):
+        assert not parameter.numel() or not torch.equal(parameter, before)
+    return whole, loss.item()
+
+
+LAYOUTS = {
+    "gathered": job(2, 2, dtype="float32"),
+    "zero1": job(1, 1, dtype="float32"),
+    "bfloat16": job(2, 2, dtype="bfloat16"),
+    "bfloat16 zero1": job(1, 1, dtype="bfloat16"),
+    "bfloat16 on the host": job(1, 2, dtype="bfloat16", offload_states=True),
+}
+
+
+@pytest.mark.parametrize("write", [_in_place, _by_data, _other_storage])
+def test_what_is_written_into_weights_counts(write: Write) -> None:
+    """Catches masters and updates under way that undo it, weights gathered before it, and storage
+    that no step updates; after the first step, so that all of these are there.
+    """
+    data, model = _data(), Own(dropout=0.0)
+    cases = {name: (copy.deepcopy(model), config, data, write) for name, config in LAYOUTS.items()}
+    for name, of_ranks in run_each(2, _write, cases).items():
+        weights, loss = of_ranks[0]
+        assert of_ranks[1][1] == loss
+        assert all(torch.equal(x, of_ranks[1][0][n]) for n, x in weights.items()), name
+        plain = copy.deepcopy(model)
+        plain.load_state_dict({n: x.float() for n, x in weights.items()}, strict=False)
+        wanted = plain_loss(plain, data[1]).item()
+        # The second: 8 bits of mantissa, in a few layers
+        tolerance = 1e-5 if "bfloat16" not in name else 5e-3
+        assert abs(loss - wanted) < tolerance * wanted, name
 
 
 def _masks(rank: int, model: Own, config: JobConfig, rows: Rows) -> dict[str, Any]:

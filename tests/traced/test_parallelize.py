@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import resource
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 import isp
+from isp.checkpoint.agreement import CheckpointError
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis, Mode
-from tests.ranks import run_each
+from tests.ranks import run_each, run_ranks
 from tests.traced.models import (
     Rows,
     Trained,
@@ -52,7 +55,10 @@ def _train(rank: int, case: tuple[nn.Module, Any, list[Rows], Path]) -> Any:
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
     with torch.no_grad():
-        evaluated = run.loss(*data[0].part(channel.rank, channel.size)).item()
+        part = data[0].part(channel.rank, channel.size)
+        evaluated = run.loss(*part).item()
+        unlabelled = run.loss(part[0], torch.full_like(part[0], IGNORED), *part[2:])
+        assert unlabelled.isnan(), "a mean of nothing, as in torch"
     run.save_pretrained(folder)
     return losses, norms, evaluated
 
@@ -93,3 +99,30 @@ def _loaded(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def _save_in_vain(rank: int, folder: Path) -> str:
+    run = isp.parallelize(tiny("llama"), job(1, 2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:  # as on a disk that is nearly full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        run.save_pretrained(folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["no folder", "no space"])
+def test_all_ranks_learn_that_weights_cannot_be_written(tmp_path: Path, fault: str) -> None:
+    """Catches ranks that wait in a gather for one that has ended, and what is left of a file."""
+    folder = tmp_path / "hf"
+    if fault == "no folder":
+        folder.write_text("a file")
+    answers = run_ranks(2, _save_in_vain, folder, timeout_seconds=60)
+    told = "FileExistsError" if fault == "no folder" else "cannot be written: "
+    assert all(f"writing {folder} failed on rank 0: " in answer for answer in answers), answers
+    assert all(told in answer for answer in answers), answers
+    assert fault == "no folder" or not list(folder.iterdir())

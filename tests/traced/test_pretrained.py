@@ -18,6 +18,7 @@ from isp.models.build import BuiltModel, build_model
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.traced.folder import WeightFiles
 from isp.traced.pretrained import folder_model, parameters_on_meta
+from tests.layers.test_initial_weights import Drawn
 from tests.ranks import run_ranks
 from tests.traced.folders import small_config, write_folder
 
@@ -135,6 +136,13 @@ def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
     assert folder_model(str(folder), "float64").num_parameters > 0
 
 
+def test_files_are_closed_once_read(tmp_path: Path) -> None:
+    """Catches weights that stay mapped, and on the disk if deleted, as long as a process."""
+    folder = write_folder(tmp_path, "llama")
+    built(folder, meshed(0, 1))
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
 class _Counting:
     """A view of a tensor in a file that counts what is taken of it."""
 
@@ -144,6 +152,10 @@ class _Counting:
     def get_shape(self) -> list[int]:
         shape: list[int] = self._view.get_shape()
         return shape
+
+    def get_dtype(self) -> str:
+        dtype: str = self._view.get_dtype()
+        return dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         part: Tensor = self._view[index]
@@ -198,6 +210,24 @@ def test_random_weights_are_the_models_own_in_every_layout(tmp_path: Path, kind:
         assert value.std().item() == pytest.approx(expected.std().item(), rel=0.2), name
         if expected.std() > 0:
             assert not torch.equal(value, other[name][2]), f"{name} does not hear the seed"
+
+
+def _numbers_drawn(rank: int, folder: Path) -> int:
+    with Drawn() as drawn:
+        built(folder, meshed(rank, WEIGHT))
+    return drawn.total
+
+
+def test_a_rank_draws_its_own_rows_alone(tmp_path: Path) -> None:
+    """Catches ranks that each draw the whole random model, and a padding row that is drawn."""
+    sizes = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 1, "pad_token_id": 700}
+    folder = write_folder(tmp_path, "llama", weights=False, **sizes)
+    of_ranks = run_ranks(WEIGHT, _numbers_drawn, folder)
+    total = 2 * 2048 * 128
+    assert total < sum(of_ranks) < 1.5 * total
+    parts = whole(run_ranks(WEIGHT, parts_of, folder, WEIGHT))
+    empty = parts["model.embed_tokens.weight"].abs().sum(1) == 0
+    assert empty.nonzero().flatten().tolist() == [700]
 
 
 def test_a_model_is_made_without_memory_for_its_parameters() -> None:

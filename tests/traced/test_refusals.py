@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import isp
 from isp.parallel import Mode
+from isp.traced.model import TracedModel
 from isp.train import host_memory
 from isp.train.host_memory import check_memory_of_states
+from tests.ranks import run_each
 from tests.traced.models import job, tiny
 from tests.traced.own import Own, OwnBlock
 
@@ -61,10 +63,32 @@ class _TiedByHand(Own):
         return F.linear(super().forward(ids, positions) @ self.tokens.weight, self.tokens.weight)
 
 
-class _Matrix(Own):
+class _Reading(nn.Embedding):
+    """Reads its weight in a way of which a rank's part would know nothing."""
+
+    way = ""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "slice":
+            return self.weight[: ids.shape[1]]
+        if self.way == "size":
+            return super().forward(ids.clamp(max=self.weight.shape[0] - 1))
+        if self.way == "embedding":
+            return F.embedding(ids, self.weight)
+        return self.weight[ids]
+
+
+def _reading(way: str, padding_idx: int | None = None) -> nn.Module:
+    model = Own()
+    model.positions = _Reading(64, 32, padding_idx=padding_idx)
+    model.positions.way = way
+    return model
+
+
+class _Scalar(Own):
     def __init__(self) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(torch.eye(32))
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
 
 class _NoAttention(nn.Embedding):
@@ -75,9 +99,26 @@ class _NoAttention(nn.Embedding):
         return super().forward(ids)
 
 
-class _AttendsTwice(OwnBlock):
+class _Tuple(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions), None
+
+
+class _HeadsFirst(OwnBlock):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
+        y = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return x + isp.attention(y, y, y).transpose(1, 2).flatten(2)
+
+
+class _ReadsValues(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class _CalledTwice(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[0])
 
 
 class _LargeValues(OwnBlock):
@@ -92,10 +133,102 @@ def _with_block(kind: type[OwnBlock]) -> nn.Module:
     return model
 
 
+class _Counting(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+
+
+class _Mixing(OwnBlock):
+    """A block that does something to its tokens before it attends."""
+
+    mix = staticmethod(lambda x: x.cumsum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(x))
+
+
+def _mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: _with_block(type("_Mixing", (_Mixing,), {"mix": staticmethod(mix)}))
+
+
+class _Scaling(Own):
+    """Scales by the largest position of the sequence."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions) * (positions / (1 + positions.max())).unsqueeze(-1)
+
+
+class _ShortConvolution(nn.Module):
+    """Holds a weight that looks like those of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(F.pad(x.mT, (2, 0)), self.weight, groups=32).mT
+
+
+def _convolution() -> nn.Module:
+    model = Own()
+    model.blocks[2].norm2 = nn.Sequential(model.blocks[2].norm2, _ShortConvolution())
+    return model
+
+
+class _SlicedAngles(OwnBlock):
+    """Turns q and k by angles of the rows of a table, and not of the positions."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("angles", torch.arange(64.0)[:, None] / torch.arange(1, 33))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.get_buffer("angles")[: x.shape[1]]
+        q = self.q(self.norm1(x)) * angles.cos()
+        heads = (z.unflatten(-1, (4, 8)) for z in (q, q, self.out(x)))
+        return x + isp.attention(*heads).flatten(2)
+
+
+class _InTraining(OwnBlock):
+    """Mixes tokens in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + y.roll(1, 1) if self.training else y
+
+
+def _leaking() -> nn.Module:
+    """A Llama of which one MLP sees the token before."""
+    model = tiny("llama")
+    plain = type(model.model.layers[1].mlp)
+
+    class _Shifting(plain):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x + x.roll(1, 1))
+
+    model.model.layers[1].mlp.__class__ = _Shifting
+    return model
+
+
 def _checkpointing() -> nn.Module:
     model = tiny("llama")
     model.gradient_checkpointing_enable()
     return model
+
+
+def _dora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], use_dora=True)
+    return get_peft_model(tiny("llama"), config)
+
+
+_SPARSE = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 4,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "index_head_dim": 8,
+    "index_n_heads": 2, "index_topk": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 def _without_positions() -> nn.Module:
@@ -112,21 +245,53 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "frozen": (_frozen, "all parameters are frozen"),
     "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
-    "matrix": (_Matrix, "matrix [32, 32] of _Matrix is neither of"),
-    "attends twice": (lambda: _with_block(_AttendsTwice), "attention 2 times, not once"),
+    "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
+    "a table's size": (lambda: _reading("size"), "positions.weight is read by shape"),
+    # plain, both rows of number 0 would take a gradient
+    "a padding row": (lambda: _reading("embedding", 0), "positions.weight is read by embedding"),
+    "a padding row by index": (lambda: _reading("index", 0), "positions.weight is read by __getit"),
+    "scalar": (_Scalar, "scale is a scalar, of which no rank has a row: give it shape [1]"),
+    "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in a forward"),
     "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
-    "no attention": (_NoAttention, "_NoAttention calls no attention"),
+    "no attention": (_NoAttention, "_NoAttention mixes tokens by nothing that isp can see"),
     "other call": (
         lambda: nn.Sequential(nn.Linear(4, 4)),
-        "could not be traced: it is called with",
+        "Sequential could not be traced: TypeError: ",
     ),
+    "counts": (_Counting, "_Counting mixes or counts tokens beside attention"),
+    "cumsum": (lambda: _with_block(_Mixing), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "first": (_mixing(lambda x: x + x[:, :1]), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "mean": (_mixing(lambda x: x - 1e-2 * x.mean(1)), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "shift": (_mixing(lambda x: x + F.pad(x, (0, 0, 1, -1))), "if a token is changed, what it"),
+    "length": (_mixing(lambda x: x / x.shape[1]), "for a part of the tokens and their positions"),
+    "in training": (lambda: _with_block(_InTraining), "blocks.1 (_InTraining) mixes or counts"),
+    "far": (_mixing(lambda x: x + x.roll(16, 1)), "if a token is changed"),
+    "sliced angles": (lambda: _with_block(_SlicedAngles), "blocks.1 (_SlicedAngles) mixes or"),
+    "convolution": (_convolution, "blocks.2.norm2.1 (_ShortConvolution) mixes or counts tokens"),
+    "last position": (lambda: _Scaling(), "_Scaling mixes or counts tokens beside attention"),
+    "a leak": (_leaking, "model.layers.1.mlp (_Shifting) mixes or counts tokens"),
+    "tuple": (_Tuple, "_Tuple gives a tuple for tokens [1, 17]"),
+    "heads first": (
+        lambda: _with_block(_HeadsFirst),
+        "blocks.1 attends with q, k, v of [1, 4, 17, 8], [1, 4, 17, 8], [1, 4, 17, 8] to 17 tokens:"
+        " attention takes [B, S, H, d], so transpose(1, 2) what is [B, H, S, d]",
+    ),
+    "values": (
+        lambda: _with_block(_ReadsValues),
+        "blocks.1 (_ReadsValues) of Own could not be traced: what it does depends on the values of"
+        " tensors, which a trace does not have (test_refusals.py:",
+    ),
+    "sparse": (
+        lambda: tiny("deepseek_v32", **_SPARSE),
+        "model.layers.0.self_attn (DeepseekV32Attention) of DeepseekV32ForCausalLM could not be"
+        " traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+    ),
+    "own attention": (lambda: tiny("gptj"), "GPTJForCausalLM attends by code of its own"),
+    "alibi": (lambda: tiny("bloom"), "BloomForCausalLM attends by code of its own, with ALiBi"),
+    "DoRA": (_dora, "the adapter 'default' is DoRA"),
     "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
     "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
-    "without positions": (_without_positions, "BartForCausalLM does not look at position_ids"),
-    "chunks": (
-        lambda: tiny("llama4_text", attention_chunk_size=16, num_local_experts=2),
-        "attention_chunk_size=16 in config.json attends in chunks",
-    ),
+    "counts by itself": (_without_positions, "(BartDecoder) mixes or counts tokens"),
     "balance": (
         lambda: tiny("deepseek_v3", output_router_logits=True),
         "asks for a loss that balances experts",
@@ -144,11 +309,73 @@ def test_models_that_cannot_be_driven_are_refused(name: str) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_model_that_the_probe_cannot_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a model for other devices that is refused, or is taken without a word."""
+
+    def elsewhere(x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            raise NotImplementedError("no kernel for the CPU")
+        return x.cumsum(1)
+
+    isp.parallelize(_mixing(elsewhere)(), job())
+    assert "was not probed" in caplog.text
+    assert "no kernel for the CPU" in caplog.text
+
+
 def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
     """Catches ranks that turn their part of a row by other angles than the whole would be."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match=r"dynamic .* of parallel\.tensor\.size=2 ranks"):
         isp.parallelize(tiny("llama", rope_parameters=rope), job(tensor=2))
+    assert not dist.is_initialized()
+
+
+def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> None:
+    """Catches a temperature that a model takes from the number of a token among its rank's."""
+    kinds = {"no_rope_layers": [1, 1, 0], "num_local_experts": 2}
+    run = isp.parallelize(tiny("llama4_text", floor_scale=40, **kinds), job())
+    run.loss(torch.ones(1, 32, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"in rows of 64 tokens: use fewer than 40, or set it to"):
+        run.loss(torch.ones(1, 64, dtype=torch.int64))
+    run.train_step.drain()
+
+
+def test_a_model_without_positions_is_taken() -> None:
+    """Catches a model that reads no position_ids, and counts nothing, taken for one that counts."""
+
+    class _Nowhere(nn.Module):
+        def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.zeros((), device=ids.device)
+
+    model: Any = _without_positions()
+    model.model.decoder.embed_positions = _Nowhere()
+    assert not TracedModel(model).trace.reads_positions
+
+
+def test_a_model_that_is_compiled_afterwards_is_refused() -> None:
+    """Catches a compiled copy of what calls collectives, which fails deep inside of torch."""
+    run = isp.parallelize(Own(), job())
+    run.model.compile()
+    with pytest.raises(ValueError, match=r"the model \(Own\) was compiled"):
+        run.loss(torch.ones(1, 16, dtype=torch.int64))
+
+
+def test_an_encoder_is_told_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a loss near zero that nothing explains."""
+    sizes = {"type_vocab_size": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    TracedModel(tiny("bert", is_decoder=True, **sizes))
+    assert not caplog.text
+    TracedModel(tiny("bert", **sizes))
+    assert "BertLMHeadModel attends in both directions" in caplog.text
+
+
+def test_chunks_of_attention_are_refused_where_a_sequence_is_cut_by_tokens() -> None:
+    """Catches keys of other ranks that a plan of whole documents takes for those of a chunk."""
+    model = tiny("llama4_text", num_local_experts=2)
+    with pytest.raises(
+        ValueError, match=r"into chunks, which parallel\.sequence_2D\.context_size=2"
+    ):
+        isp.parallelize(model, job(tensor=2, context=2))
     assert not dist.is_initialized()
 
 
@@ -159,6 +386,35 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
     assert run.config.optimizer.lr == 0.01
 
 
+def test_a_global_batch_is_refused(tmp_path: Path) -> None:
+    """Catches a size of the batch that is ignored: the caller's sequences are the batch."""
+    (tmp_path / "own.yaml").write_text("training: {global_batch_size: 8}")
+    with pytest.raises(ValueError, match=r"training\.global_batch_size=8: .* leave the key out"):
+        isp.parallelize(Own(), tmp_path / "own.yaml")
+    assert not dist.is_initialized()
+
+
+FILES = {
+    "isp 3": "data: {seq_len: 100}\nvalidation: {freq: 10}\nparallel: {tensor: {size: 3}}",
+    "mtp 3": "parallel: {tensor: {mode: mtp, size: 3}}",  # as many do not divide 32 heads
+}
+
+
+def _of_file(rank: int, path: Path) -> float:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    run = isp.parallelize(tiny("llama", **heads), path)
+    return run.step(run.loss(torch.arange(12).unsqueeze(0))).loss
+
+
+def test_sections_and_sizes_that_are_not_read_refuse_nothing(tmp_path: Path) -> None:
+    """Catches sizes, lengths and defaults that nobody asked for and that do not divide."""
+    cases = {name: tmp_path / name for name in FILES}
+    for name, path in cases.items():
+        path.write_text(FILES[name] + "\ntraining: {dtype: float64}\n")
+    losses = [x for of_ranks in run_each(3, _of_file, cases).values() for x in of_ranks]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-9)  # float64, sums in another order
+
+
 def _router() -> nn.Module:
     """A Llama whose MLP looks at its input beside the linears of its plan."""
     model = tiny("llama")
@@ -166,7 +422,7 @@ def _router() -> nn.Module:
 
     class _Looking(plain):  # type: ignore[valid-type, misc]
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x) * x.mean()
+            return super().forward(x) * x.mean(-1, keepdim=True)
 
     model.model.layers[1].mlp.__class__ = _Looking
     return model

@@ -183,7 +183,9 @@ class Run:
             device = self.parameters[0].parameter.device
             batches = [self.task.batch(step, place).to(device) for place in places]
             outcome = self.step(batches, learning_rate(step))
-            numbers.append((outcome.loss, outcome.grad_norm))
+            # 0 where no token has a label: NaN is unlike itself
+            loss = outcome.loss if outcome.valid_tokens else 0.0
+            numbers.append((loss, outcome.grad_norm))
         return numbers
 
     def weights(self) -> Weights:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import isp
 from isp.cli import main
 from isp.optim import BucketManager
 from isp.parallel import Mode
@@ -18,7 +24,10 @@ from isp.run.forked import RankError, run_ranks
 from isp.traced import passage
 from isp.traced.tiny import tiny_config
 from isp.train.check import Check, Layout
+from isp.train.check_model import _subject_of
+from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.weights.plan import PlanCursor
+from tests.traced.own import Own
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -192,8 +201,8 @@ def test_a_rank_that_fails_fails_its_layout(
         (["{folder}", "--optimizer.lr", "1"], "--optimizer.lr changes a configuration"),
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/unknown"], "model_type 'unheard_of'"),
-        (["{folder}/linear"], "calls attention 0 times"),
-        (["{folder}/foreign"], "transformers cannot build a small model of type prophetnet"),
+        (["{folder}/own"], "GPTJForCausalLM attends by code of its own"),
+        (["{folder}/foreign"], "transformers cannot build a small model of type blt"),
         ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
     ],
 )
@@ -204,9 +213,8 @@ def test_bad_input_is_one_line(
     (Path(folder) / "empty").mkdir()
     (Path(folder) / "unknown").mkdir()
     (Path(folder) / "unknown" / "config.json").write_text('{"model_type": "unheard_of"}')
-    linear = transformers.AutoConfig.for_model("qwen3_5_text")
-    linear.save_pretrained(Path(folder) / "linear")
-    transformers.ProphetNetConfig().save_pretrained(Path(folder) / "foreign")
+    transformers.GPTJConfig().save_pretrained(Path(folder) / "own")
+    transformers.BltConfig().save_pretrained(Path(folder) / "foreign")
     assert main(["check", *(word.format(folder=folder) for word in words)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -240,3 +248,60 @@ def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
     check = Check(HuggingFaceSubject(read_folder(Path(folder))), [Layout(1, 1)])
     largest = {n: g.abs().max().item() for n, g in check.references[True].gradients.items()}
     assert min(largest.values()) > 1e-3 * max(largest.values())
+
+
+class _Ranked(Own):
+    """Is another model on each rank."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return super().forward(ids, positions) * (1 + rank)
+
+
+def test_a_module_of_ones_own() -> None:
+    """Catches a module that is changed by its check, one that differs and passes."""
+    model = Own(dropout=0.3)
+    before = copy.deepcopy(model.state_dict())
+    found = isp.check(model, "2x1,2x2")
+    assert found.agrees
+    assert "all 2 layouts agree" in str(found)
+    assert [str(verdict.layout) for verdict in found.verdicts] == ["isp 2x1", "isp 2x2"]
+    assert type(model) is Own
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"(?s)isp 2x1 .*DIFFERS.*1 of 1 layouts differ"):
+        isp.check(_Ranked(), "2x1")
+
+
+def test_a_model_of_transformers_is_shrunk_unless_it_is_derived() -> None:
+    """Catches a large model that is run, a class of one's own of which the base is checked."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    shrunk, given = _subject_of(model), _subject_of(_derived(model))
+    assert isinstance(shrunk, HuggingFaceSubject)
+    assert sum(p.numel() for p in shrunk.model.parameters()) < 50_000
+    assert isinstance(given, OwnSubject)
+
+
+def _derived(model: Any) -> Any:
+    model.__class__ = type("Derived", (type(model),), {})
+    return model
+
+
+def _few_positions() -> nn.Module:
+    model = Own()
+    model.positions = nn.Embedding(8, 32)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Own().to("meta"), "make it on the CPU"),
+        (_few_positions, "Own alone fails on sequences of 48 tokens: index out of range"),
+    ],
+)
+def test_modules_that_cannot_be_checked(make: Callable[[], nn.Module], said: str) -> None:
+    """Catches an error that does not say what to give instead."""
+    with pytest.raises(ValueError, match=said):
+        isp.check(make(), "2x1")

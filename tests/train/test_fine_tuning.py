@@ -79,5 +79,6 @@ def test_missing_templates_are_told_before_ranks_start(job: Path) -> None:
     (job.parent / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"has no chat template .*data\.chat_template"):
         check_data(load_config(job))
-    (job.parent / "own.jinja").write_text("{{ messages[0].content }}")
+    each = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (job.parent / "own.jinja").write_text(each)
     check_data(load_config(job, [f"--data.chat_template={job.parent}/own.jinja"]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from isp.comm import host_memory as of_the_system
 from isp.config import load_config
@@ -93,6 +95,44 @@ def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
     check_host_memory(load_config(write_job(tmp_path)), topology, 2)
 
 
+def test_a_model_that_cannot_fit_is_refused_from_its_count(tmp_path: Path) -> None:
+    """Catches gigabytes asked for until a machine swaps, or kills a rank; and what would fit."""
+    large = ("--model.vocab_size=4194304", "--training.dtype=float32", "--training.device=cpu")
+    parameters = 2 * 4194304 * 16  # the two tables
+    for words in ((), ("--parallel.tensor.size=1", "--parallel.weight.size=1")):
+        config = load_config(write_job(tmp_path), (*large, *words))
+        topology = config.topology(2)
+        # Weights and gradients of each rank's shards, and two states, split over all ranks.
+        gib = 4 * parameters * (2 * 2 // topology.weight + 2) / 2**30
+        for room, fits in ((gib + 0.01, True), (gib - 0.01, False)):
+            with mock.patch.object(host_memory, "total_bytes", return_value=int(room * 2**30)):
+                if fits:
+                    check_host_memory(config, topology, 2)
+                    continue
+                with pytest.raises(ValueError, match=rf"2 ranks would take at least {gib:.1f} GiB"):
+                    check_host_memory(config, topology, 2)
+
+
+def test_a_model_that_no_device_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the memory of the machine counted for what lies on a device, and states on both."""
+    device = SimpleNamespace(total_memory=int(1.01 * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    large = ("--model.vocab_size=4194304", "--training.dtype=float32", "--training.device=cuda")
+    config = load_config(write_job(tmp_path), large)  # 0.25 GiB of weights on each of two ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "total_bytes", lambda: 0)
+        check_host_memory(config, config.topology(2), 2)
+    device.total_memory = int(0.99 * 2**30)
+    with pytest.raises(ValueError, match=r"a rank would take at least 1\.0 GiB .* its device has"):
+        check_host_memory(config, config.topology(2), 2)
+    offloaded = load_config(write_job(tmp_path), (*large, "--optimizer.offload_states=true"))
+    check_host_memory(offloaded, offloaded.topology(2), 2)
+
+
 def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> None:
     """Catches saves in the background that are forgotten where states are not on the host."""
     large = ("--model.vocab_size=4194304", "--checkpoint.interval=5")
@@ -128,8 +168,9 @@ def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(of_the_system, "_MEMINFO", meminfo)
     monkeypatch.setattr(of_the_system, "_CGROUP", cgroup)
     assert of_the_system.available_bytes() is None
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\nSwapTotal: 3 kB\nHugePages: 0\n")
     assert of_the_system.available_bytes() == 2 * 2**20
+    assert of_the_system.total_bytes() == 12 * 1024
     cgroup.mkdir()
     (cgroup / "memory.max").write_text("max\n")
     assert of_the_system.available_bytes() == 2 * 2**20
@@ -137,3 +178,5 @@ def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (cgroup / "memory.current").write_text("700000\n")
     (cgroup / "memory.stat").write_text("anon 5\nactive_file 150000\ninactive_file 50000\n")
     assert of_the_system.available_bytes() == 1_000_000
+    (cgroup / "memory.max").write_text("5000\n")
+    assert of_the_system.total_bytes() == 5000 + 3 * 1024

@@ -21,8 +21,10 @@ from isp.cli import main
 from isp.comm import Channel
 from isp.config import JobConfig, load_config
 from isp.layers.factory import LayerFactory
+from isp.layers.module import MasterStream
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.parallel import Axis, Mode
+from isp.run.forked import RankError
 from isp.settings import CheckpointConfig
 from isp.train.begin_from import beyond_positions, load_folder
 from isp.train.export import export
@@ -422,3 +424,23 @@ def test_rows_beyond_the_positions_of_a_folder_are_told(
     assert trained is None or f"300 tokens have positions beyond the {trained}" in told
     if not model:
         assert "its rotary" in beyond_positions(ModelConfig(hf=str(tmp_path)), 300)
+
+
+def test_weights_that_are_loaded_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches minutes of random numbers at the start of a run that resumes or loads others."""
+    job, few = write_job(tmp_path), ("--training.steps", "1")
+    run_forked(job, *few)
+    (first,) = run_folders(job)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("drawn")
+
+    monkeypatch.setattr(MasterStream, "normal", refuse)
+    run_forked(job, "--training.steps", "2")
+    run_forked(job, *few, "--job.name", "other", "--checkpoint.initial_load_path", str(first))
+    with pytest.raises(RankError, match=r"making the initial weights failed on rank 0: .* drawn"):
+        run_forked(job, *few, "--job.name", "fresh")
+    make_folder("llama", tmp_path / "theirs")
+    run_forked(_job(tmp_path, tmp_path / "theirs"), *few, "--job.name", "theirs")

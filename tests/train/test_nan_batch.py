@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from isp.comm import Mesh
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
 from isp.metrics import read_metrics
 from isp.parallel import Mode
+from isp.train.data import StepData
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.ranks import run_ranks
@@ -75,6 +80,30 @@ def _bad_step(
     return loss, norm
 
 
+def _empty_step(rank: int, layout: Layout) -> None:
+    """A step of which no rank has a label, among good ones."""
+    mesh, task = Meshes(rank).of(layout), Task(model=MODEL)
+    run = make_run(mesh, layout, task)
+    run.numbers(range(5, 7))
+    before, states = run.weights(), run.optimizer.state_dict()["step"]
+    outcome = run.step([task.batch(7, place) for place in range(layout.micro)], lr=1e-2)
+    assert (outcome.skipped, outcome.valid_tokens, outcome.grad_norm) == (True, 0, 0.0)
+    assert math.isnan(outcome.loss)
+    assert all((weight == before[name]).all() for name, weight in run.weights().items())
+    optimizer = run.optimizer
+    assert (optimizer.num_skipped, optimizer.skipped_in_a_row) == (1, 0)
+    assert optimizer.state_dict()["step"] == states == 2
+    run.numbers(range(8, 9))
+    assert any((weight != before[name]).any() for name, weight in run.weights().items())
+    run.close()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_batch_without_a_label_leaves_no_trace(name: str) -> None:
+    """Catches weights that momentum and weight decay move where nothing is to be learnt."""
+    run_ranks(LAYOUTS[name].world, _empty_step, LAYOUTS[name])
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_batch_leaves_no_trace(name: str) -> None:
     """Catches a rank that updates alone, and NaN that stays in a buffer or a moment."""
@@ -82,21 +111,31 @@ def test_a_bad_batch_leaves_no_trace(name: str) -> None:
 
 
 def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a skipped step that is not shown, not counted, or taken for the end."""
-    loss, calls = Decoder.loss, []
+    """Catches a skipped step that is not shown, not counted, or taken for the end; NaN in the loss
+    of step 3, and no label in step 5.
+    """
+    loss, calls, training = Decoder.loss, [], StepData.training
 
     def bad_once(self: Decoder, *args: Tensor) -> Tensor:
         calls.append(0)
         bad = os.environ["RANK"] == "1" and len(calls) == 3
         return loss(self, *args) * (math.nan if bad else 1.0)
 
+    def empty_once(self: StepData, step: int) -> list[MicroBatch]:
+        batches = training(self, step)
+        if step == 4:
+            batches = [replace(b, labels=torch.full_like(b.labels, IGNORED)) for b in batches]
+        return batches
+
     monkeypatch.setattr(Decoder, "loss", bad_once)
+    monkeypatch.setattr(StepData, "training", empty_once)
     run_forked(write_job(tmp_path), "--optimizer.max_skipped_steps", "2")
     (run,) = run_folders(tmp_path / "job.yaml")
     records = read_metrics(run / "metrics.jsonl")
-    assert [record.skipped for record in records] == [step == 3 for step in range(1, 9)]
-    assert [math.isfinite(record.loss) for record in records] == [s != 3 for s in range(1, 9)]
+    assert [record.skipped for record in records] == [step in (3, 5) for step in range(1, 9)]
+    assert [math.isnan(record.loss) for record in records] == [s in (3, 5) for s in range(1, 9)]
     log = (run / "logs/rank_0.log").read_text()
     assert "step 3: the gradient norm is nan, so the weights were left as they are (1 step" in log
+    assert "step 5: no token of its batch has a label, so the weights were left as they" in log
     (line,) = [line for line in log.splitlines() if "step: 3/8  loss: nan" in line]
     assert line.endswith("  skipped")

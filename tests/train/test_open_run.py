@@ -5,17 +5,23 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isp.checkpoint import CheckpointError
 from isp.checkpoint.choice import candidates_at, preview
 from isp.checkpoint.folder import folder_lock
-from isp.config import JobConfig, load_config
+from isp.cli import main
+from isp.config import JobConfig, load_config, to_plain
+from isp.config.keys import KeyTable
 from isp.run.folder import run_name
+from isp.settings.section import KeyRole
 from isp.train import resume
 from isp.train.resume import Start, check_changes, check_start, open_run
 from tests.train.jobs import run_folders, run_forked, write_job
@@ -77,14 +83,14 @@ def test_a_restart_is_in_the_run_of_its_launch(
     """Catches restarts that take the last, finished run for theirs, or do not know their own."""
     _launch(monkeypatch, "first", 0)
     finished = _open(config)
-    shutil.copytree(trained, finished.checkpoints / "step_8")
+    finished.folder.write_finished(8)
     _launch(monkeypatch, "second", 1)  # the ranks before died before they had opened a folder
     own = _open(config)
     assert own.folder != finished.folder
     assert not own.resumes
     _launch(monkeypatch, "second", 2)
     again = _open(config)
-    assert again == own._replace(resumes=True), "also the time at which it was launched"
+    assert again == own._replace(resumes=True, note=""), "also the time at which it was launched"
     shutil.copytree(trained, own.checkpoints / "step_4")
     _launch(monkeypatch, "third", 0)
     later = _open(config)
@@ -101,6 +107,79 @@ def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
     first.folder.launch_file.write_text('{"id')
     _launch(monkeypatch, "one", 1)
     assert _open(config).folder != first.folder
+
+
+def _finished(config: JobConfig, trained: Path) -> Start:
+    """A run of the job that has finished at step 1, of which there is a checkpoint."""
+    run = _open(config)
+    shutil.copytree(trained, run.checkpoints / "step_1")
+    run.folder.write_finished(1)
+    return run
+
+
+def test_the_run_folder_says_whether_it_finished(
+    load: Callable[..., JobConfig], trained: Path
+) -> None:
+    """Catches a run taken for finished by the name of a checkpoint's folder, good or not."""
+    run = _open(load())
+    shutil.copytree(trained, run.checkpoints / "step_1")
+    (run.checkpoints / "step_99").mkdir()
+    for steps in ("1", "2"):  # with step 1 it was killed before it had finished
+        again = _open(load("--training.steps", steps))
+        assert (again.folder, again.resumes, again.note) == (run.folder, True, "")
+    run.folder.write_finished(1)
+    new = _open(load("--training.steps", "1"))
+    assert new.folder != run.folder
+    assert new.note.startswith(f"not resumed: {run.folder.path} finished at step 1; this is a new")
+    shutil.rmtree(new.folder.path)
+    assert _open(load("--training.steps", "2")).folder == run.folder
+
+
+def test_a_finished_run_whose_end_is_damaged_is_resumed(
+    load: Callable[..., JobConfig], trained: Path
+) -> None:
+    """Catches a run begun anew although an older checkpoint is good; or one without any."""
+    run = _finished(load(), trained)
+    (run.checkpoints / "step_2").mkdir()
+    run.folder.write_finished(2)
+    assert _open(load("--training.steps", "2")).folder == run.folder
+    run.folder.write_finished(2)
+    shutil.rmtree(run.checkpoints)
+    assert "finished at step 2" in _open(load("--training.steps", "2")).note
+
+
+def test_a_finished_run_of_another_model_does_not_refuse_the_next(
+    load: Callable[..., JobConfig], trained: Path
+) -> None:
+    """Catches a finished run that is in the way of another of more steps, or left in silence."""
+    run = _finished(load(), trained)
+    other = ["--training.steps", "9", "--data.seq_len", "128"]
+    _check(load(*other))
+    new = _open(load(*other))
+    assert new.folder != run.folder
+    assert "not resumed" in new.note
+    assert "with another model or other data (data.seq_len: 64 there, 128 now)" in new.note
+    shutil.rmtree(new.folder.path)
+    allowed = _open(load(*other, "--checkpoint.allow_changes", "true"))
+    assert (allowed.folder, allowed.note) == (run.folder, "")
+    with pytest.raises(ValueError, match="of a run with another model"):  # not finished any more
+        _check(load(*other))
+
+
+def test_data_are_checked_before_an_earlier_run(
+    load: Callable[..., JobConfig],
+    job: Path,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches a mistake in this command hidden behind what an earlier run was like."""
+    shutil.copytree(trained, _open(load()).checkpoints / "step_1")
+    words = ["train", str(job), "--nproc", "2", "--job.dump_folder", str(tmp_path / "out")]
+    assert main([*words, "--data.seq_len", "128"]) == 2
+    assert "of a run with another model, or other data" in capsys.readouterr().err
+    assert main([*words, "--data.seq_len", "128", "--data.source", str(tmp_path / "absent")]) == 2
+    assert "data.source" in capsys.readouterr().err
 
 
 HOLD = """
@@ -283,6 +362,32 @@ def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -
         "model.checkpoint: 0.0 there, 1.0 now",
         "model.attention_backend: auto there, sdpa now",
     } <= set(lines)
+
+
+def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> None:
+    """Catches a key that `isp plan` advises when memory runs out, and that a resume refuses."""
+    info = preview(candidates_at(trained))
+    assert info is not None
+    keys, seen = KeyTable.of(JobConfig), set()
+    for *section, name in _keys(to_plain(config)):
+        saved = to_plain(config)
+        reduce(getitem, section, saved)[name] = "another"
+        shared = {**info.manifest.shared, "config": saved}
+        other = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
+        role = keys.role((*section, name))
+        if role in (KeyRole.MODEL, KeyRole.DATA):
+            with pytest.raises(ValueError, match=f"{name}: another there"):
+                check_changes(other, config, config.topology(2))
+        else:
+            (line,) = check_changes(other, config, config.topology(2))
+            assert line.startswith(f"{'.'.join(section)}.{name}: another there")
+        seen.add(role)
+    assert seen == set(KeyRole)
+
+
+def _keys(plain: dict[str, Any], *section: str) -> Iterator[tuple[str, ...]]:
+    for name, value in plain.items():
+        yield from _keys(value, *section, name) if isinstance(value, dict) else [(*section, name)]
 
 
 def test_a_strangers_configuration_is_compared_with_care(config: JobConfig, trained: Path) -> None:

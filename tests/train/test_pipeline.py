@@ -188,7 +188,7 @@ def _of_shapes(rank: int, layout: Layout, task: Task) -> list[float]:
     run = make_run(Meshes(rank).of(layout), layout, task)
     found: list[float] = []
     for step, shapes in enumerate(SHAPES):
-        batches = [_cut(task.batch(step + 4, place), *shape) for place, shape in enumerate(shapes)]
+        batches = [_cut(task.batch(step + 3, place), *shape) for place, shape in enumerate(shapes)]
         outcome = run.step(batches, 1e-2)
         found += [run.step.evaluate([batches[::-1]]), outcome.loss, outcome.grad_norm]
     run.close()

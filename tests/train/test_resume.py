@@ -168,19 +168,17 @@ def _assert_close(resumed: Path, whole: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
-    """Catches shards, moments or samples that a resumed run puts in the wrong place."""
+    """Catches shards, moments or samples that a resumed run puts in the wrong place, and a global
+    batch that another number of data ranks changes."""
+    config = replace(config, training=replace(config.training, global_batch_size=2))
     whole = _run(4, _elsewhere(config, "whole"))
     stopped = _run(4, config, 3, _stop)
-    for world, parallel, micro_num in (
-        (2, MTP_2, 2),
-        (1, ParallelConfig(), 2),
-        (2, ParallelConfig(weight=WeightConfig(size=2)), 1),
-    ):
+    layouts = (2, MTP_2), (1, ParallelConfig()), (2, ParallelConfig(weight=WeightConfig(size=2)))
+    for number, (world, parallel) in enumerate(layouts):
         other = replace(
             config,
-            job=replace(config.job, dump_folder=str(tmp_path / f"copy_{world}_{micro_num}")),
+            job=replace(config.job, dump_folder=str(tmp_path / f"copy_{number}")),
             parallel=parallel,
-            data=replace(config.data, micro_num=micro_num),
         )
         shutil.copytree(config.job.dump_folder, other.job.dump_folder, symlinks=True)
         assert _run(world, other).name == stopped.name

@@ -39,7 +39,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
         finally:
             run.kill()  # its ranks follow
     assert run.returncode == 128 + signal.SIGINT
-    assert "the same command goes on from there" in out
+    assert "run the same command again to resume" in out
     assert "Traceback" not in err
     metrics = tmp_path / "out/job/latest/metrics.jsonl"
     done = read_metrics(metrics)[-1].step

@@ -9,7 +9,7 @@ import pytest
 
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
-from isp.weights.plan import plan
+from isp.weights.plan import ActKind, plan
 from isp.weights.simulate import simulate
 from isp.weights.trace import Block, Chunks, Visit, sequential_actions
 from tests.weights.schedules import (
@@ -357,6 +357,21 @@ def test_weights_that_stay_are_gathered_once_a_step() -> None:
         "B1 a.wqkv: | free a.wqkv",
         "B1 embedding.embedding:",
     ]
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> None:
+    """Catches: a weight gathered again for a bias that the first of its layers does not have.
+
+    The weight stays from one end to the other, or not.
+    """
+    head = Block("head", (Visit("head", "embedding", bias="head.bias"),))
+    chunks = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"[:between]), head),)
+    found = plan(chunks, actions("F0 B0"), Prefetch())
+    acts = [*found.start, *(act for step in found.steps for act in step.before)]
+    gathers = [act for act in acts if act.kind is ActKind.GATHER and act.weight == "embedding"]
+    biases = [act.bias for act in gathers]
+    assert biases == (["head.bias"] if between == 1 else [None, "head.bias"])
 
 
 def test_a_step_without_weights_or_work_has_an_empty_plan() -> None:

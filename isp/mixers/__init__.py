@@ -1,0 +1,1 @@
+"""Layers that mix tokens by convolutions and scans, over sequences that are split over ranks."""

@@ -1,0 +1,70 @@
+"""Linear recurrences over tokens: what a scan needs to know of one to split it over ranks.
+
+T tokens, H heads, G groups of heads that share an input, n segments: runs of tokens of one document
+
+A recurrence keeps a state for each head and changes it with each token by a linear map that depends
+on the token. So over a segment the state is S' = M S + E, where the transition M and the state E
+from zero follow from the segment's tokens alone: they are what ranks send each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+__all__ = ["Inputs", "Recurrence"]
+
+
+class Inputs(NamedTuple):
+    """What a scan reads."""
+
+    of_heads: tuple[Tensor, ...]
+    """[T, H, ..]."""
+    of_groups: tuple[Tensor, ...]
+    """[T, G, ..]; head h reads group h // (H / G)."""
+    constants: tuple[Tensor | None, ...] = ()
+    """[H, ..], the same for all tokens."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.of_heads[0].shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.of_groups[0].shape[1]
+
+    def flat(self) -> Inputs:
+        """Of tokens [B, S, ..], the same as [B S, ..]."""
+        of_heads = tuple(x.flatten(0, 1) for x in self.of_heads)
+        return Inputs(of_heads, tuple(x.flatten(0, 1) for x in self.of_groups), self.constants)
+
+    def tokens(self, begin: int, end: int) -> Inputs:
+        """Of these tokens alone."""
+        of_heads = tuple(x[begin:end] for x in self.of_heads)
+        return Inputs(of_heads, tuple(x[begin:end] for x in self.of_groups), self.constants)
+
+
+class Recurrence(Protocol):
+    """One kind of scan."""
+
+    def scan(
+        self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The results [T, H, V] and the final states [n, H, ..] of segments of these `lengths`.
+
+        `initial` states [n, H, ..]; None: zeros. States are float32 at least.
+        """
+
+    def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+        """Transition and final state from zero of each segment, as one row of numbers: [n, F]."""
+
+    def summary_size(self, inputs: Inputs) -> int:
+        """F."""
+
+    def flops(self, inputs: Inputs) -> int:
+        """Of a token, forward: products with the states and with what changes them."""
+
+    def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
+        """The state [H, ..] after a segment with this summary [F], from `state`; None: zeros."""

@@ -1,0 +1,150 @@
+"""State-space scans: Mamba2, with one decay a head, and Mamba's selective scan, with one a number.
+
+T tokens, H heads, G groups of heads (G divides H), P features of a head, N numbers of its state,
+C channels, c tokens of a chunk
+
+    Mamba2      S_t = exp(A dt_t) S_(t-1) + dt_t x_t B_t^T      S [P, N] of each head, A a number
+    selective   s_t = exp(A dt_t) s_(t-1) + dt_t x_t B_t        s [N] of each channel, A [N]
+                y_t = S_t C_t + D x_t
+
+Sources: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, its scan by chunks); the code is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.mixers.recurrence import Inputs
+
+__all__ = ["Mamba2", "SelectiveScan"]
+
+_CHUNK = 64
+
+
+class _StateSpace:
+    """What both have: heads have x and dt, groups B and C, constants are A, D and dt_bias."""
+
+    def __init__(
+        self, *, dt_softplus: bool, dt_limit: tuple[float, float] = (0.0, float("inf"))
+    ) -> None:
+        """dt is dt + dt_bias, through softplus if asked, within the limits."""
+        self._dt_softplus = dt_softplus
+        self._dt_limit = dt_limit
+
+    def scan(
+        self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Recurrence.scan`; states [n, H, P, N] or [n, C, N]."""
+        x, dt, A, D, B, C = self._read(inputs)
+        zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
+        outs, states = [], []
+        for number, (a, b) in enumerate(pairwise(accumulate(lengths, initial=0))):
+            state = zeros if initial is None else initial[number].to(x.dtype)
+            out, state = self._segment(x[a:b], dt[a:b], B[a:b], C[a:b], A, state)
+            outs.append(out)
+            states.append(state)
+        out = torch.cat(outs)
+        if D is not None:
+            out = out + D.view(-1, *(1 for _ in x.shape[2:])) * x
+        return out.to(inputs.of_heads[0].dtype), torch.stack(states)
+
+    def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+        """As `Recurrence.summary`: [n, F], the decay's logarithm beside the state from zero."""
+        _, dt, A, *_ = self._read(inputs)
+        _, states = self.scan(inputs, lengths, None)
+        bounds = pairwise(accumulate(lengths, initial=0))
+        time = torch.stack([dt[a:b].sum(0) for a, b in bounds])  # [n, H]
+        decay = A * (time if A.dim() == 1 else time.unsqueeze(-1))
+        return torch.cat((decay.flatten(1), states.flatten(1)), 1)
+
+    def summary_size(self, inputs: Inputs) -> int:
+        """As `Recurrence.summary_size`."""
+        x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
+        assert A is not None
+        return A.numel() + x.shape[1:].numel() * B.shape[-1]
+
+    def flops(self, inputs: Inputs) -> int:
+        """As `Recurrence.flops`: the change of a state, and what C asks of it."""
+        x, B = inputs.of_heads[0], inputs.of_groups[0]
+        return 4 * x.shape[1:].numel() * B.shape[-1]
+
+    def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
+        """As `Recurrence.after`: [H, P, N] or [C, N]."""
+        x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
+        assert A is not None
+        from_zero = summary[A.numel() :].view(*x.shape[1:], B.shape[-1])
+        if state is None:
+            return from_zero
+        decay = summary[: A.numel()].view(A.shape).exp()
+        return decay.view(*A.shape, *(1,) * (state.dim() - A.dim())) * state + from_zero
+
+    def _segment(
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _read(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
+        A, D, dt_bias = inputs.constants
+        assert A is not None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dtype)
+        if self._dt_softplus:
+            dt = F.softplus(dt)
+        dt = dt.clamp(*self._dt_limit)
+        return x, dt, A, None if D is None else D.to(dtype), B, C
+
+
+class Mamba2(_StateSpace):
+    """x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
+
+    def _segment(
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not len(x):
+            return x, state
+        share = x.shape[1] // B.shape[1]
+        B, C = (t.repeat_interleave(share, 1) for t in (B, C))
+        size, length = min(_CHUNK, len(x)), len(x)
+        x, decay = x * dt.unsqueeze(-1), A * dt
+        x, decay, B, C = (
+            F.pad(t, (0,) * (2 * (t.dim() - 1)) + (0, -length % size))
+            .unflatten(0, (-1, size))
+            .transpose(1, 2)  # [n, H, c, ..]
+            for t in (x, decay, B, C)
+        )
+        decay = decay.cumsum(2)
+        pair = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril().exp().tril()
+        inside = ((C @ B.mT) * pair) @ x
+        last = decay[:, :, -1:]  # [n, H, 1]
+        written = (x * (last - decay).exp().unsqueeze(-1)).mT @ B  # [n, H, P, N]
+        asked = (C * decay.exp().unsqueeze(-1)).mT  # [n, H, N, c]
+        outs = []
+        for n in range(len(x)):
+            outs.append(inside[n] + (state @ asked[n]).mT)
+            state = last[n].exp().unsqueeze(-1) * state + written[n]
+        return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:length], state
+
+
+class SelectiveScan(_StateSpace):
+    """x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
+
+    def _segment(
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decay = (A * dt.unsqueeze(-1)).exp()  # [T, C, N]
+        written = (x * dt).unsqueeze(-1) * B
+        states = []
+        for t in range(len(x)):
+            state = torch.addcmul(written[t], decay[t], state)
+            states.append(state)
+        if not states:
+            return x, state
+        return (torch.stack(states) * C).sum(-1), state

@@ -1,0 +1,72 @@
+"""The calls of a forward that isp follows."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = ["AttentionSizes", "Call", "Kind"]
+
+
+class Kind(StrEnum):
+    """The kinds of calls that are followed."""
+
+    LINEAR = "linear"
+    TABLE = "embedding"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    SCAN = "scan"
+    EXPERTS = "experts"
+    BLOCK = "block"
+    """A whole block; a trace has its calls instead."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a token's result depends on other tokens."""
+        return self in (Kind.ATTENTION, Kind.CONVOLUTION, Kind.SCAN)
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of one attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    """Of q and k."""
+    value_size: int
+    """Of v, and of the result."""
+    window: int | None
+    """In tokens; None: none."""
+    chunk: int | None
+    """Tokens of the chunks that a document is cut into; None: it is not."""
+    causal: bool
+    """Whether a token sees only those up to its own place."""
+
+    def pairs(self, length: int) -> int:
+        """Twice the pairs of a query and a key that it sees in a causal document, about."""
+        whole, rest = divmod(length, self.chunk or length)
+        reach = min(self.chunk or length, self.window or length)
+        pairs = whole * reach * (2 * (self.chunk or length) - reach)
+        return pairs + min(rest, reach) * (2 * rest - min(rest, reach))
+
+    def kept(self, tokens: int) -> int:
+        """Tokens of so many whose keys a later one may see."""
+        return min(tokens, self.window or tokens, self.chunk or tokens)
+
+
+class Call(NamedTuple):
+    """One call in a forward."""
+
+    kind: Kind
+    module: str
+    """The linear, table or experts that are called; of what mixes tokens, the block it lies in."""
+    block: str | None
+    """The block that the call lies in; None: outside the blocks."""
+    sizes: AttentionSizes | None = None
+    """Of attention."""
+    route: int | None = None
+    """To how many of the experts a token goes; None: the call does not tell."""
+    written: bool = False
+    """Whether the model writes into the result, of attention."""
+    flops: int = 0
+    """Of a convolution or scan, for a token, forward."""

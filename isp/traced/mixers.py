@@ -1,0 +1,71 @@
+"""`TracedMixers`: the convolutions and scans of a traced model on one rank.
+
+B batch, S' the tokens of this rank, C channels
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from isp.layers.factory import LayerFactory
+from isp.layers.sequence import SequenceRanks
+from isp.mixers.convolution import convolve
+from isp.mixers.placement import Placement
+from isp.mixers.recurrence import Inputs, Recurrence
+from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
+from isp.parallel.config import SequenceScan
+from isp.traced.calls import Call, Kind
+from isp.traced.passage import Passage
+
+__all__ = ["TracedMixers"]
+
+logger = logging.getLogger(__name__)
+
+
+class TracedMixers:
+    """Where a traced model's calls of `isp.mixers` go; a `Mixers`."""
+
+    def __init__(
+        self, layers: LayerFactory, arrive: Callable[[Kind, Tensor], tuple[Passage, Call]]
+    ) -> None:
+        """`arrive` follows a call, given its kind and what it mixes: the pass that it lies in."""
+        self._layers = layers
+        self._sequence = layers.sequence or SequenceRanks.by_heads(layers.tensor)
+        self._arrive = arrive
+        self._reported = False
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """As `Mixers.convolve`."""
+        placement = self._placement(Kind.CONVOLUTION, x)
+        return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """As `Mixers.scan`."""
+        x, flat = inputs.of_heads[0], inputs.flat()
+        placement = self._placement(Kind.SCAN, x)
+        way = self._sequence.scan
+        if way is SequenceScan.AUTO:
+            way = cheaper_way(recurrence, flat, placement)
+            if not self._reported and placement.channel.size > 1:
+                self._reported = True
+                logger.info("scans: by %s (auto, by the bytes that a rank receives)", way)
+        scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
+        return scan(recurrence, flat, placement).view(x.shape)
+
+    def _placement(self, kind: Kind, x: Tensor) -> Placement:
+        """That of the micro-batch.
+
+        Raises ValueError in modes that split features, in plans, and where text is generated.
+        """
+        passage, _ = self._arrive(kind, x)
+        what = f"{passage.name} mixes tokens by a {kind}"
+        if self._layers.splits_features:
+            raise ValueError(what)
+        if x.is_meta:
+            raise ValueError(f"{what}: isp layouts and isp plan price attention alone")
+        if self._layers.cache is not None:
+            raise ValueError(f"{what}: isp generate keeps keys and values alone, and no states")
+        return passage.masks.placement(self._sequence, self._layers.tensor, x)

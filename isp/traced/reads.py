@@ -1,0 +1,75 @@
+"""Who reads the weights of a model: what is cut is gathered for linears and for lookups alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from isp.traced.lookup import looked_up
+from isp.traced.roles import Role, is_linear
+
+__all__ = ["Reads", "check_reads"]
+
+_SIZES = {"shape", "size", "numel", "nelement", "__len__"}
+"""What asks a tensor for its size, which is another for a rank's part of it."""
+
+
+class Reads(TorchFunctionMode):
+    """Notes reads of parameters that are not the way of their own module, and of positions."""
+
+    def __init__(self, model: nn.Module, positions: Tensor) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._positions = positions
+        self.open: list[nn.Module] = []
+        """The modules whose forward runs, the innermost last."""
+        self.foreign: dict[str, str] = {}
+        """The parameters that are read in another way, and by what."""
+        self.reads_positions = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out, name = func(*args, **(kwargs or {})), _name(func)
+        makes_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(out))
+        if not makes_tensor and name not in _SIZES:  # its dtype
+            return out
+        for leaf in tree_leaves((args, kwargs)):
+            if leaf is self._positions:
+                self.reads_positions |= makes_tensor
+            known = self._names.get(id(leaf))
+            if known is not None and not self._expected(leaf, func, args, kwargs):
+                self.foreign[known] = name
+        return out
+
+    def _expected(self, parameter: nn.Parameter, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it is a module's own, read as isp knows how to."""
+        inside = self.open[-1] if self.open else None
+        if inside is None or all(parameter is not own for own in inside.parameters(recurse=False)):
+            return False
+        if isinstance(inside, nn.Embedding):
+            return looked_up(inside, func, args, kwargs) is not None
+        return not is_linear(inside) or func in (F.linear, torch.addmm)
+
+
+def _name(func: Any) -> str:
+    """The name of an operation, or of the attribute that is read."""
+    name = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__ if name == "__get__" else name)
+
+
+def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
+    """Raise ValueError for a weight that is cut, and read where it is not gathered."""
+    for name, by in reads.items():
+        if roles[name] is Role.SHARDED:
+            raise ValueError(
+                f"{name} is read by {by}, and a rank has a part of it, which is gathered where its"
+                f" nn.Linear is called, or where its nn.Embedding looks up the rows of ids"
+                f" (F.embedding with the table's own options, or weight[ids]): call the module (for"
+                f" a tied head, an nn.Linear whose weight is the table's)"
+            )

@@ -1,0 +1,64 @@
+"""Modules whose own forward mixes tokens by code of its own, and what runs in its place.
+
+B batch, S' the tokens of this rank, D hidden size, H heads, d their size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.mixers.call import state_space_scan
+
+__all__ = ["register_mixer", "use_registered_mixers"]
+
+_forwards: dict[str, Callable[..., Any]] = {}
+"""By the name of the class: its modules need not be imported."""
+
+
+def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
+    """Let `forward(module, ...)` take the place of a class's forward in parallelised models.
+
+    It takes what the class's own forward takes, of this rank's tokens [B, S', ..], and mixes them
+    by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and `isp.state_space_scan`
+    alone. For subclasses, too. Other models of the process keep their own forward.
+    """
+    _forwards[_name(module_class)] = forward
+
+
+def use_registered_mixers(model: nn.Module) -> None:
+    """Give modules of registered classes the forward that was registered, in place."""
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if (forward := _forwards.get(_name(cls))) is not None:
+                module.forward = partial(forward, module)
+                break
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _lightning_attention(
+    module: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """MiniMax's linear attention, a loop over blocks of tokens in its own code: [B, S', D].
+
+    S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t: Mamba2's scan with dt = 1.
+    """
+    heads = module.num_attention_heads
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1))
+    q, k, v = qkv.split(module.head_dim, dim=-1)  # [B, S', H, d]
+    slope = module.slope_rate.flatten().to(qkv.dtype)
+    out = state_space_scan(v, torch.ones_like(v[..., 0]), -slope, k, q)
+    gate = module.output_gate(hidden_states).sigmoid()
+    return module.out_proj(gate * module.norm(out.flatten(2))), None
+
+
+_forwards["transformers.models.minimax.modeling_minimax.MiniMaxLightningAttention"] = (
+    _lightning_attention
+)

@@ -1,0 +1,56 @@
+"""The layouts that `isp check` and `isp.check` compare, by name."""
+
+from __future__ import annotations
+
+import re
+
+from isp.config import ConfigError
+from isp.parallel import Mode, ParallelConfig
+from isp.train.check import Layout, fault_of
+from isp.train.check_reference import Subject
+
+__all__ = ["layouts_of"]
+
+_SIZES = (1, 2, 4)
+"""Of tensor and weight groups, unless others are asked for."""
+
+
+def layouts_of(
+    names: str, subject: Subject, parallel: ParallelConfig
+) -> tuple[list[Layout], list[str]]:
+    """The layouts that `names` lists; with `all` what the model can be split in, else why not.
+
+    Raises ConfigError for a word that is no layout.
+    """
+    if names != "all":
+        found = [_layout(name.strip(), names) for name in names.split(",")]
+        return list(dict.fromkeys(found)), []
+    found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
+    found += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
+    left_out: dict[str, list[str]] = {}
+    for mode in (mode for mode in Mode if not mode.facts.gathers_weights):
+        for layout in (Layout(tensor, 1, mode) for tensor in _SIZES[1:]):
+            if fault := fault_of(subject, layout, parallel):
+                left_out.setdefault(fault, []).append(str(layout))
+            else:
+                found.append(layout)
+    return found, [f"without {', '.join(of)}: {fault}" for fault, of in left_out.items()]
+
+
+def _with_context(head: int, context: int, weight: int) -> Layout:
+    return Layout(head * context, weight, context=context)
+
+
+def _layout(name: str, text: str) -> Layout:
+    """The layout that a word of a list names."""
+    if cut := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)x([1-9]\d?)", name):
+        return _with_context(*map(int, cut.groups()))
+    if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
+        return Layout(int(sizes[1]), int(sizes[2]))
+    if split := re.fullmatch(r"(mtp|msp|fsp) ?([1-9]\d?)", name):
+        return Layout(int(split[2]), 1, Mode(split[1]))
+    raise ConfigError(
+        f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
+        f" group such as 2x4,4x1, of head, context and weight group such as 2x2x4, or another mode"
+        f" and its size such as mtp2"
+    )

@@ -1,0 +1,80 @@
+"""The parameters of a model that somebody else has in hand, and what may be done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.layers.module import NamedParameter
+
+__all__ = ["ParameterGuard"]
+
+
+class _Place(NamedTuple):
+    """A place of a model that has a parameter; a tied one has several."""
+
+    name: str
+    owner: nn.Module
+    local: str
+    parameter: nn.Parameter
+    storage: Tensor
+    """The memory that the optimizer updates and that travels, as a tensor of its own."""
+    trains: bool
+
+
+class ParameterGuard:
+    """Keeps the parameters of `model` those that the runtime trains.
+
+    In-place writes need no guard. `module.to(..)` and `parameter.data = ..` put other memory below
+    a parameter, which no optimizer knows of: `check` takes the values over into the memory that it
+    updates, as if they had been written there.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Iterable[NamedParameter]) -> None:
+        names = {item.parameter: item.name for item in parameters}
+        self._places = [
+            _Place(names[p], owner, local, p, p.data, p.requires_grad)
+            for owner in model.modules()
+            for local, p in owner.named_parameters(recurse=False)
+            if p in names
+        ]
+
+    @torch.no_grad()
+    def check(self, *, trains: bool) -> None:
+        """Take up replaced memory. Raises RuntimeError for what cannot be: another parameter,
+        dtype, device or shape and, if it `trains`, a weight that was frozen or thawed.
+        """
+        for place in self._places:
+            parameter, storage = place.parameter, place.storage
+            if getattr(place.owner, place.local) is not parameter:
+                raise RuntimeError(
+                    f"{place.name} is another parameter than when the model was parallelised: write"
+                    f" into that one, by copy_ or load_state_dict without assign=True"
+                )
+            if trains and parameter.requires_grad is not place.trains:
+                was, now = ("trained", "frozen") if place.trains else ("frozen", "trained")
+                raise RuntimeError(
+                    f"{place.name} was {was} when the model was parallelised, and is {now} now:"
+                    f" write the weights by save_pretrained, load and freeze them, and parallelize"
+                    f" that model"
+                )
+            if _kind(parameter) != _kind(storage):
+                raise RuntimeError(
+                    f"{place.name} was {_kind(storage)} when the model was parallelised, and is"
+                    f" {_kind(parameter)} now: choose by training.dtype and training.device"
+                    f" instead, or convert a model that save_pretrained has written"
+                )
+            if _memory(parameter) != _memory(storage):
+                storage.copy_(parameter.clone())  # it may lie in the same memory, transposed
+                parameter.data = storage
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+
+def _memory(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    return x.data_ptr(), x.stride()

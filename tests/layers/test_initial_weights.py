@@ -1,0 +1,87 @@
+"""Initial weights: the same in every layout, and no more drawn than a rank has of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isp.layers.module import MasterStream
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+
+STREAM = MasterStream(5, "layers.3.attention.qkv")
+SHAPES = {
+    "matrix": ((300, 200), ()),
+    "one tile": ((5, 3), ()),
+    "whole tiles": ((512, 256), ()),
+    "fused": ((420, 140), (260, 80, 80)),
+    "vector": ((40_000,), ()),
+    "narrow": ((3_000, 7), ()),
+    "few rows": ((2, 900), ()),
+}
+
+
+def _layouts(name: str, parts: int) -> list[list[ParameterLayout]]:
+    """Of all shards of a shape, by dim."""
+    shape, segments = SHAPES[name]
+    return [
+        [
+            ParameterLayout(
+                global_shape=shape,
+                dim=dim,
+                parts=parts,
+                index=index,
+                segments=segments if dim == 0 else (),
+                reduce_over=Axis.DATA,
+            )
+            for index in range(parts)
+        ]
+        for dim in range(len(shape))
+    ]
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the numbers that are drawn."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default and not args[0].is_meta:
+            self.total += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shards_are_parts_of_one_whole(name: str) -> None:
+    """Catches values that depend on the layout, at uneven, empty and fused cuts."""
+    ((whole_layout,), *_) = _layouts(name, 1)
+    whole = STREAM.normal(whole_layout, 0.02)
+    assert whole.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * whole.numel()))
+    assert len(whole.unique()) > 0.99 * whole.numel()
+    for shards in itertools.chain(_layouts(name, 2), _layouts(name, 3), _layouts(name, 8)):
+        for layout in shards:
+            assert torch.equal(STREAM.normal(layout, 0.02), layout.shard(whole)), layout
+
+
+def test_streams_differ() -> None:
+    """Catches a seed or a name that has no say."""
+    ((layout,), *_) = _layouts("matrix", 1)
+    others = [STREAM, MasterStream(6, STREAM.name), MasterStream(5, "layers.2.attention.qkv")]
+    values = [stream.normal(layout, 1.0) for stream in others]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(values, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_draws_its_own_part(dim: int) -> None:
+    """Catches a rank that draws the whole; what is drawn beyond its part are tiles that are cut."""
+    layout = ParameterLayout(
+        global_shape=(2000, 2000), dim=dim, parts=8, index=3, reduce_over=Axis.DATA
+    )
+    with Drawn() as drawn:
+        own = STREAM.normal(layout, 1.0)
+    assert own.numel() <= drawn.total <= own.numel() + 2 * 128 * 2000

@@ -1,0 +1,224 @@
+"""Convolutions and scans over 1 to 4 ranks against token by token loops on one: every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isp.comm import Channel
+from isp.layers.sequence import SequenceRanks
+from isp.mixers.convolution import convolve
+from isp.mixers.delta_rule import DeltaRule
+from isp.mixers.placement import Placement, rank_slices
+from isp.mixers.recurrence import Recurrence
+from isp.mixers.scan import scan_by_heads, scan_by_state
+from isp.mixers.state_space import Mamba2, SelectiveScan
+from isp.parallel.context import ContextPlan, Slice
+from tests.mixers import reference
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-12  # float64, sums in another order
+
+STRADDLING = (1, 2, 23, 3, 1, 17, 9, 8)
+
+
+class Kind(NamedTuple):
+    recurrence: Recurrence
+    plain: Callable[..., Tensor]
+    of_heads: tuple[tuple[int, ...], ...]
+    of_groups: tuple[tuple[int, ...], ...]
+    constants: tuple[tuple[int, ...], ...]
+
+
+def delta(heads: int, groups: int, *, per_feature: bool = False) -> Kind:
+    g = (heads, 5) if per_feature else (heads,)
+    shapes = ((heads, 3), g, (heads,)), ((groups, 5), (groups, 5)), ()
+    return Kind(DeltaRule(normalise=True), reference.delta_rule, *shapes)
+
+
+def mamba2(heads: int, groups: int) -> Kind:
+    shapes = ((heads, 3), (heads,)), ((groups, 4), (groups, 4)), ((heads,),) * 3
+    return Kind(Mamba2(dt_softplus=True, dt_limit=(0.05, 0.9)), reference.mamba2, *shapes)
+
+
+def selective(channels: int) -> Kind:
+    shapes = ((channels,), (channels,)), ((1, 4), (1, 4)), ((channels, 4), (channels,), (channels,))
+    return Kind(SelectiveScan(dt_softplus=True), reference.selective, *shapes)
+
+
+KINDS = {
+    "delta": delta(6, 2),
+    "delta, fewer heads than ranks": delta(3, 3),
+    "kda": delta(4, 4, per_feature=True),
+    "mamba2": mamba2(6, 2),
+    "mamba2, one head": mamba2(1, 1),
+    "selective": selective(5),
+}
+
+PLANS: dict[str, Callable[[int], ContextPlan]] = {
+    "contiguous": lambda p: _contiguous(STRADDLING, [64 // p] * p),
+    "uneven": lambda p: _contiguous(STRADDLING, [*range(p - 1), 64 - sum(range(p - 1))]),
+    "one document": lambda p: _contiguous((64,), [64 // p] * p),
+    "whole documents": lambda p: _contiguous((64 // p,) * p, [64 // p] * p),
+    "heads x context": lambda p: _of_context(STRADDLING, p),
+    "scattered": lambda p: _scattered(STRADDLING, p),
+}
+
+
+def _contiguous(lengths: tuple[int, ...], sizes: list[int]) -> ContextPlan:
+    ends = [0, *accumulate(sizes)]
+    starts = [0, *accumulate(lengths)]
+    cut = [
+        [
+            Slice(d, max(0, a - s), min(n, b - s))
+            for d, (n, s) in enumerate(zip(lengths, starts, strict=False))
+            if max(0, a - s) < min(n, b - s)
+        ]
+        for a, b in pairwise(ends)
+    ]
+    return ContextPlan(lengths, tuple(map(tuple, cut)))
+
+
+def _of_context(lengths: tuple[int, ...], size: int) -> ContextPlan:
+    """As a run places them on 2 context ranks of `size` / 2 head ranks, or on one."""
+    context = _Sized(2 if size % 2 == 0 else 1)
+    ranks = SequenceRanks(head=_Sized(size // context.size), context=context)  # type: ignore[arg-type]
+    bounds = tuple(accumulate(lengths, initial=0))
+    return (
+        rank_slices(ranks, size, (1, sum(lengths)), bounds)
+        if size > 1
+        else _contiguous(lengths, [64])
+    )
+
+
+class _Sized(NamedTuple):
+    size: int
+
+
+def _scattered(lengths: tuple[int, ...], size: int) -> ContextPlan:
+    slices = [Slice(d, b, min(b + 3, n)) for d, n in enumerate(lengths) for b in range(0, n, 3)]
+    return ContextPlan(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
+
+
+def _inputs(kind: Kind, tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(tokens, *s) for s in (*kind.of_heads, *kind.of_groups)]
+    xs = [
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, *kind.constants)
+    ]
+    if isinstance(kind.recurrence, DeltaRule):
+        xs[1], xs[2] = -xs[1].abs(), xs[2].sigmoid()
+    else:
+        at = len(shapes)
+        xs[at] = -xs[at].abs()
+    return [x.requires_grad_() for x in xs]
+
+
+def _plain(kind: Kind, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    xs = _inputs(kind, sum(lengths))
+    number = len(kind.of_heads) + len(kind.of_groups)
+    constants = xs[number:]
+    out = reference.by_document(lambda *a: kind.plain(*a, *constants), lengths, *xs[:number])
+    out.backward(_seed(out))
+    return out.detach(), [x.grad for x in xs]  # type: ignore[misc]
+
+
+def _seed(out: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+
+
+def _on_rank(rank: int, cases: list[tuple[str, str, str]], size: int) -> list[Any]:
+    channel = Channel(dist.group.WORLD, name="tensor")
+    found = []
+    for kind_name, plan_name, way in cases:
+        kind, plan = KINDS[kind_name], PLANS[plan_name](size)
+        placement = Placement(channel, plan)
+        number = len(kind.of_heads) + len(kind.of_groups)
+        xs = _inputs(kind, sum(plan.lengths))
+        own = torch.from_numpy(plan.order).split(placement.sizes)[rank]
+        mine = [x.detach()[own].requires_grad_() for x in xs[:number]]
+        inputs = reference.inputs_of([*mine, *xs[number:]], len(kind.of_heads), len(kind.of_groups))
+        scan = scan_by_heads if way == "heads" else scan_by_state
+        out = scan(kind.recurrence, inputs, placement)
+        expected, gradients = _plain(kind, plan.lengths)
+        out.backward(_seed(expected)[own])
+        errors = [_far(out.detach(), expected[own])]
+        errors += [_far(x.grad, g[own]) for x, g in zip(mine, gradients, strict=False)]
+        for x, g in zip(xs[number:], gradients[number:], strict=True):
+            total = torch.zeros_like(x) if x.grad is None else x.grad
+            dist.all_reduce(total)
+            errors.append(_far(total, g))
+        found.append(max(errors))
+    return found
+
+
+def _far(x: Tensor | None, y: Tensor) -> float:
+    assert x is not None
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1)) if y.numel() else 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_scans_equal_a_loop_over_tokens(size: int) -> None:
+    """Catches wrong states, documents that leak, gradients that are lost, a rank that hangs."""
+    cases = [
+        (kind, plan, way)
+        for kind in KINDS
+        for plan in PLANS
+        for way in ("heads", "state")
+        if 64 % size == 0 or plan in ("uneven", "scattered")
+    ]
+    for errors in run_ranks(size, _on_rank, cases, size):
+        wrong = {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE}
+        assert wrong == {}
+
+
+CONVOLUTIONS = {"K=4": (4, 1, True), "K=2, no bias": (2, 1, False), "K=3, dilated": (3, 5, True)}
+"""Taps, dilation, bias."""
+
+
+def _convolved_on_rank(rank: int, cases: list[tuple[str, str]], size: int) -> list[float]:
+    channel = Channel(dist.group.WORLD, name="tensor")
+    found = []
+    for name, plan_name in cases:
+        (taps, dilation, has_bias), plan = CONVOLUTIONS[name], PLANS[plan_name](size)
+        placement = Placement(channel, plan)
+        generator = torch.Generator().manual_seed(5)
+        shapes = (sum(plan.lengths), 5), (5, taps), (5,)
+        x, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        run = partial(
+            reference.convolution,
+            weight=leaves[1],
+            bias=leaves[2] if has_bias else None,
+            dilation=dilation,
+        )
+        expected = reference.by_document(run, plan.lengths, leaves[0])
+        expected.backward(_seed(expected))
+        own = torch.from_numpy(plan.order).split(placement.sizes)[rank]
+        mine = [t.requires_grad_() for t in (x[own], weight, bias)]
+        out = convolve(mine[0], mine[1], mine[2] if has_bias else None, placement, dilation)
+        out.backward(_seed(expected)[own])
+        errors = [
+            _far(out.detach(), expected.detach()[own]),
+            _far(mine[0].grad, leaves[0].grad[own]),
+        ]
+        for t, leaf in list(zip(mine, leaves, strict=True))[1 : 2 + has_bias]:
+            dist.all_reduce(t.grad)
+            errors.append(_far(t.grad, leaf.grad))
+        found.append(max(errors))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_convolutions_equal_a_loop_over_tokens(size: int) -> None:
+    """Catches a halo of another document, of too few tokens, and one that gives no gradient."""
+    cases = [(c, plan) for c in CONVOLUTIONS for plan in PLANS]
+    for errors in run_ranks(size, _convolved_on_rank, cases, size):
+        assert {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE} == {}

@@ -1,0 +1,196 @@
+"""Runs that end within the work of a step, and what the same command then completes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from isp.config import load_config
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
+from isp.metrics import StepRecord, read_metrics
+from isp.train.data import StepData
+from isp.train.meter import StepOutputs
+from isp.train.resume import check_start
+from tests.train.jobs import numbers, run_folders, run_forked, write_job
+
+ONE_RANK = ["--parallel.tensor.size=1", "--parallel.weight.size=1", "--training.steps=4"]
+EVALUATES = ["--data.valid_fraction=0.2", "--validation.freq=2", "--validation.steps=2"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job whose text has many documents, so that some can be held out."""
+    path = write_job(tmp_path)
+    for i in range(20):
+        (tmp_path / f"doc_{i}.txt").write_text(f"document {i} " * 12)
+    path.write_text(path.read_text().replace("/text.txt", "/doc_*.txt"))
+    return path
+
+
+def _run(job: Path, *words: str) -> None:
+    run_forked(job, *ONE_RANK, *words, num_ranks=1)
+
+
+def _records(run: Path) -> list[tuple[object, ...]]:
+    """The numbers of all steps, with their evaluations."""
+    losses = [record.val_loss for record in read_metrics(run / "metrics.jsonl")]
+    return [(*step, loss) for step, loss in zip(numbers(run), losses, strict=True)]
+
+
+def _log(run: Path) -> str:
+    return (run / "logs/rank_0.log").read_text()
+
+
+def _die() -> None:
+    os._exit(9)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _in_evaluation(patch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+    """Act after the first batch of that evaluation, which then has batches until it is stopped."""
+    whole, begun = StepData.validation, []
+
+    def validation(data: StepData) -> Iterator[list[MicroBatch]]:
+        begun.append(number)
+        if len(begun) != number:
+            yield from whole(data)
+            return
+        first, *_ = whole(data)
+        yield first
+        act()
+        while True:
+            time.sleep(0.01)
+            yield first
+
+    patch.setattr(StepData, "validation", validation)
+
+
+def _at_record(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Act when the record of that step is to be written."""
+    write = StepOutputs.record
+
+    def record(outputs: StepOutputs, of_step: StepRecord) -> None:
+        if of_step.step == number:
+            act()
+        write(outputs, of_step)
+
+    patch.setattr(StepOutputs, "record", record)
+
+
+@pytest.mark.parametrize(
+    ("when", "number", "act"),
+    [
+        (_in_evaluation, 1, _stop),
+        (_in_evaluation, 2, _stop),
+        (_in_evaluation, 2, _die),
+        (_at_record, 4, _die),
+    ],
+    ids=["stopped in an evaluation", "in the last", "killed in the last", "killed after it"],
+)
+def test_what_an_interrupted_step_lacks_is_completed(
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    when: Callable[..., None],
+    number: int,
+    act: Callable[[], None],
+) -> None:
+    """Catches a run begun anew, or a record or an evaluation that is lost for good."""
+    _run(job, *EVALUATES, "--job.name=whole")
+    with monkeypatch.context() as patch:
+        when(patch, number, act)
+        if act is _die:
+            with pytest.raises(RuntimeError, match="rank 0 died"):
+                _run(job, *EVALUATES)
+        else:
+            _run(job, *EVALUATES)
+    (whole,), (run,) = run_folders(job, "whole"), run_folders(job)
+    assert _records(run) != _records(whole)
+    assert "done:" not in _log(run)
+    _run(job, *EVALUATES)
+    assert run_folders(job) == [run]
+    assert [loss is not None for *_, loss in _records(whole)] == [False, True, False, True]
+    assert _records(run) == _records(whole)
+    assert _log(run).count("completing step") == 1
+    _run(job, *EVALUATES)
+    _, new = run_folders(job)
+    assert f"not resumed: {run} finished at step 4" in _log(new)
+
+
+def test_an_evaluation_is_completed_in_checkpoint_folder(
+    job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a run that lacks its last evaluation since it resumes in a new run folder."""
+    words = [*EVALUATES, f"--checkpoint.folder={tmp_path / 'checkpoints'}"]
+    _run(job, *EVALUATES, "--job.name=whole")
+    with monkeypatch.context() as patch:
+        _in_evaluation(patch, 2, _stop)
+        _run(job, *words)
+    _run(job, *words)
+    (whole,), (_, resumed) = run_folders(job, "whole"), run_folders(job)
+    assert _records(resumed) == _records(whole)[-1:]
+
+
+def test_an_evaluation_without_a_label_has_no_loss(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a val_loss of 0.0, the best there can be, where nothing was evaluated."""
+    whole = StepData.validation
+
+    def unlabelled(data: StepData) -> Iterator[list[MicroBatch]]:
+        for batches in whole(data):
+            for batch in batches:
+                batch.labels.fill_(IGNORED)
+            yield batches
+
+    monkeypatch.setattr(StepData, "validation", unlabelled)
+    _run(job, *EVALUATES)
+    (run,) = run_folders(job)
+    assert [record.val_loss for record in read_metrics(run / "metrics.jsonl")] == [None] * 4
+    assert _log(run).count("so there is no val_loss: look at data.valid_source") == 2
+    assert "  val_loss:" not in _log(run)
+
+
+@pytest.mark.parametrize("way", ["removed", "moved away"])
+def test_a_run_folder_that_is_gone_is_an_error(
+    job: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Catches a run that is done, with exit code 0, and has left no metrics."""
+
+    def remove() -> None:
+        (run,) = run_folders(job)
+        if way == "removed":
+            shutil.rmtree(run)
+        else:
+            run.rename(run.with_name("kept"))
+
+    _at_record(monkeypatch, 2, remove)
+    with pytest.raises(
+        RuntimeError, match=r"was removed or moved away during the run: .*metrics.jsonl"
+    ):
+        _run(job)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(job: Path, tmp_path: Path) -> None:
+    """Catches a run that is done at once, or begun anew, since fewer steps are asked for."""
+    folder = tmp_path / "checkpoints"
+    _run(job, f"--checkpoint.folder={folder}")
+    whole = ["--checkpoint.initial_load_model_only=false", "--checkpoint.initial_load_path"]
+    for words in ([f"--checkpoint.folder={folder}"], [*whole, str(folder)]):
+        for steps in (4, 3):
+            config = load_config(job, [*ONE_RANK, *words, f"--training.steps={steps}"])
+            with ExitStack() as refused:
+                if steps == 3:
+                    beyond = r"step_4 is beyond training.steps=3: .* at least 4 steps"
+                    refused.enter_context(pytest.raises(ValueError, match=beyond))
+                check_start(config, config.topology(1))
