@@ -117,11 +117,12 @@ class SwappedExperts:
         args, kwargs = tree_unflatten(leaves, given.spec)
         names = [*self._others, *(weight.weight_name for weight in self.weights)]
         parameters = {f"module.{n}": x for n, x in zip(names, [*others, *full], strict=True)}
-        versions = [x._version for x in tensors]
+        counted = [x for x in tensors if not x.is_inference()]
+        versions = [x._version for x in counted]
         out = torch.func.functional_call(self._call, parameters, args, kwargs)
         if not isinstance(out, Tensor):
             raise TypeError(f"{self.name} gives a {type(out).__name__}: experts give one tensor")
-        if versions != [x._version for x in tensors]:
+        if versions != [x._version for x in counted]:
             raise RuntimeError(
                 f"{self.name} writes into a tensor that it is given, of which gradients would not"
                 f" know: let it make a new one"
