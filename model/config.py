@@ -276,12 +276,12 @@ class ModelConfig:
         heads = self.num_heads // parts, self.kv_heads // parts
         return HeadGroups.of(self.attention_head_groups, *heads, ranks)
 
-    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
+    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
         from isp.attention.heads import HeadPlan  # here: a configuration is read without torch
 
         kept = min(tokens, self.sliding_window or tokens)
         heads = HeadPlan.of(self.num_heads // parts, self.kv_heads // parts, ranks).most_attended_kv
-        return self.num_layers * kept * 2 * heads * self.head_size
+        return item_bytes * self.num_layers * kept * 2 * heads * self.head_size
 
     def build(
         self,

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, kept for the next ones: the cache of generation.
+"""What is kept of earlier tokens for the next ones: the cache of generation.
 
 n documents (prompts and what follows them), C tokens that a layer keeps of each, H query heads and
 K KV heads of this rank, G = H / K, d head size, L tokens of the longest document, at most C
@@ -8,12 +8,12 @@ K KV heads of this rank, G = H / K, d head size, L tokens of the longest documen
 
 A layer with a window keeps that many tokens, in a ring: its query sees all of it, in any order, as
 rotary positions are in the keys already. So no mask but that of documents that are shorter than
-the longest is ever needed.
+the longest is ever needed. Of convolutions and scans the state behind each document is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,9 +33,9 @@ def cached_tokens(capacity: int, window: int | None) -> int:
 
 
 class KeyValueCache:
-    """Keys and values of every attention layer of a rank, in the order in which they are called.
+    """Keys and values, or states, of every layer of a rank that mixes tokens, in order of calls.
 
-    Made with a model; each `prefill` begins anew. Outside of `prefill` and `decode` attention is as
+    Made with a model; each `prefill` begins anew. Outside of `prefill` and `decode` layers are as
     if there were none.
     """
 
@@ -44,7 +44,7 @@ class KeyValueCache:
         """Tokens of each document so far."""
         self.capacity = 0
         """Tokens that a document may come to have."""
-        self._layers: list[_Layer] = []
+        self._layers: list[_Layer | _States] = []
         self._next = 0
         self._step: _Prefill | _Decode | None = None
 
@@ -52,6 +52,16 @@ class KeyValueCache:
     def num_bytes(self) -> int:
         """Memory of all layers."""
         return sum(layer.num_bytes for layer in self._layers)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this is a forward of which something is kept."""
+        return self._step is not None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one over one more token of each document."""
+        return isinstance(self._step, _Decode)
 
     @contextmanager
     def prefill(self, lengths: Sequence[int], capacity: int) -> Iterator[None]:
@@ -77,7 +87,7 @@ class KeyValueCache:
         self.lengths = tuple(n + 1 for n in self.lengths)
         with self._during(_Decode(self.lengths)):
             yield
-            assert self._next == len(self._layers), "a layer did not attend"
+            assert self._next == len(self._layers), "a layer was not called"
 
     @contextmanager
     def _during(self, step: _Prefill | _Decode) -> Iterator[None]:
@@ -103,13 +113,32 @@ class KeyValueCache:
             raise ValueError("only causal attention can go on from keys and values that were kept")
         if isinstance(step, _Decode):
             layer = self._layers[number]
+            assert isinstance(layer, _Layer)
             layer.append(step, k, v)
             return attention.see_all(q, *layer.seen(step), step.mask(layer.size, q.device), sinks)
         out = attention.plainly(q, k, v, mask, sinks)
         if step is not None:
             size = cached_tokens(self.capacity, mask.window)
-            self._layers.append(_Layer(len(step.lengths), size, k, v))
-            self._layers[-1].fill(step.lengths, k, v)
+            layer = _Layer(len(step.lengths), size, k, v)
+            layer.fill(step.lengths, k, v)
+            self._layers.append(layer)
+        return out
+
+    def go_on(self, scan: Callable[[Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
+        """One layer's results of `scan`, which gives them and the states behind each document.
+
+        It is given the states before them; None: zeros. Of padding behind the documents, too.
+        """
+        number, num = self._next, len(self.lengths)
+        self._next += 1
+        if not self.decodes:
+            out, states = scan(None)
+            self._layers.append(_States(states[:num]))
+            return out
+        layer = self._layers[number]
+        assert isinstance(layer, _States)
+        out, states = scan(layer.kept)
+        layer.kept = states[:num]
         return out
 
 
@@ -220,6 +249,17 @@ class _Decode:
                 mask = torch.arange(longest, device=device) < ends.view(-1, 1, 1, 1)
             self._masks[size] = mask
         return self._masks[size]
+
+
+class _States:
+    """The states [n, H, ..] of one layer."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kept.nbytes
 
 
 class _Layer:

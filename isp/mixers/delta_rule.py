@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.mixers.recurrence import Inputs
+from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["DeltaRule"]
 
@@ -41,7 +41,7 @@ class DeltaRule:
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Recurrence.scan`; states [n, H, K, V]."""
+        """As `Stateful.scan`; states [n, H, K, V]."""
         v, g, beta = inputs.of_heads
         q, k = inputs.of_groups
         dtype = torch.promote_types(v.dtype, torch.float32)
@@ -82,8 +82,13 @@ class DeltaRule:
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * (v.shape[2] + k.shape[2])
 
+    def state_sizes(self, inputs: Inputs) -> StateSizes:
+        """As `Stateful.state_sizes`."""
+        v, k = inputs.of_heads[0], inputs.of_groups[1]
+        return StateSizes(v.shape[1], k.shape[1], k.shape[2] * v.shape[2])
+
     def flops(self, inputs: Inputs) -> int:
-        """As `Recurrence.flops`: what a state holds of the key, its change, what the query asks."""
+        """As `Stateful.flops`: what a state holds of the key, its change, what the query asks."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 

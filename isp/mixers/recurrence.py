@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Inputs", "Recurrence"]
+__all__ = ["Inputs", "Recurrence", "StateSizes", "Stateful"]
 
 
 class Inputs(NamedTuple):
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        return self.of_groups[0].shape[1]
+        return self.of_groups[0].shape[1] if self.of_groups else self.num_heads
 
     def flat(self) -> Inputs:
         """Of tokens [B, S, ..], the same as [B S, ..]."""
@@ -46,25 +46,43 @@ class Inputs(NamedTuple):
         return Inputs(of_heads, tuple(x[begin:end] for x in self.of_groups), self.constants)
 
 
-class Recurrence(Protocol):
-    """One kind of scan."""
+class StateSizes(NamedTuple):
+    """The state that a document has behind a token."""
+
+    num_heads: int
+    num_groups: int
+    numbers: int
+    """Of one head."""
+    widened: bool = True
+    """Whether they are float32 at least; else they have the dtype of what is mixed."""
+
+
+class Stateful(Protocol):
+    """Whatever goes through the tokens of a document from a state to a state."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The results [T, H, V] and the final states [n, H, ..] of segments of these `lengths`.
 
-        `initial` states [n, H, ..]; None: zeros. States are float32 at least.
+        `initial` states [n, H, ..]; None: zeros. States of a `Recurrence` are float32 at least.
         """
+
+    def state_sizes(self, inputs: Inputs) -> StateSizes:
+        """Those of a document."""
+
+    def flops(self, inputs: Inputs) -> int:
+        """Of a token, forward: products with the states and with what changes them."""
+
+
+class Recurrence(Stateful, Protocol):
+    """One kind of scan."""
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """Transition and final state from zero of each segment, as one row of numbers: [n, F]."""
 
     def summary_size(self, inputs: Inputs) -> int:
         """F."""
-
-    def flops(self, inputs: Inputs) -> int:
-        """Of a token, forward: products with the states and with what changes them."""
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
         """The state [H, ..] after a segment with this summary [F], from `state`; None: zeros."""

@@ -28,10 +28,10 @@ from isp.comm import host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.parallel.config import SequenceScan
 
-__all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state"]
+__all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state", "scan_on"]
 
 
 def received_bytes(
@@ -64,8 +64,22 @@ def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) ->
 
 def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
     """The results [T', H, V] of this rank's tokens; each rank scans all tokens of some heads."""
+    return scan_on(recurrence, inputs, placement, None)[0]
+
+
+def scan_on(
+    recurrence: Stateful, inputs: Inputs, placement: Placement, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By heads, from states before each document: the results, and the states behind them.
+
+    States [n, h, ..] are those of this rank's heads; no `initial`: zeros. It may leave out the last
+    documents.
+    """
+    if initial is not None and len(initial) < len(placement.document_lengths):
+        rest = len(placement.document_lengths) - len(initial)
+        initial = torch.cat((initial, initial.new_zeros(rest, *initial.shape[1:])))
     if placement.channel.size == 1:
-        return recurrence.scan(inputs, placement.document_lengths, None)[0]
+        return recurrence.scan(inputs, placement.document_lengths, initial)
     rank = placement.channel.rank
     plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, placement.channel.size)
     heads = [plan.query] * len(inputs.of_heads)
@@ -82,10 +96,11 @@ def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
             index = host_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         mine = Inputs(of_heads, of_groups, constants)
-        out = recurrence.scan(mine, placement.document_lengths, None)[0]
+        out, states = recurrence.scan(mine, placement.document_lengths, initial)
     else:
         out = joined(*gathered, *constants)
-    return _to_tokens(out, plan.query, placement)
+        states = out.new_zeros(len(placement.document_lengths), 0)
+    return _to_tokens(out, plan.query, placement), states
 
 
 def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:

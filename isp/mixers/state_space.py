@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.mixers.recurrence import Inputs
+from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["Mamba2", "SelectiveScan"]
 
@@ -39,7 +39,7 @@ class _StateSpace:
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Recurrence.scan`; states [n, H, P, N] or [n, C, N]."""
+        """As `Stateful.scan`; states [n, H, P, N] or [n, C, N]."""
         x, dt, A, D, B, C = self._read(inputs)
         zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
         outs, states = [], []
@@ -68,8 +68,13 @@ class _StateSpace:
         assert A is not None
         return A.numel() + x.shape[1:].numel() * B.shape[-1]
 
+    def state_sizes(self, inputs: Inputs) -> StateSizes:
+        """As `Stateful.state_sizes`."""
+        x, B = inputs.of_heads[0], inputs.of_groups[0]
+        return StateSizes(x.shape[1], B.shape[1], x.shape[2:].numel() * B.shape[-1])
+
     def flops(self, inputs: Inputs) -> int:
-        """As `Recurrence.flops`: the change of a state, and what C asks of it."""
+        """As `Stateful.flops`: the change of a state, and what C asks of it."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 

@@ -94,10 +94,11 @@ class LanguageModel(Protocol):
     def flops(self, document_lengths: Iterable[int]) -> int:
         """FLOPs of forward and backward over documents of these lengths, in tokens."""
 
-    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
-        """Numbers that a rank keeps of a document of so many tokens to go on from it, at most.
+    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
+        """Bytes that a rank keeps of a document of so many tokens to go on from it, at most.
 
-        Its layers have one of `parts` of the heads, which `ranks` exchange for tokens.
+        A number of a token has `item_bytes`. The rank's layers have one of `parts` of the heads,
+        which `ranks` exchange for tokens.
         """
 
     def build(

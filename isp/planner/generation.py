@@ -1,4 +1,4 @@
-"""Generation from a model in a layout: the memory of keys and values, and the time of a token."""
+"""Generation from a model in a layout: the memory of what is kept, and the time of a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Generation(NamedTuple):
     weights: int
     """Bytes."""
     cache: int
-    """Bytes of the keys and values of one document."""
+    """Bytes of the keys, values and states of one document."""
     buffers: int
     """Bytes that the inference layers write to as it is read; 0 where those of training read."""
     seconds: float
@@ -49,7 +49,7 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     weights = states(decoding, decoding.place(0)).weights
     length = case.tokens // case.documents
     heads = (tensor.size, 1) if splits else (1, tensor.size)
-    cache = case.item_bytes * model.cache_numbers(length, *heads)
+    cache = model.cache_bytes(length, case.item_bytes, *heads)
     speed = device.gb_per_second * 1e9 * device.memory_efficiency
     buffers = 0
     if case.model.hf is None and splits:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from isp.mixers.recurrence import StateSizes
+
 __all__ = ["AttentionSizes", "Call", "Kind"]
 
 
@@ -70,3 +72,5 @@ class Call(NamedTuple):
     """Whether the model writes into the result, of attention."""
     flops: int = 0
     """Of a convolution or scan, for a token, forward."""
+    state: StateSizes | None = None
+    """Of a convolution or scan."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
-from isp.mixers.convolution import convolve
+from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence
-from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
+from isp.mixers.recurrence import Inputs, Recurrence, Stateful
+from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
 from isp.parallel.config import SequenceScan
 from isp.traced.calls import Call, Kind
 from isp.traced.passage import Passage
@@ -40,12 +41,17 @@ class TracedMixers:
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """As `Mixers.convolve`."""
         placement = self._placement(Kind.CONVOLUTION, x)
+        if self._keeps_states:
+            inputs = Inputs((x.flatten(0, 1),), (), (weight, bias))
+            return self._go_on(Convolution(dilation), inputs, placement).view(x.shape)
         return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """As `Mixers.scan`."""
         x, flat = inputs.of_heads[0], inputs.flat()
         placement = self._placement(Kind.SCAN, x)
+        if self._keeps_states:
+            return self._go_on(recurrence, flat, placement).view(x.shape)
         way = self._sequence.scan
         if way is SequenceScan.AUTO:
             way = cheaper_way(recurrence, flat, placement)
@@ -56,16 +62,22 @@ class TracedMixers:
         return scan(recurrence, flat, placement).view(x.shape)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
-        """That of the micro-batch.
-
-        Raises ValueError in modes that split features, in plans, and where text is generated.
-        """
+        """That of the micro-batch; ValueError in modes that split features, and in plans."""
         passage, _ = self._arrive(kind, x)
         what = f"{passage.name} mixes tokens by a {kind}"
         if self._layers.splits_features:
             raise ValueError(what)
         if x.is_meta:
             raise ValueError(f"{what}: isp layouts and isp plan price attention alone")
-        if self._layers.cache is not None:
-            raise ValueError(f"{what}: isp generate keeps keys and values alone, and no states")
-        return passage.masks.placement(self._sequence, self._layers.tensor, x)
+        cache = self._layers.cache
+        alone = cache is not None and cache.decodes
+        return passage.masks.placement(self._sequence, self._layers.tensor, x, alone=alone)
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self._layers.cache is not None and self._layers.cache.keeps
+
+    def _go_on(self, by: Stateful, inputs: Inputs, placement: Placement) -> Tensor:
+        """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
+        assert self._layers.cache is not None
+        return self._layers.cache.go_on(partial(scan_on, by, inputs, placement))

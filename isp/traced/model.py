@@ -180,19 +180,19 @@ class TracedModel:
         query = min((s.num_heads for s in sizes), default=1)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
-    def cache_numbers(self, tokens: int, parts: int, ranks: int = 1) -> int:
-        """Numbers that a rank keeps of a document of so many tokens to go on from it, at most.
-
-        Its layers have one of `parts` of the heads, which `ranks` exchange for tokens. Values are
-        kept as long as keys.
-        """
+    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
+        """As `LanguageModel.cache_bytes`. Values are kept as long as keys."""
         total = 0
         for call in self.trace.calls:
             if call.sizes is not None:
                 split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
                 own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
                 heads = HeadPlan.of(*own, ranks).most_attended_kv
-                total += call.sizes.kept(tokens) * heads * 2 * call.sizes.head_size
+                total += item_bytes * call.sizes.kept(tokens) * heads * 2 * call.sizes.head_size
+            if (state := call.state) is not None:
+                heads = max(map(len, HeadPlan.of(*state[:2], parts * ranks).query))
+                wide = max(4, item_bytes) if state.widened else item_bytes
+                total += wide * heads * state.numbers
         return total
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:

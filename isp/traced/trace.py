@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, attend_by
 from isp.mixers.call import mix_by
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.mixers.convolution import Convolution
+from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.traced.calls import AttentionSizes, Call, Kind
 from isp.traced.head import HeadFinder
 from isp.traced.reads import Reads, check_reads
@@ -265,18 +266,18 @@ class _Recorder:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """Note a convolution; as `isp.mixers.Mixers.convolve`."""
-        _read(weight, bias)
-        self._mixed(Kind.CONVOLUTION, 2 * weight.numel())
-        return torch.zeros_like(x)
+        inputs = Inputs((x,), (), (weight, bias))
+        return self._mixed(Kind.CONVOLUTION, Convolution(dilation), inputs)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """Note a scan; as `isp.mixers.Mixers.scan`."""
-        _read(*inputs.constants)
-        self._mixed(Kind.SCAN, recurrence.flops(inputs.flat()))
-        return torch.zeros_like(inputs.of_heads[0])
+        return self._mixed(Kind.SCAN, recurrence, inputs)
 
-    def _mixed(self, kind: Kind, flops: int) -> None:
-        self._calls.append(Call(kind, self._block or "", self._block, flops=flops))
+    def _mixed(self, kind: Kind, by: Stateful, inputs: Inputs) -> Tensor:
+        _read(*inputs.constants)
+        flops, state = by.flops(inputs.flat()), by.state_sizes(inputs.flat())
+        self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
+        return torch.zeros_like(inputs.of_heads[0])
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:

@@ -82,4 +82,4 @@ def test_kv_heads_that_a_rank_attends_with(heads: tuple[int, int], ranks: int, k
     """In the third case a KV head is repeated, as another is seen by twice as many query heads."""
     assert HeadPlan.of(*heads, ranks).most_attended_kv == kept
     model = ModelConfig(hidden_size=64, head_dim=8, num_heads=heads[0], num_kv_heads=heads[1])
-    assert model.cache_numbers(5, 1, ranks) == kept * model.num_layers * 5 * 2 * 8
+    assert model.cache_bytes(5, 1, 1, ranks) == kept * model.num_layers * 5 * 2 * 8

@@ -1,4 +1,4 @@
-"""Small models of transformers in float64, and what its own `generate` makes of prompts."""
+"""Small models of transformers in float64, and what they make of prompts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.traced.tiny import kept_in_float64
+from isp.traced.tiny import kept_in_float64, tiny_model
 from tests.model.folders import in_float64
+from tools.check_architectures import ARCHITECTURES
 
-__all__ = ["FAMILIES", "PROMPTS", "Written", "made", "saved", "written"]
+__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "Written", "made", "saved", "written"]
 
 WINDOW = 9
 _SIZES = {
@@ -40,10 +41,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
     "gpt2": {},
 }
+HYBRIDS = (
+    "lfm2 (conv)",
+    "qwen3_next",
+    "kimi_linear",
+    "nemotron_h",
+    "mamba2",
+    "jamba",
+    "minimax",
+)
+"""Those that convolve and scan, mamba2 without any attention."""
 DECODER = ("llama", "qwen3")
 """Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
 
-PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 251 for i in range(2 * WINDOW)], [1]]
+PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 151 for i in range(2 * WINDOW)], [1]]
 """Of unequal lengths; the second is longer than the window, others come to it."""
 
 
@@ -52,6 +63,10 @@ def made(family: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    if family in HYBRIDS:
+        whole = AutoConfig.for_model(family.split()[0], **ARCHITECTURES[family])
+        whole.eos_token_id = None
+        return tiny_model(whole).eval()
     sizes: dict[str, Any] = dict(_SIZES)
     if family == "gpt2":
         sizes = {
@@ -93,11 +108,10 @@ class Written(NamedTuple):
 
 
 def written(model: Any, prompt: list[int], count: int) -> Written:
-    """What transformers writes behind a prompt, greedily; logits in float64, without its cache."""
-    ids = torch.tensor([prompt])
-    whole = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
-    with torch.no_grad():
-        logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return Written(whole[0, len(prompt) :].tolist(), logits)
+    """What the plain model writes behind a prompt, greedily: it reads all anew for each token."""
+    ids, logits = torch.tensor([prompt]), []
+    for _ in range(count):
+        with torch.no_grad():
+            logits.append(model(ids, use_cache=False).logits[0, -1])
+        ids = torch.cat((ids, logits[-1].argmax().view(1, 1)), 1)
+    return Written(ids[0, len(prompt) :].tolist(), torch.stack(logits))

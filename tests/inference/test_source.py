@@ -52,8 +52,8 @@ def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Ten
     engine = source.engine(layout.parallel, mesh, torch.device("cpu"))
     greedy(engine, PROMPTS[:1], 2)  # a prompt more leaves nothing behind
     found = greedy(engine, PROMPTS, DECODED + 1)
-    planned = source.model.cache_numbers(engine.cache.capacity, ranks)
-    assert engine.cache.num_bytes == 8 * len(PROMPTS) * planned  # what is planned is what there is
+    planned = source.model.cache_bytes(engine.cache.capacity, 8, ranks)
+    assert engine.cache.num_bytes == len(PROMPTS) * planned  # what is planned is what there is
     if isinstance(reader := engine._decodes._reader, InferenceDecoder):
         assert reader._layers is not None
         tokens = reader._layers.max_tokens
