@@ -1,7 +1,7 @@
 """Check the architectures of transformers in every layout, or write which are supported.
 
 python tools/check_architectures.py [NAME ...]    # all layouts, packed or not, recomputed or not
-python tools/check_architectures.py --write       # isp/traced/README.md
+python tools/check_architectures.py --write [NAME ...]    # their rows of isp/traced/README.md
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
 from isp.traced.model import TracedModel
+from isp.traced.own_attention import ALIBI_FEATURES
 from isp.traced.roles import Role
 from isp.traced.tiny import tiny_model
 from isp.traced.trace import AttentionSizes, ModelTrace
@@ -86,6 +87,8 @@ _GIVEN: dict[str, dict[str, Any]] = {
     },
     # as published, where the defaults have less
     "phi3 (longrope)": {"rope_parameters": _LONGROPE, "max_position_embeddings": 131072},
+    "falcon (alibi)": {"alibi": True, "multi_query": False},
+    "falcon (40B)": {"new_decoder_architecture": True, "num_kv_heads": 8},
     "lfm2 (conv)": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen2 (window)": {"use_sliding_window": True, "max_window_layers": 16},
     "deepseek_v2 (groups)": {
@@ -170,19 +173,23 @@ def _kinds(trace: ModelTrace) -> list[str]:
 
 def _attention(sizes: AttentionSizes) -> str:
     reach = "sliding window" if sizes.window else "chunked" if sizes.chunk else "full"
+    if sizes.head_size - sizes.value_size == ALIBI_FEATURES:
+        return f"{reach} with ALiBi"
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 
-def table() -> str:
-    """The text of isp/traced/README.md."""
-    facts = [fact(name) for name in sorted(ARCHITECTURES)]
-    supported = sum(not f.refused for f in facts)
-    untried = sum(f.refused.startswith("not tried") for f in facts)
-    split = sum(not f.refused and not f.not_split for f in facts)
-    head = _HEAD.format(
-        supported=supported, untried=untried, rest=len(facts) - supported - untried, split=split
-    )
-    return "\n".join([head, *map(row, facts), ""])
+def table(names: list[str]) -> str:
+    """The text of isp/traced/README.md, with the rows of these as they are now."""
+    before = {line.split(" | ")[0]: line for line in README.read_text().splitlines()}
+    rows = [
+        row(fact(name)) if name in names else before[f"| {name}"] for name in sorted(ARCHITECTURES)
+    ]
+    supported = sum("| supported |" in line for line in rows)
+    untried = sum("| not tried: " in line for line in rows)
+    split = sum(line.endswith("| supported | yes |") for line in rows)
+    rest = len(rows) - supported - untried
+    head = _HEAD.format(supported=supported, untried=untried, rest=rest, split=split)
+    return "\n".join([head, *rows, ""])
 
 
 def row(found: Fact) -> str:
@@ -276,7 +283,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if args.write:
-        README.write_text(table())
+        README.write_text(table(args.names or [*ARCHITECTURES]))
         return 0
     bad = 0
     for name in args.names or ARCHITECTURES:

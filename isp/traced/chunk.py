@@ -32,6 +32,7 @@ from isp.traced.head import AtHead, Given
 from isp.traced.hosts import Host, check_row
 from isp.traced.mixers import TracedMixers
 from isp.traced.passage import Masks, Passage, outer_calls
+from isp.traced.positions import at_positions, current_positions
 from isp.traced.random_numbers import random_numbers
 from isp.traced.region import Entrance
 from isp.traced.rotary import by_document, token_lengths
@@ -108,8 +109,8 @@ class TracedChunk:
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
         self._named = tuple(shard_parameters(model, trace, layers, plan))
-        self._swap()
         host.connect(model)
+        self._swap()
 
     @property
     def vocab_size(self) -> int:
@@ -286,7 +287,7 @@ class TracedChunk:
         """
         passage = self._under_way(block)
         passage.arrive(Kind.BLOCK, block)
-        masks = passage.masks
+        masks, where = passage.masks, current_positions()
 
         if not args:  # its input is the first of what it is called with
             first, *others = kwargs.items()
@@ -295,7 +296,7 @@ class TracedChunk:
             return args[0]
 
         def run(*args: Any) -> Any:
-            with self._passing(Passage(block, self._calls[block], masks)):
+            with self._passing(Passage(block, self._calls[block], masks)), at_positions(where):
                 return forward(*args, **kwargs)
 
         if self._recomputed[block] and torch.is_grad_enabled():

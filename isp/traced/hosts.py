@@ -5,7 +5,6 @@ B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, current_attend
 from isp.traced.free_functions import wrap_free_functions
+from isp.traced.own_attention import check_dropout
+from isp.traced.positions import at_positions, give_positions
 from isp.traced.registered import use_registered_mixers
 
 __all__ = ["Host", "HuggingFace", "OwnModule", "check_row", "host_of"]
@@ -60,7 +61,8 @@ class OwnModule:
         use_registered_mixers(model)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = model(ids, positions)
+        with at_positions(positions):
+            logits: Tensor = model(ids, positions)
         return logits
 
     def without_values(self, model: nn.Module) -> nn.Module:
@@ -96,23 +98,27 @@ class HuggingFace:
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
         whole: Any = model
         text = whole.config.get_text_config(decoder=True)
-        parts = (name for name in whole.config.sub_configs if getattr(whole.config, name) is text)
-        whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
+        registered = use_registered_mixers(model)
+        if registered and not whole._can_set_attn_implementation():
+            text._attn_implementation = "isp"  # for what makes masks: its modules do not ask
+        else:
+            parts = (n for n in whole.config.sub_configs if getattr(whole.config, n) is text)
+            whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
-            names = vars(sys.modules[type(model).__module__])
-            alibi = vars(text).get("alibi", True) and any("alibi" in name for name in names)
             raise ValueError(
-                f"{type(model).__name__} attends by code of its own{', with ALiBi' * alibi}, not by"
-                f" transformers' attention interface, so that isp cannot split its sequence"
+                f"{type(model).__name__} attends by code of its own, not by transformers' attention"
+                f" interface, so that isp cannot split its sequence"
             )
         wrap_free_functions(model)
-        use_registered_mixers(model)
+        give_positions(model)
         for part in model.modules():  # it looks at the tokens, to warn of what is not so here
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        with at_positions(positions):
+            output = model(input_ids=ids, position_ids=positions, use_cache=False)
+        logits: Tensor = output.logits
         return logits
 
     def without_values(self, model: nn.Module) -> nn.Module:
@@ -221,18 +227,16 @@ def _attention_function(
         raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
-    if dropout:
-        raise ValueError(
-            f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
-            f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
-        )
+    check_dropout(module, dropout)
     attend = current_attend()
     if attend is None:
         raise RuntimeError(
             f"{type(module).__name__} was called outside of the forward that isp runs: a"
             f" parallelised model is called by the run's `loss` alone"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = is_causal
+    if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal
+        causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     chunk = _chunk(module)
     options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk)

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from isp.mixers.call import state_space_scan
+from isp.traced.own_attention import OWN_FORWARDS, OWN_METHODS
 
 __all__ = ["register_mixer", "use_registered_mixers"]
 
-_forwards: dict[str, Callable[..., Any]] = {}
+_PLACE = "transformers.models."
+
+_forwards: dict[str, Callable[..., Any]] = {_PLACE + k: v for k, v in OWN_FORWARDS.items()}
 """By the name of the class: its modules need not be imported."""
+
+_methods = {_PLACE + name: instead for name, instead in OWN_METHODS.items()}
 
 
 def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
@@ -30,13 +35,17 @@ def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -
     _forwards[_name(module_class)] = forward
 
 
-def use_registered_mixers(model: nn.Module) -> None:
-    """Give modules of registered classes the forward that was registered, in place."""
+def use_registered_mixers(model: nn.Module) -> bool:
+    """Give modules of registered classes what was registered, in place; whether there are any."""
+    found = False
     for module in model.modules():
-        for cls in type(module).__mro__:
-            if (forward := _forwards.get(_name(cls))) is not None:
-                module.forward = partial(forward, module)
-                break
+        for method, registered in (("forward", _forwards), ("_attn", _methods)):
+            names = (_name(cls) for cls in type(module).__mro__)
+            instead = next((registered[name] for name in names if name in registered), None)
+            if instead is not None:
+                setattr(module, method, partial(instead, module))
+                found = True
+    return found
 
 
 def _name(cls: type) -> str:

@@ -34,8 +34,9 @@ class Role(StrEnum):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's own, or GPT-2's with a transposed weight."""
-    return type(module) is nn.Linear or is_transposed(module)
+    """Whether a module is a linear layer: torch's own, Falcon's, or GPT-2's, transposed."""
+    falcon = isinstance(module, nn.Linear) and type(module).__name__ == "FalconLinear"
+    return type(module) is nn.Linear or falcon or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:

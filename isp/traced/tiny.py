@@ -64,6 +64,8 @@ _AT_MOST = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 160,
     "sliding_window": 9,
+    "window_size": 9,
+    "rotary_dim": 4,
     "attention_chunk_size": 13,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -333,6 +335,8 @@ class _Widened(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        if func is torch.full and type(args[1]) is float:  # of XGLM, the least of all numbers
+            wide.setdefault("dtype", torch.float64)
         return func(*map(_wide, args), **wide)
 
 

@@ -50,6 +50,9 @@ SELECTED = {
     "jamba": "Mamba",
     "zamba": "Mamba with weights of each head, beside linears",
     "minimax": "a forward that is registered",
+    "bart": "a table of positions that counts by itself",
+    "bloom": "ALiBi",
+    "gpt_neo": "a method that is registered, windows",
 }
 """Architectures, and what each of them is here for."""
 

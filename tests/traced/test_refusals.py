@@ -232,9 +232,10 @@ _SPARSE = {
 
 
 def _without_positions() -> nn.Module:
-    from transformers import BartConfig, BartForCausalLM
+    from transformers import TrOCRConfig, TrOCRForCausalLM
 
-    return BartForCausalLM(BartConfig(vocab_size=96, d_model=32, decoder_layers=1, dropout=0.0))
+    sizes = {"vocab_size": 96, "d_model": 32, "decoder_layers": 1, "dropout": 0.0}
+    return TrOCRForCausalLM(TrOCRConfig(use_learned_position_embeddings=False, **sizes))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -286,12 +287,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "model.layers.0.self_attn (DeepseekV32Attention) of DeepseekV32ForCausalLM could not be"
         " traced: it reads an attention mask, and isp gives none: attention that chooses keys",
     ),
-    "own attention": (lambda: tiny("gptj"), "GPTJForCausalLM attends by code of its own"),
-    "alibi": (lambda: tiny("bloom"), "BloomForCausalLM attends by code of its own, with ALiBi"),
+    "own attention": (
+        lambda: tiny("cpmant"),
+        "CpmAntForCausalLM attends by code of its own",
+    ),
+    "dropout of own attention": (lambda: tiny("bloom", attention_dropout=0.1), "dropout 0.1"),
     "DoRA": (_dora, "the adapter 'default' is DoRA"),
     "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
     "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
-    "counts by itself": (_without_positions, "(BartDecoder) mixes or counts tokens"),
+    "counts by itself": (
+        _without_positions,
+        "(TrOCRSinusoidalPositionalEmbedding) mixes or counts tokens",
+    ),
     "balance": (
         lambda: tiny("deepseek_v3", output_router_logits=True),
         "asks for a loss that balances experts",

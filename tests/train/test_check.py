@@ -201,7 +201,7 @@ def test_a_rank_that_fails_fails_its_layout(
         (["{folder}", "--optimizer.lr", "1"], "--optimizer.lr changes a configuration"),
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/unknown"], "model_type 'unheard_of'"),
-        (["{folder}/own"], "GPTJForCausalLM attends by code of its own"),
+        (["{folder}/own"], "XLNetLMHeadModel attends by code of its own"),
         (["{folder}/foreign"], "transformers cannot build a small model of type blt"),
         ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
     ],
@@ -213,7 +213,7 @@ def test_bad_input_is_one_line(
     (Path(folder) / "empty").mkdir()
     (Path(folder) / "unknown").mkdir()
     (Path(folder) / "unknown" / "config.json").write_text('{"model_type": "unheard_of"}')
-    transformers.GPTJConfig().save_pretrained(Path(folder) / "own")
+    transformers.XLNetConfig().save_pretrained(Path(folder) / "own")
     transformers.BltConfig().save_pretrained(Path(folder) / "foreign")
     assert main(["check", *(word.format(folder=folder) for word in words)]) == 2
     said = capsys.readouterr()

@@ -1,0 +1,198 @@
+"""Modules of transformers that attend by code of their own, by `isp.attention`.
+
+What takes the place of a forward, or of the method that is given queries, keys and values.
+
+B batch, S' the tokens of this rank, D hidden size, H heads, K KV heads, d their size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.attention.call import attention
+from isp.traced.positions import current_positions
+
+__all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
+
+_Attended = tuple[Tensor, None]
+
+ALIBI_FEATURES = 8
+"""By which heads grow for ALiBi: fused kernels want multiples of eight."""
+
+
+def check_dropout(module: nn.Module, dropout: float) -> None:
+    """Raise ValueError for attention with dropout."""
+    if dropout and module.training:
+        raise ValueError(
+            f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
+            f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        )
+
+
+def _split_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
+    """q, k and v [B, H, S', d] -> [B, H, S', d]."""
+    check_dropout(module, _dropout(module))
+    q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
+    out = attention(*(x.transpose(1, 2) for x in (q, k, value)))
+    return out.transpose(1, 2), None
+
+
+def _dropout(module: Any) -> float:
+    """That of the weights, by the names which such modules have for it."""
+    names = ("attn_dropout", "attention_dropout", "attn_dropout_p", "dropout")
+    found = next(getattr(module, name) for name in names if hasattr(module, name))
+    return float(found.p if isinstance(found, nn.Dropout) else found)
+
+
+def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
+    check_dropout(module, _dropout(module))
+    window = module.config.window_size if module.attention_type == "local" else None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(q, k, v, window=window, scale=1.0).transpose(1, 2), None
+
+
+def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
+    """Keys [B, H, d, S']."""
+    check_dropout(module, _dropout(module))
+    q, k, v = query.transpose(1, 2), key.permute(0, 3, 1, 2), value.transpose(1, 2)
+    return [attention(q, k, v, scale=None if module.scale else 1.0).transpose(1, 2)]
+
+
+def _bart(
+    module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
+) -> _Attended:
+    check_dropout(module, _dropout(module))
+    if attn_prompt is not None:
+        raise ValueError(f"{type(module).__name__} attends to a prompt of its own: isp has none")
+    linears = module.q_proj, module.k_proj, module.v_proj
+    q, k, v = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in linears)
+    return module.out_proj(attention(q, k, v, causal=module.is_decoder).flatten(2)), None
+
+
+def _bert(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    sinusoidal_pos: Any = None,
+    *_: Any,
+    **__: Any,
+) -> _Attended:
+    """With RoFormer's angles [1, 1, B, S', d]: the third argument, which for others is a state."""
+    check_dropout(module, _dropout(module))
+    split = (-1, module.attention_head_size)
+    linears = module.query, module.key, module.value
+    heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
+    if sinusoidal_pos is not None:
+        count = 3 if module.rotary_value else 2
+        angles = sinusoidal_pos[0, 0].unsqueeze(1)
+        heads[:count] = module.apply_rotary_position_embeddings(angles, *heads[:count])
+    q, k, v = (x.transpose(1, 2) for x in heads)
+    return attention(q, k, v, causal=module.is_decoder).flatten(2), None
+
+
+def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention with `bias` [B, S', H] of a head's keys added to its logits: [B, S', H, d].
+
+    A bias by distance is one by the key's position, but for what is the same for all keys of a
+    query. It is a product of two further features, and of two more, by which a bias of 16 bits is
+    exact to 16.
+    """
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
+    high = wide.to(k.dtype)
+    low = (wide - high).to(k.dtype)
+    zeros = k.new_zeros(*bias.shape, ALIBI_FEATURES - 2)
+    ones = q.new_ones(*bias.shape, ALIBI_FEATURES)
+    k = torch.cat([k, high.unsqueeze(-1), low.unsqueeze(-1), zeros], -1)
+    return attention(torch.cat([q, ones], -1), k, v, scale=scale)
+
+
+def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> _Attended:
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes, dropout_add
+
+    check_dropout(module, _dropout(module))
+    fused = module.query_key_value(hidden_states)
+    q, k, v = fused.unflatten(-1, (module.num_heads, 3, module.head_dim)).unbind(3)
+    slopes = _get_alibi_slopes(module.num_heads, q.device)
+    bias = current_positions().unsqueeze(-1) * slopes
+    out = module.dense(_with_alibi(q, k, v, bias, module.inv_norm_factor).flatten(2))
+    return dropout_add(out, residual, module.hidden_dropout, module.training), None
+
+
+def _mpt(
+    module: Any, hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
+) -> _Attended:
+    """`position_bias` [H, 1, N]: slope x (1 - N), .., 0."""
+    check_dropout(module, _dropout(module))
+    qkv = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
+    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
+    return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
+
+
+def _mpt_model(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Without a mask of S' x S', which its code reads before anybody attends."""
+    unread = torch.zeros(1, 1, 1, 1, device=current_positions().device)
+    return type(module).forward(module, *args, **{**kwargs, "attention_mask": unread})
+
+
+def _falcon(
+    module: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    *_: Any,
+    position_embeddings: tuple[Tensor, Tensor],
+    **__: Any,
+) -> _Attended:
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
+
+    check_dropout(module, _dropout(module))
+    fused = module.query_key_value(hidden_states)
+    heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))  # [B, S', K, G + 2, d]
+    q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    if alibi is None:
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+        out = attention(q, k, v)
+    else:
+        two = torch.ones(1, 2, dtype=torch.int64, device=q.device)
+        slopes = build_alibi_tensor(two, module.num_heads, torch.bfloat16)[:, 0, 1]
+        bias = (current_positions().unsqueeze(-1) * slopes).float() * module.inv_norm_factor
+        out = _with_alibi(q, k, v, bias, module.inv_norm_factor)
+    return module.dense(out.flatten(2)), None
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
+OWN_FORWARDS: dict[str, Callable[..., Any]] = {
+    "bloom.modeling_bloom.BloomAttention": _bloom,
+    "falcon.modeling_falcon.FalconAttention": _falcon,
+    "falcon.modeling_falcon.FalconLinear": _linear,
+    "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
+    "mpt.modeling_mpt.MptAttention": _mpt,
+    "mpt.modeling_mpt.MptModel": _mpt_model,
+    "mvp.modeling_mvp.MvpAttention": _bart,
+    "rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    "roformer.modeling_roformer.RoFormerSelfAttention": _bert,
+    "trocr.modeling_trocr.TrOCRAttention": _bart,
+    "xglm.modeling_xglm.XGLMAttention": _bart,
+}
+"""By the name of the class, in transformers.models."""
+
+OWN_METHODS: dict[str, Callable[..., Any]] = {
+    "codegen.modeling_codegen.CodeGenAttention": _split_heads,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _split_heads,
+    "gptj.modeling_gptj.GPTJAttention": _split_heads,
+    "openai.modeling_openai.Attention": _openai_gpt,
+}
+"""Likewise, in the place of the method `_attn`."""
