@@ -17,7 +17,7 @@ Sources: Yang et al. 2024 (gated delta networks), Kimi Linear 2025 (KDA); the co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +53,11 @@ class DeltaRule:
         if share > 1:
             q, k = (x.repeat_interleave(share, 1) for x in (q, k))
         outs, states = [], []
-        for number, (a, b) in enumerate(pairwise(accumulate(lengths, initial=0))):
-            state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-            if initial is not None:
-                state = initial[number].to(dtype)
-            out, state = _scan(q[a:b], k[a:b], v[a:b], g[a:b], beta[a:b], state)
+        zeros = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+        begins = repeat(zeros) if initial is None else initial.to(dtype).unbind()
+        segments = (x.split(list(lengths)) for x in (q, k, v, g, beta))
+        for *of_segment, begin in zip(*segments, begins, strict=False):
+            out, state = _scan(begin, *of_segment)
             outs.append(out)
             states.append(state)
         return torch.cat(outs).to(inputs.of_heads[0].dtype), torch.stack(states)
@@ -101,7 +101,7 @@ class DeltaRule:
 
 
 def _scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of one segment: q, k [T, H, K], v [T, H, V], state [H, K, V] -> [T, H, V], [H, K, V]."""
     if not len(q):
@@ -133,8 +133,11 @@ def _scan(
     last = decay[:, :, -1]  # [N, H, 1 or K]
     written = k * (last.unsqueeze(2) - decay).exp()
     outs = []
-    for n in range(len(q)):
-        corrected = values[n] - keys[n] @ state
-        outs.append(asked[n] @ state + qk[n] @ corrected)
-        state = last[n].exp().unsqueeze(-1) * state + written[n].mT @ corrected
+    for value, key, query, inside, decay, write in zip(
+        *(x.unbind() for x in (values, keys, asked, qk, last.exp().unsqueeze(-1), written.mT)),
+        strict=True,
+    ):
+        corrected = value - key @ state
+        outs.append(query @ state + inside @ corrected)
+        state = decay * state + write @ corrected
     return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:length], state

@@ -13,7 +13,7 @@ Sources: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, its scan by chunks); 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,12 @@ class _StateSpace:
     ) -> tuple[Tensor, Tensor]:
         """As `Stateful.scan`; states [n, H, P, N] or [n, C, N]."""
         x, dt, A, D, B, C = self._read(inputs)
-        zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
         outs, states = [], []
-        for number, (a, b) in enumerate(pairwise(accumulate(lengths, initial=0))):
-            state = zeros if initial is None else initial[number].to(x.dtype)
-            out, state = self._segment(x[a:b], dt[a:b], B[a:b], C[a:b], A, state)
+        zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
+        begins = repeat(zeros) if initial is None else initial.to(x.dtype).unbind()
+        segments = (t.split(list(lengths)) for t in (x, dt, B, C))
+        for *of_segment, begin in zip(*segments, begins, strict=False):
+            out, state = self._segment(A, begin, *of_segment)
             outs.append(out)
             states.append(state)
         out = torch.cat(outs)
@@ -57,8 +58,7 @@ class _StateSpace:
         """As `Recurrence.summary`: [n, F], the decay's logarithm beside the state from zero."""
         _, dt, A, *_ = self._read(inputs)
         _, states = self.scan(inputs, lengths, None)
-        bounds = pairwise(accumulate(lengths, initial=0))
-        time = torch.stack([dt[a:b].sum(0) for a, b in bounds])  # [n, H]
+        time = torch.stack([t.sum(0) for t in dt.split(list(lengths))])  # [n, H]
         decay = A * (time if A.dim() == 1 else time.unsqueeze(-1))
         return torch.cat((decay.flatten(1), states.flatten(1)), 1)
 
@@ -89,7 +89,7 @@ class _StateSpace:
         return decay.view(*A.shape, *(1,) * (state.dim() - A.dim())) * state + from_zero
 
     def _segment(
-        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+        self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class Mamba2(_StateSpace):
     """x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
 
     def _segment(
-        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+        self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
     ) -> tuple[Tensor, Tensor]:
         if not len(x):
             return x, state
@@ -130,25 +130,26 @@ class Mamba2(_StateSpace):
         inside = ((C @ B.mT) * pair) @ x
         last = decay[:, :, -1:]  # [n, H, 1]
         written = (x * (last - decay).exp().unsqueeze(-1)).mT @ B  # [n, H, P, N]
-        asked = (C * decay.exp().unsqueeze(-1)).mT  # [n, H, N, c]
-        outs = []
-        for n in range(len(x)):
-            outs.append(inside[n] + (state @ asked[n]).mT)
-            state = last[n].exp().unsqueeze(-1) * state + written[n]
-        return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:length], state
+        asked = C * decay.exp().unsqueeze(-1)  # [n, H, c, N]
+        begins = []
+        for decays, write in zip(last.exp().unsqueeze(-1).unbind(), written.unbind(), strict=True):
+            begins.append(state)
+            state = decays * state + write
+        out = inside + asked @ torch.stack(begins).mT
+        return out.transpose(1, 2).flatten(0, 1)[:length], state
 
 
 class SelectiveScan(_StateSpace):
     """x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
 
     def _segment(
-        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor
+        self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
     ) -> tuple[Tensor, Tensor]:
         decay = (A * dt.unsqueeze(-1)).exp()  # [T, C, N]
         written = (x * dt).unsqueeze(-1) * B
         states = []
-        for t in range(len(x)):
-            state = torch.addcmul(written[t], decay[t], state)
+        for write, kept in zip(written.unbind(), decay.unbind(), strict=True):
+            state = torch.addcmul(write, kept, state)
             states.append(state)
         if not states:
             return x, state

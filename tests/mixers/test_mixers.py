@@ -222,3 +222,22 @@ def test_convolutions_equal_a_loop_over_tokens(size: int) -> None:
     cases = [(c, plan) for c in CONVOLUTIONS for plan in PLANS]
     for errors in run_ranks(size, _convolved_on_rank, cases, size):
         assert {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "selective"])
+def test_backward_of_a_scan_is_linear_in_its_length(name: str) -> None:
+    """Catches parts taken one by one, each of which has a gradient as long as the whole."""
+    kind = KINDS[name]
+
+    def taken(tokens: int) -> int:
+        inputs = reference.inputs_of(_inputs(kind, tokens), len(kind.of_heads), len(kind.of_groups))
+        lengths = [tokens // 2] * 2
+        out, _ = kind.recurrence.scan(inputs, lengths, None)
+        found, rest = set(), [out.grad_fn]
+        while rest:
+            if (node := rest.pop()) is not None and node not in found:
+                found.add(node)
+                rest += [following for following, _ in node.next_functions]
+        return sum(node.name().startswith(("Select", "Slice")) for node in found)
+
+    assert taken(512) == taken(256)
