@@ -21,7 +21,7 @@ from isp.comm import Channel, CommLog, Link, Pending
 from isp.comm.cargo import UNNAMED, Cargo
 from isp.parallel.context import ContextPlan, Slice
 
-__all__ = ["BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
+__all__ = ["BothWaysChannel", "BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
 
 _BACKWARD = 2.5
 """Matmuls of attention's backward for each of its forward, kernels computing the scores again."""
@@ -103,7 +103,9 @@ class BothWaysLink(Link):
         return super().book(num_bytes + more)
 
 
-class _Channel(Channel):
+class BothWaysChannel(Channel):
+    """A channel on whose link, if it is one, both ways count; with the moves of rings."""
+
     def all_to_all_into(
         self,
         out: Tensor,
@@ -163,7 +165,7 @@ class Ways:
         self.lengths, self.heads, self.local, self.log, self.link = lengths, heads, local, log, link
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.mask = AttentionMask.of_documents(lengths)
-        self.all = _Channel(dist.group.WORLD, name="all", log=log, link=link)
+        self.all = BothWaysChannel(dist.group.WORLD, name="all", log=log, link=link)
 
     def __call__(self) -> list[Way]:
         """All of them; every rank makes the same groups in the same order."""
@@ -220,13 +222,13 @@ class Ways:
     def _channel(self, name: str, groups: list[list[int]]) -> Channel:
         made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
         (own,) = (g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks)
-        return _Channel(own, name=name, log=self.log, link=self.link)
+        return BothWaysChannel(own, name=name, log=self.log, link=self.link)
 
 
 class _Ring:
     """Blocks of keys and values that all go all the way round, ring-flash-attention's way."""
 
-    def __init__(self, channel: _Channel, plan: ContextPlan, kernel: CpuAttention) -> None:
+    def __init__(self, channel: BothWaysChannel, plan: ContextPlan, kernel: CpuAttention) -> None:
         self.channel, self.plan, self.kernel = channel, plan, kernel
 
     @cached_property
@@ -317,7 +319,7 @@ class _TorchsRing:
     link and log are the same for all.
     """
 
-    def __init__(self, channel: _Channel, local: CpuAttention, heads: Heads) -> None:
+    def __init__(self, channel: BothWaysChannel, local: CpuAttention, heads: Heads) -> None:
         self.local, self.heads, self.group = local, heads, channel.group
 
         class Rotater:
