@@ -175,6 +175,8 @@ def _attention(sizes: AttentionSizes) -> str:
     reach = "sliding window" if sizes.window else "chunked" if sizes.chunk else "full"
     if sizes.head_size - sizes.value_size == ALIBI_FEATURES:
         return f"{reach} with ALiBi"
+    if sizes.relative:
+        return f"{reach} with a bias by distance"
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 

@@ -43,6 +43,8 @@ class AttentionSizes(NamedTuple):
     """Tokens of the chunks that a document is cut into; None: it is not."""
     causal: bool
     """Whether a token sees only those up to its own place."""
+    relative: bool = False
+    """Whether there is a bias by distance."""
 
     def pairs(self, length: int) -> int:
         """Twice the pairs of a query and a key that it sees in a causal document, about."""

@@ -367,8 +367,9 @@ class TracedChunk:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
-        causal, window, scale, softcap, sinks, chunk = options
+        causal, window, scale, softcap, _, chunk, _ = options
         passage, call = self._mixing(Kind.ATTENTION, q)
+        sinks = options.of_heads(q.shape[2])
         key = scale, softcap, sinks is not None, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
             local = self._local_attention(*key)

@@ -299,10 +299,11 @@ class TracedModel:
                 everyone=layers.everyone,
             )
 
-        if layers.cache is not None and any(c.sizes and c.sizes.chunk for c in self.trace.calls):
+        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
+        if layers.cache is not None and any(size.chunk or size.relative for size in sizes):
             raise ValueError(
-                f"{type(self.model).__name__} attends in chunks of tokens, for which isp has no"
-                f" cache of keys: generate with transformers"
+                f"{type(self.model).__name__} attends in chunks of tokens or with a bias by"
+                f" distance, for which isp has no cache of keys: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(

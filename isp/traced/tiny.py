@@ -65,6 +65,9 @@ _AT_MOST = {
     "vocab_size_per_layer_input": 160,
     "sliding_window": 9,
     "window_size": 9,
+    "rel_extent": 7,
+    "d_rel": 4,
+    "log_scaling_n_floor": 5,
     "rotary_dim": 4,
     "attention_chunk_size": 13,
     "pad_token_id": 0,
@@ -186,22 +189,31 @@ def _set(tiny: Any, name: str, value: Any) -> None:
         setattr(tiny, name, value)
 
 
+_QUERY_HEADS = (
+    "num_attention_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "num_decoder_attention_heads",
+    "swa_num_attention_heads",
+)
+
+
 def _narrow(tiny: Any, config: Any) -> None:
     """Set the heads, and what follows from them."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
     shared, kept = min(heads // kv_heads, 8), min(kv_heads, 2 if kv_heads < heads else 4)
-    for name in ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"):
+    for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
-    _set(tiny, "num_decoder_attention_heads", shared * kept)
-    for name in ("num_key_value_heads", "num_kv_heads"):
+    for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
         _set(tiny, name, kept)
     tiny.hidden_size = _HEAD * shared * kept
     attended = _value(config, "attention_hidden_size")
     wide = attended // config.hidden_size if attended else 1
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
     latent = _value(config, "kv_lora_rank") is not None
-    _set(tiny, "head_dim", _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
+    for name in ("head_dim", "swa_head_dim"):
+        _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 
 
 def _narrow_states(tiny: Any) -> None:

@@ -52,6 +52,7 @@ SELECTED = {
     "minimax": "a forward that is registered",
     "bart": "a table of positions that counts by itself",
     "bloom": "ALiBi",
+    "inkling2_text": "a bias by distance, sinks of queries, taps of tokens",
     "gpt_neo": "a method that is registered, windows",
 }
 """Architectures, and what each of them is here for."""
