@@ -6,8 +6,8 @@ numbers of its state; C channels; n segments: runs of tokens of one document
 [Note: Kernels] On CUDA, in bfloat16, float16 or float32, the kernel of a package computes, if it is
 installed and takes such sizes; which one, or why none, is logged once. The project's own code
 computes everywhere else, and with deterministic algorithms: backward adds up by atomics in some.
-Summaries are asked of the same kernels (`DeltaRule.summary` widens the values), so that by heads
-and by state run the same code; only Mamba2's is one product, which torch does as fast.
+Summaries are asked of the same kernels (`DeltaRule.summary` widens the values), so that a rank has
+no other scan to run; Mamba2's is one product, without a scan.
 
 [Note: Tokens that carry states] `selective_scan_fn` scans one document from a state of zeros, and
 its final state has no gradient. Tokens around each segment do the rest: one with an endless step
