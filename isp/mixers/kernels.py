@@ -87,10 +87,10 @@ def mamba2(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `Stateful.scan` of Mamba2; None: no kernel; without `initial`, no final states.
+    """As `Stateful.scan` of Mamba2; None: no kernel, or no final states.
 
-    Without initial states one call with `seq_idx`, which begins each segment at zeros: final states
-    of several segments have no backward there. With them a call a segment, as there is one for all.
+    Several segments from zeros are one call with `seq_idx`, which has no backward of final states
+    and so gives none. A kernel takes one initial state: with those, a call a segment.
     """
     (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
     A, D, dt_bias = inputs.constants
@@ -101,15 +101,16 @@ def mamba2(
         return None
     options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     parts = (x, dt, B.to(x.dtype), C.to(x.dtype))
-    if initial is None:
+    if initial is None and len(lengths) > 1:
         counts = host_memory.send(torch.tensor(lengths), x.device)
         index = torch.repeat_interleave(counts, output_size=len(x)).int().unsqueeze(0)
         x, dt, B, C = (t.unsqueeze(0) for t in parts)
         return kernel(x, dt, A, B, C, _CHUNK, seq_idx=index, **options)[0], None
     outs, states = [], []
-    for x, dt, B, C, begin in zip(*(t.split(list(lengths)) for t in parts), initial, strict=True):
+    begins = [None] if initial is None else initial.unsqueeze(1)
+    for x, dt, B, C, begin in zip(*(t.split(list(lengths)) for t in parts), begins, strict=True):
         x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
-        given = {"initial_states": begin.unsqueeze(0), "return_final_states": True, **options}
+        given = {"initial_states": begin, "return_final_states": True, **options}
         out, state = kernel(x, dt, A, B, C, _CHUNK, **given)
         outs.append(out[0])
         states.append(state[0])
