@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention.call import Relative, attention
-from isp.mixers.call import causal_conv1d
+from isp.traced.own_mixers import windows_of
 from isp.traced.positions import current_positions
 
 __all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
@@ -242,9 +242,7 @@ def _dynamic_convolution(
     heads = (module.num_heads, -1)
     taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
     static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]
-    before = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
-    moved = causal_conv1d(x.repeat(1, 1, num_taps - 1), before.repeat_interleave(x.shape[-1], 0))
-    windows = torch.stack([x, *moved.chunk(num_taps - 1, -1)], -1).unflatten(2, heads)
+    windows = windows_of(x, num_taps).unflatten(2, heads)
     mixed = (windows * (static + taps.unsqueeze(3))).sum(-1).flatten(2)
     out: Tensor = (mixed + x) / math.sqrt(2 * num_taps + 1)
     return out.to(hidden_states.dtype)

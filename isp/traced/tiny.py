@@ -69,6 +69,8 @@ _AT_MOST = {
     "d_rel": 4,
     "log_scaling_n_floor": 5,
     "rotary_dim": 4,
+    "attention_window_size": 9,
+    "lru_width": 64,
     "attention_chunk_size": 13,
     "pad_token_id": 0,
     "bos_token_id": 1,
