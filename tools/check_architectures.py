@@ -73,7 +73,6 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "phi4_multimodal": {"vision_config": _PART, "audio_config": {**_PART, "num_blocks": 1}},
     "moss_transcribe_diarize": {"audio_config": {"d_model": 32, "encoder_layers": 1}},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "xlstm": {"embedding_dim": 32, "hidden_size": 32, "num_heads": 4},
     # of encoders, the form that does not see later tokens
@@ -91,6 +90,9 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "falcon (alibi)": {"alibi": True, "multi_query": False},
     "falcon (40B)": {"new_decoder_architecture": True, "num_kv_heads": 8},
     "lfm2 (conv)": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "minimax_m3_vl_text (sparse)": {
+        "layer_types": [*["full_attention"] * 3, *["minimax_m3_sparse"] * 57]
+    },
     "qwen2 (window)": {"use_sliding_window": True, "max_window_layers": 16},
     "deepseek_v2 (groups)": {
         "first_k_dense_replace": 1,
@@ -174,10 +176,9 @@ def _kinds(trace: ModelTrace) -> list[str]:
 
 def _attention(sizes: AttentionSizes) -> str:
     reach = "sliding window" if sizes.window else "chunked" if sizes.chunk else "full"
+    reach = "sparse" if sizes.chosen else reach
     if sizes.head_size - sizes.value_size == ALIBI_FEATURES:
         return f"{reach} with ALiBi"
-    if sizes.relative:
-        return f"{reach} with a bias by distance"
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 
@@ -232,6 +233,11 @@ Layers may attend, convolve and scan (linear attention, state spaces), in any nu
 the functions that transformers' own modules call. Code that mixes tokens in another way would need
 the tokens of other ranks: a probe finds it, and it is refused by name. Chunked attention is not
 split over context ranks.
+
+Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3.2 and the models
+made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,
+and what it chose is gathered with its query. A choice has no gradient: an indexer's weights stay as
+they are, as in the unmodified model. In isp mode; no plans, and no generation.
 
 | type | class | kinds of layers | isp | mtp, msp, fsp |
 |---|---|---|---|---|"""

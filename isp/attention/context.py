@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isp.attention.chosen import Chosen, given
 from isp.attention.exchange import Arrival, NothingToAttend, launch
 from isp.attention.keys import KeyExchange
 from isp.attention.local import LocalAttention
@@ -81,7 +82,14 @@ class ContextAttention:
         """Routes, the one used last behind the others."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """q [B, S/c, h, d], k and v [B, S/c, k, d] -> [B, S/c, h, d]; `mask` of the whole rows.
 
@@ -89,15 +97,14 @@ class ContextAttention:
         that is not causal has a window.
         """
         if self.channel.size == 1:
-            options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
-            return self.local_attention(q, k, v, mask=mask, **options)
+            return self.local_attention(q, k, v, mask=mask, **given(sinks, chosen))
         kernel = None
-        if self.ring and mask.window is None and sinks is None:
+        if self.ring and mask.window is None and sinks is None and chosen is None:
             kernel = lse_kernel(self.local_attention, q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
         if not routes[0].stays:
             q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
-        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks)
+        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks, chosen)
         if routes[0].stays:
             out = self._attend(tokens, routes[0].mask)
         elif kernel is not None:
@@ -105,13 +112,14 @@ class ContextAttention:
             out = ring_attention(*tokens[:3], ring)
         else:
             out = self._exchange(tokens, routes[0])
-        return out.view(*q.shape[:-1], out.shape[-1])
+        return out.view(q.shape)
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
         """Attend stripe by stripe, while the next one travels."""
-        stripes = tokens.stripes(self._num_stripes(tokens.k, route))
+        number = 1 if tokens.chosen is not None else self._num_stripes(tokens.k, route)
+        stripes = tokens.stripes(number)
         route, outs, trips = route.on(tokens.k.device), [], []
-        for number, (_, k, v, _) in enumerate(stripes):
+        for number, (_, k, v, *_) in enumerate(stripes):
             cargo = Cargo(Purpose.KEYS, tensor=f"attention.kv.{number}")
             exchange = KeyExchange(self.channel, route, cargo)
             trips.append(launch(exchange, (torch.stack((k, v), 1),)))
@@ -132,10 +140,10 @@ class ContextAttention:
 
     def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
         """[T, h, d]."""
-        q, k, v, sinks = tokens
-        options = {} if sinks is None else {"sinks": sinks}
+        q, k, v, sinks, chosen = tokens
+        options = given(sinks, chosen)
         if not len(q):
-            out: Tensor = NothingToAttend.apply(q, k, v, *options.values())
+            out: Tensor = NothingToAttend.apply(q, k, v, *([] if sinks is None else [sinks]))
             return out
         attended = self.local_attention(*(x.unsqueeze(0) for x in (q, k, v)), mask=mask, **options)
         return attended.squeeze(0)
@@ -184,12 +192,15 @@ class _Tokens(NamedTuple):
     v: Tensor
     sinks: Tensor | None
     """[h]."""
+    chosen: Chosen | None
 
     def stripes(self, number: int) -> list[_Tokens]:
-        """Cut along the KV heads, as evenly as they go."""
+        """Cut along the KV heads, as evenly as they go; chosen keys are not."""
+        if number == 1:
+            return [self]
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
         sizes = [len(range(i, heads, number)) for i in range(number)]
         queries = [group * size for size in sizes]
         sinks = [None] * number if self.sinks is None else self.sinks.split(queries)
         parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), sinks)
-        return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]
+        return [_Tokens(*stripe, None) for stripe in zip(*parts, strict=True)]

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.attention.chosen import Chosen, given
 from isp.attention.exchange import Cut, Exchange, NothingToAttend, exchanged, launch
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
@@ -62,22 +63,29 @@ class DistributedAttention:
         self._exchanges: dict[tuple[str, int, tuple[tuple[range, ...], ...]], Exchange] = {}
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
 
         The heads of v, and so of the result, may be smaller than those of q and k. `sinks`
-        [H], where the local attention takes them: a further logit of each head, without a value; or
-        [H, ..], whatever else of each head it takes, and q may be wider than k.
+        [H], where the local attention takes them: a further logit of each head, without a value.
+        `chosen`, likewise: the keys of this rank's queries.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
-            return self._attend_here(q, k, v, mask, sinks)
+            return self._attend_here(q, k, v, mask, sinks, chosen)
+        numbers = None if chosen is None else chosen.gathered(self.channel)
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
         size = q.nbytes + k.nbytes + v.nbytes
-        alike = q.shape[-1] == k.shape[-1] and k.shape == v.shape
-        if size <= self.together_below_bytes and alike:
+        if size <= self.together_below_bytes and k.shape == v.shape:
             together = self.exchange((plan.query, plan.kv, plan.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
@@ -86,7 +94,9 @@ class DistributedAttention:
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
             ]
             q, k, v = (arrive()[0] for arrive in trips)
-        return self._attend(q, k, v, plan, mask, sinks)
+        if chosen is not None and numbers is not None:
+            chosen = chosen._replace(numbers=numbers.wait())
+        return self._attend(q, k, v, plan, mask, sinks, chosen)
 
     def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
         """Packed with as many KV heads as query heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
@@ -118,9 +128,10 @@ class DistributedAttention:
         plan: HeadPlan,
         mask: AttentionMask,
         sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
-        out = self.attend_arrived(q, k, v, plan, mask, sinks)
+        out = self.attend_arrived(q, k, v, plan, mask, sinks, chosen)
         back = self.exchange((plan.query,), out.shape[_SEQUENCE], "out")
         return exchanged(back, out, reverse=True)[0]
 
@@ -132,19 +143,25 @@ class DistributedAttention:
         plan: HeadPlan,
         mask: AttentionMask,
         sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """This rank's heads of `plan`: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
         if q.shape[_HEADS] == 0:
             out: Tensor = NothingToAttend.apply(q, k, v, *([] if sinks is None else [sinks]))
             return out
         repeated = plan.repeated_kv(self.channel.rank)
+        if chosen is not None and chosen.numbers.shape[_HEADS] > 1:
+            kv = plan.kv[self.channel.rank]
+            heads = tuple(kv if repeated is None else (kv[i] for i in repeated))
+            numbers = chosen.numbers.index_select(_HEADS, self._index(heads, k.device))
+            chosen = chosen._replace(numbers=numbers)
         if repeated is not None:
             index = self._index(repeated, k.device)
             k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
         if sinks is not None:
             own = plan.query[self.channel.rank]
             sinks = sinks[own.start : own.stop]
-        return self._attend_here(q, k, v, mask, sinks)
+        return self._attend_here(q, k, v, mask, sinks, chosen)
 
     @torch.inference_mode(False)  # such a tensor could not be kept for backward later
     def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
@@ -154,10 +171,16 @@ class DistributedAttention:
         return self._sent[heads, device]
 
     def _attend_here(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        sinks: Tensor | None,
+        chosen: Chosen | None,
     ) -> Tensor:
         """Kernels want heads of one size: what v lacks is zero."""
-        options = {} if sinks is None else {"sinks": sinks}
+        options = given(sinks, chosen)
         size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
         if not lacking:
             return self.local_attention(q, k, v, mask=mask, **options)

@@ -67,8 +67,6 @@ class Block(NamedTuple):
     query: range
     key: range
     visible: Visible
-    diagonal: int = 0
-    """Key i + diagonal is of the token of query i, both counted in the block."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,7 @@ def pieces_of(
     batch_below: int = 0,
     split_up_to: int = 0,
     apart_from: int | None = None,
+    rows: int = _BLOCK_ROWS,
 ) -> tuple[Piece, ...]:
     """The pieces of documents of these (queries, keys), packed one after another.
 
@@ -133,13 +132,17 @@ def pieces_of(
         blocks += [
             block._replace(key=_shift(block.key, num_keys - kept))
             for block in document_blocks(
-                num_queries, kept, causal=causal, window=window, split_up_to=split_up_to
+                num_queries,
+                kept,
+                causal=causal,
+                window=window,
+                rows=rows,
+                split_up_to=split_up_to,
             )
         ]
         for _ in range(0, count, together):
-            for number, block in enumerate(blocks):
-                query, key = _shift(block.query, query_start), _shift(block.key, key_start)
-                block = block._replace(query=query, key=key)
+            for number, (query, key, visible) in enumerate(blocks):
+                block = Block(_shift(query, query_start), _shift(key, key_start), visible)
                 goes_on = number > 0 and kept < num_keys
                 pieces.append(Piece(block, together, num_queries, num_keys, goes_on))
             query_start += num_queries * together
@@ -175,20 +178,17 @@ def document_blocks(
     whole = Visible(low, high).within(num_queries, num_keys)
     known = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
     if whole == EVERYTHING or known:
-        return [Block(range(num_queries), range(num_keys), whole, offset)]
+        return [Block(range(num_queries), range(num_keys), whole)]
     first = 0 if high is None else max(0, -high)  # queries before it see nothing
     starts = range(first, num_queries, rows)
-    return [
-        _block(range(i, min(i + rows, num_queries)), num_keys, offset, low, high) for i in starts
-    ]
+    return [_block(i, min(i + rows, num_queries), num_keys, low, high) for i in starts]
 
 
-def _block(query: range, num_keys: int, offset: int, low: int | None, high: int | None) -> Block:
-    start, stop = query.start, query.stop
+def _block(start: int, stop: int, num_keys: int, low: int | None, high: int | None) -> Block:
     key = range(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
-    return Block(query, key, visible.within(len(query), len(key)), offset - by)
+    return Block(range(start, stop), key, visible.within(stop - start, len(key)))

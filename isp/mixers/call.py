@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.mixers.choice import Indexer
 from isp.mixers.convolution import convolve_alone
 from isp.mixers.delta_rule import DeltaRule
 from isp.mixers.recurrence import Inputs, Recurrence
@@ -37,6 +38,9 @@ class Mixers(Protocol):
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """Of tokens [B, S', ..] -> [B, S', H, ..], as the first of `inputs.of_heads`."""
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """The numbers of the keys that tokens attend to, [B, S', G, n], see `Chosen`."""
 
 
 _mixers: ContextVar[Mixers | None] = ContextVar("mixers", default=None)

@@ -81,6 +81,16 @@ class Placement:
         return self._routes[window]
 
     @cached_property
+    def earlier(self) -> Route:
+        """The route of all tokens of each slice's document up to the slice's end."""
+        return gather_route(self.plan, self.channel.rank, causal=True, window=None)
+
+    @cached_property
+    def whole_lengths(self) -> tuple[int, ...]:
+        """Tokens of the document of each of this rank's segments."""
+        return tuple((self._slices.stop - self._slices.start)[self._own].tolist())
+
+    @cached_property
     def states(self) -> Route:
         """The route of the states of earlier slices of each slice's document, its own behind them.
 

@@ -43,13 +43,13 @@ class AttentionSizes(NamedTuple):
     """Tokens of the chunks that a document is cut into; None: it is not."""
     causal: bool
     """Whether a token sees only those up to its own place."""
-    relative: bool = False
-    """Whether there is a bias by distance."""
+    chosen: int | None = None
+    """Keys that a token attends to at most, of those that it sees; None: all."""
 
     def pairs(self, length: int) -> int:
         """Twice the pairs of a query and a key that it sees in a causal document, about."""
         whole, rest = divmod(length, self.chunk or length)
-        reach = min(self.chunk or length, self.window or length)
+        reach = min(self.chunk or length, self.window or length, self.chosen or length)
         pairs = whole * reach * (2 * (self.chunk or length) - reach)
         return pairs + min(rest, reach) * (2 * rest - min(rest, reach))
 

@@ -101,7 +101,7 @@ class TracedChunk:
         }
         numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
         self._points = {number: nn.Identity() for number in numbers}
-        self._mixers = TracedMixers(layers, self._mixing)
+        self._mixers = TracedMixers(layers, self._mixing, self._under_way)
         self._outer_calls = tuple(outer_calls(trace))
         self._length_limits = host.length_limits(model)
         self._most_tokens = host.most_tokens(model)
@@ -210,11 +210,12 @@ class TracedChunk:
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """The weights gathered in a forward, in order."""
         holders = {**self._holders, **({} if self._plan is not None else self._experts)}
+        forward_only = {name.rpartition(".")[0] for name in self.trace.unused} | {self._head or ""}
         return tuple(
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                visits=tuple(visits_of(self.model, calls, holders, self._points, self._head)),
+                visits=tuple(visits_of(self.model, calls, holders, self._points, forward_only)),
                 recomputed=self._recomputed.get(name, False),
                 input_kept=self._input_kept.get(name, True),
             )
@@ -367,16 +368,16 @@ class TracedChunk:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
-        causal, window, scale, softcap, _, chunk, _ = options
+        causal, window, scale, softcap, sinks, chunk, chosen = options
         passage, call = self._mixing(Kind.ATTENTION, q)
-        sinks = options.of_heads(q.shape[2])
-        key = scale, softcap, sinks is not None, q.shape[-1], q.shape[2] // k.shape[2]
+        explicit = sinks is not None or chosen is not None
+        key = scale, softcap, explicit, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
             local = self._local_attention(*key)
             self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
         parts = 1 if self._layers.splits_features else self._layers.tensor.size
         mask = passage.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
-        out = self._cores[key](q, k, v, mask=mask, sinks=sinks)
+        out = self._cores[key](q, k, v, mask=mask, sinks=sinks, chosen=chosen)
         return out.clone() if call.written else out.contiguous()
 
     def _mixing(self, kind: Kind, x: Tensor) -> tuple[Passage, Call]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, current_attend
 from isp.traced.free_functions import wrap_free_functions
+from isp.traced.indexers import chosen_by
 from isp.traced.own_attention import check_dropout
 from isp.traced.positions import at_positions, give_positions
 from isp.traced.registered import use_registered_mixers
@@ -222,10 +223,11 @@ def _attention_function(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    chosen = chosen_by(module, others)
     foreign = [name for name in _BIASES if others.get(name) is not None]
-    if foreign:
+    if foreign and chosen is None:
         raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
-    if attention_mask is not None:
+    if attention_mask is not None and chosen is None:
         raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
     check_dropout(module, dropout)
     attend = current_attend()
@@ -239,7 +241,7 @@ def _attention_function(
         causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     chunk = _chunk(module)
-    options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk)
+    options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk, chosen)
     return attend(q, k, v, options), None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
+from isp.mixers.choice import Indexer, choose
 from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
@@ -30,12 +31,19 @@ class TracedMixers:
     """Where a traced model's calls of `isp.mixers` go; a `Mixers`."""
 
     def __init__(
-        self, layers: LayerFactory, arrive: Callable[[Kind, Tensor], tuple[Passage, Call]]
+        self,
+        layers: LayerFactory,
+        arrive: Callable[[Kind, Tensor], tuple[Passage, Call]],
+        under_way: Callable[[str], Passage],
     ) -> None:
-        """`arrive` follows a call, given its kind and what it mixes: the pass that it lies in."""
+        """`arrive` follows a call, given its kind and what it mixes: the pass that it lies in.
+
+        `under_way`: the pass in which what it names is called.
+        """
         self._layers = layers
         self._sequence = layers.sequence or SequenceRanks.by_heads(layers.tensor)
         self._arrive = arrive
+        self._under_way = under_way
         self._reported = False
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
@@ -60,6 +68,17 @@ class TracedMixers:
                 logger.info("scans: by %s (auto, by the bytes that a rank receives)", way)
         scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
         return scan(recurrence, flat, placement).view(x.shape)
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """As `Mixers.choose`; raises ValueError as `_placement`."""
+        keys, passage = indexer.keys, self._under_way("an indexer")
+        what = f"{passage.name} chooses the keys that its attention sees"
+        if self._layers.splits_features:
+            raise ValueError(what)
+        if keys.is_meta:
+            raise ValueError(f"{what}: isp layouts and isp plan price attention to all of them")
+        placement = passage.masks.placement(self._sequence, self._layers.tensor, keys)
+        return choose(indexer, placement).view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
         """That of the micro-batch; ValueError in modes that split features, and in plans."""

@@ -91,14 +91,15 @@ class TracedModel:
             )
 
     def _leave_alone(self, unused: tuple[str, ...]) -> None:
-        """Freeze what a forward does not read; torch's optimizers would not change it either."""
+        """Freeze what has no gradient; torch's optimizers would not change it either."""
         trained = [name for name in unused if self.model.get_parameter(name).requires_grad]
         for name in trained:
             self.model.get_parameter(name).requires_grad_(False)
             self._shape.get_parameter(name).requires_grad_(False)
         if trained:
             logger.warning(
-                "a forward of tokens does not read %d parameters of %s: they stay as they are (%s)",
+                "no gradient of a forward of tokens reaches %d parameters of %s: they stay as they"
+                " are (%s)",
                 len(trained),
                 type(self.model).__name__,
                 ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
@@ -283,11 +284,11 @@ class TracedModel:
         recomputed = recomputed_blocks(len(self.trace.blocks), self.checkpoint)
 
         def local(
-            scale: float | None, softcap: float | None, sinks: bool, size: int, group: int
+            scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
         ) -> Any:
             if attention is not None:
                 return attention
-            if sinks or softcap is not None:
+            if explicit or softcap is not None:
                 return ExplicitAttention(scale=scale, softcap=softcap)
             return make_local_attention(
                 self.attention_backend,
@@ -300,10 +301,10 @@ class TracedModel:
             )
 
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
-        if layers.cache is not None and any(size.chunk or size.relative for size in sizes):
+        if layers.cache is not None and any(s.chunk or s.chosen for s in sizes):
             raise ValueError(
-                f"{type(self.model).__name__} attends in chunks of tokens or with a bias by"
-                f" distance, for which isp has no cache of keys: generate with transformers"
+                f"{type(self.model).__name__} attends in chunks of tokens, or to keys that it"
+                f" chooses, for which isp has no cache of keys: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(

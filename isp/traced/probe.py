@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import AttentionOptions, attend_by
 from isp.mixers.call import mix_by
+from isp.mixers.choice import Indexer
 from isp.mixers.recurrence import Inputs, Recurrence
 from isp.traced.roles import Role, holds_experts
 from isp.traced.trace import ModelTrace, replaced_forward
@@ -201,8 +202,10 @@ def _local_calls(model: nn.Module) -> Iterator[None]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """As `isp.attention.call.Attend`: a token attends to itself, and all of q and k count."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # [B, S, H, ..]
-    of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
-    own = q @ of_q.cos() + k @ of_k.sin()  # [B, S, H]
+    features = torch.arange(q.shape[3], dtype=q.dtype)
+    own = q @ features.cos() + k @ features.sin()  # [B, S, H]
+    if options.chosen is not None:
+        own = own + options.chosen.numbers.sum((2, 3)).unsqueeze(2)
     return v + own.tanh().unsqueeze(-1)
 
 
@@ -217,6 +220,11 @@ class _LocalMixers:
         x = inputs.of_heads[0]
         out, _ = recurrence.scan(inputs.flat(), [1] * x.shape[1], None)
         return out.view(x.shape)
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """In place of numbers what the token's own key makes."""
+        own = indexer.keys @ torch.arange(indexer.keys.shape[-1], dtype=indexer.keys.dtype).cos()
+        return own[..., None, None]
 
 
 def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:

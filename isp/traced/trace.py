@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, attend_by
 from isp.mixers.call import mix_by
+from isp.mixers.choice import Indexer
 from isp.mixers.convolution import Convolution
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.traced.calls import AttentionSizes, Call, Kind
 from isp.traced.head import HeadFinder
+from isp.traced.indexers import indexer_parameters
 from isp.traced.reads import Reads, check_reads
 from isp.traced.roles import (
     Role,
@@ -65,7 +67,8 @@ class ModelTrace(NamedTuple):
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
     unused: tuple[str, ...]
-    """The parameters that a forward of tokens does not read, such as those of a vision tower."""
+    """The parameters that a forward of tokens does not read, such as those of a vision tower, or
+    reads to choose keys: no gradient reaches them."""
     vocab_size: int
     """Logits of a token."""
     reads_positions: bool
@@ -163,12 +166,16 @@ def trace_model(
 def _unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
     """The parameters of modules that are not `called`, and that nobody else has `read`.
 
-    The code of experts is not run: all of theirs count as read.
+    The code of experts is not run: all of theirs count as read; those of indexers do not.
     """
     modules = [model.get_submodule(name) for name in called]
     used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
-    others = (name for name, parameter in model.named_parameters() if parameter not in used)
-    return tuple(name for name in others if name not in {*read})
+    chooses, read = {*indexer_parameters(model)}, {*read}
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if name in chooses or (parameter not in used and name not in read)
+    )
 
 
 def _check_logits(model: nn.Module, logits: object) -> None:
@@ -256,9 +263,9 @@ class _Recorder:
                 f" {_TOKENS} tokens: attention takes [B, S, H, d]"
                 f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
             )
-        _read(options.profiles)
         heads, size = q.shape[2:]
-        reach = options.window, options.chunk, options.causal, options.profiles is not None
+        chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
+        reach = options.window, options.chunk, options.causal, chosen
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
         self._results[len(self._calls)] = result, result._version
@@ -279,6 +286,11 @@ class _Recorder:
         flops, state = by.flops(inputs.flat()), by.state_sizes(inputs.flat())
         self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
         return torch.zeros_like(inputs.of_heads[0])
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """The numbers of any keys; as many as a long document has."""
+        shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
+        return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:

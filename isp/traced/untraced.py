@@ -34,7 +34,7 @@ def _cause(error: Exception, line: str) -> str:
     if "NoneType" in str(error) and "mask" in line:
         return (
             "it reads an attention mask, and isp gives none: attention that chooses keys for each"
-            " token (sparse attention) is not supported"
+            " token (sparse attention) is supported where isp knows the indexer"
         )
     if "meta tensor" in str(error) or "data-independent" in str(error):
         return "what it does depends on the values of tensors, which a trace does not have"

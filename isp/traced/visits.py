@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from torch import Tensor, nn
@@ -35,13 +35,13 @@ def visits_of(
     calls: Sequence[Call],
     holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts],
     points: Mapping[tuple[str, int], nn.Module],
-    head: str | None,
+    forward_only: Collection[str],
 ) -> Iterator[DeclaredVisit]:
     """The visits of a part of `model`, which makes these `calls`.
 
     `holders`: of weights, by module; experts that have none are whole. `points`: what is called
-    where a block mixes tokens, by block and number of the call. `head`: a linear whose weight
-    backward does not read.
+    where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
+    weights backward does not read.
     """
     named = _launch_points(calls)
     for index, call in enumerate(calls):
@@ -69,7 +69,7 @@ def visits_of(
                 layer=holder,
                 at=at,
                 launch_point=launch_point,
-                weight_in_backward=call.kind is not Kind.TABLE and call.module != head,
+                weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
                 passes=_passes(holder),
             )
 

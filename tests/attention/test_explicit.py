@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import AttentionMask, DistributedAttention, HeadPlan
-from isp.attention.call import Relative
-from isp.attention.call import attention as attend
+from isp.attention import AttentionMask, DistributedAttention, HeadPlan, explicit
+from isp.attention.chosen import Chosen
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
@@ -133,32 +132,33 @@ def test_blocks_of_long_rows_join_without_a_seam() -> None:
     assert all(_error([a], [b]) < TOLERANCE for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("with_sinks", [True, False])
-def test_a_bias_by_distance_is_what_the_definition_says(with_sinks: bool) -> None:
-    """Catches a bias at another distance, in a later block too, and a gradient that lacks it."""
-    length, window, heads, num_distances = 600, 300, 4, 290
-    inputs, dout = random_inputs(1, length, heads, 2)
-    generator = torch.Generator().manual_seed(1)
-    sizes = [(1, length, heads, 3), (3, num_distances), (1, length, heads)][: 2 + with_sinks]
-    drawn = [torch.randn(x, generator=generator, dtype=torch.float64) for x in sizes]
-    leaves = [*inputs, *(x.requires_grad_() for x in drawn)]
-    q, k, v, states, profiles, *sinks = leaves
-    out = attend(q, k, v, window=window, scale=SCALE, relative=Relative(states, profiles, *sinks))
-
-    back = torch.arange(length).unsqueeze(1) - torch.arange(length)
-    at_each = (states @ profiles).transpose(1, 2)  # [1, H, S, E]
-    bias = at_each.gather(3, back.clamp(0, num_distances - 1).expand(1, heads, -1, -1))
-    bias = bias.where(back < num_distances, 0)
-    k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
-    logits = torch.einsum("bihd,bjhd->bhij", q, k) * SCALE + bias
-    logits = logits.masked_fill((back < 0) | (back >= window), -torch.inf)
-    columns = [x.transpose(1, 2).unsqueeze(-1) for x in sinks]
-    weights = torch.cat([logits, *columns], -1).softmax(-1)[..., :length]
-    expected = torch.einsum("bhij,bjhd->bihd", weights, v)
-
-    grads = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
-    assert _error([out], [expected]) < TOLERANCE
-    assert all(_error([a], [b]) < TOLERANCE for a, b in zip(*grads, strict=True))
+@pytest.mark.parametrize(("choices", "run"), [(1, 1), (2, 1), (2, 4)])
+def test_a_query_sees_the_keys_that_are_chosen_for_it(
+    choices: int, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches keys of another query, head or document, in blocks of a few queries, too."""
+    monkeypatch.setattr(explicit, "_MOST_LOGITS", 6 * 8 * 3)
+    inputs, dout = random_inputs(2, LENGTH, 6, 2)
+    mask, length = make_mask(DOCUMENTS, True, None, 2), 2 * LENGTH
+    random = torch.Generator().manual_seed(2)
+    numbers = torch.randint(-1, 9 // run, (2, LENGTH, choices, 2), generator=random)
+    numbers[..., 0] = 0  # that every query sees
+    seen = torch.zeros(choices, length, length, dtype=torch.bool)
+    for start, stop in pairwise(mask.bounds):
+        for i in range(start, stop):
+            for c, number in product(range(choices), range(2)):
+                first = int(numbers.flatten(0, 1)[i, c, number]) * run
+                if first >= 0:
+                    seen[c, i, start + first : min(start + first + run, i + 1)] = True
+    q, k, v = (x.flatten(0, 1) for x in inputs)
+    k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+    logits = torch.einsum("ihd,jhd->hij", q, k) * SCALE
+    logits = logits.masked_fill(~seen.repeat_interleave(6 // choices, 0), -torch.inf)
+    wanted = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).view(dout.shape)
+    chosen = Chosen(numbers.to(torch.int32), run)
+    found = ExplicitAttention(scale=SCALE)(*inputs, mask=mask, chosen=chosen)
+    grads = [torch.autograd.grad(out, inputs, dout) for out in (found, wanted)]
+    assert _error([found, *grads[0]], [wanted, *grads[1]]) < TOLERANCE
 
 
 def test_narrow_numbers_are_summed_in_float32() -> None:

@@ -223,12 +223,18 @@ def _dora() -> nn.Module:
     return get_peft_model(tiny("llama"), config)
 
 
-_SPARSE = {
-    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 4,
-    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "index_head_dim": 8,
-    "index_n_heads": 2, "index_topk": 4, "num_key_value_heads": 4,
+_QWEN4 = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
+
+_DEEPSEEK4 = {
+    "q_lora_rank": 12, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 4,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+"""Of windows of 128 tokens alone, more than a trace has."""
 
 
 def _without_positions() -> nn.Module:
@@ -283,9 +289,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         " tensors, which a trace does not have (test_refusals.py:",
     ),
     "sparse": (
-        lambda: tiny("deepseek_v32", **_SPARSE),
-        "model.layers.0.self_attn (DeepseekV32Attention) of DeepseekV32ForCausalLM could not be"
-        " traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+        lambda: tiny("qwen4_exp_text", num_hidden_layers=4, **_QWEN4),
+        "model.layers.3.self_attn.indexer (Qwen4ExpTextQSAIndexer) of Qwen4ExpForCausalLM could not"
+        " be traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+    ),
+    "compressed windows": (
+        lambda: tiny("deepseek_v4", **_DEEPSEEK4),
+        "DeepseekV4HCACompressor makes a key of each window of tokens",
     ),
     "own attention": (
         lambda: tiny("cpmant"),
