@@ -23,6 +23,9 @@ def test_labels_are_the_key_again_and_the_answer(
     runpy.run_path(str(FOLDER / "make_data.py"), run_name="__main__")
     config, digits = load_config(FOLDER / "passkey.yaml"), set()
     assert config.topology(4).world_size == 4
+    hybrid = load_config(FOLDER / "hybrid.yaml")
+    assert hybrid.topology(2).world_size == 2
+    assert hybrid.data == config.data
     for line in file.read_text().splitlines():
         tokens, labels = (json.loads(line)[key] for key in ("input_ids", "labels"))
         assert len(tokens) == len(labels) <= config.data.seq_len
