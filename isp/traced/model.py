@@ -133,9 +133,10 @@ class TracedModel:
         parameters = "linears"
         if self.trace.elements(Role.EXPERT):
             parameters += " and of the experts that a token goes to"
+        scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
         return (
             f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
-            " half the square of each document's length, recomputation not counted"
+            f" half the square of each document's length{scans}, recomputation not counted"
         )
 
     def flops(self, document_lengths: Iterable[int]) -> int:
