@@ -20,6 +20,7 @@ from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.layers.sequence import SequenceRanks
 from isp.layers.tiled_mlp import TiledMLP
+from isp.mixers.recurrence import Recurrence
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -84,6 +85,10 @@ class LayerFactory:
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         return (self.sequence or SequenceRanks.by_heads(self.tensor)).attention(local)
+
+    def recurrence(self, kind: Recurrence) -> Recurrence:
+        """What scans the segments of this rank."""
+        return kind
 
     @property
     def splits_logits(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -116,10 +116,12 @@ def state_space_scan(
     [B, S, N], D and dt_bias [C] -> [B, S, C]. Outside of a parallelised model each sequence is one
     document.
     """
+    least, most = dt_limit
+    options: Any = {"dt_softplus": dt_softplus, "dt_limit": (least, most)}
     if A.dim() == 1:
-        kind: Recurrence = Mamba2(dt_softplus=dt_softplus, dt_limit=dt_limit)
+        kind: Recurrence = Mamba2(**options)
     else:
-        kind = SelectiveScan(dt_softplus=dt_softplus, dt_limit=dt_limit)
+        kind = SelectiveScan(**options)
         B, C = B.unsqueeze(2), C.unsqueeze(2)
     return _scanned(kind, Inputs((x, dt), (B, C), (A, D, dt_bias)))
 

@@ -17,6 +17,7 @@ Sources: Yang et al. 2024 (gated delta networks), Kimi Linear 2025 (KDA); the co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -31,12 +32,12 @@ _CHUNK = {2: 64, 3: 16}
 """Tokens of a chunk, by the dims of the decay g: of [T, H, K], pairs of tokens have K numbers."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class DeltaRule:
     """The scan of `isp.gated_delta_rule`: heads have v, g and beta, groups q and k."""
 
-    def __init__(self, *, normalise: bool) -> None:
-        """`normalise`: q and k of each token to length 1."""
-        self._normalise = normalise
+    normalise: bool
+    """q and k of each token to length 1."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -46,7 +47,7 @@ class DeltaRule:
         q, k = inputs.of_groups
         dtype = torch.promote_types(v.dtype, torch.float32)
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
-        if self._normalise:
+        if self.normalise:
             q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q = q * q.shape[-1] ** -0.5
         share = v.shape[1] // k.shape[1]

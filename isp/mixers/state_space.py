@@ -13,6 +13,7 @@ Sources: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, its scan by chunks); 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -26,15 +27,14 @@ __all__ = ["Mamba2", "SelectiveScan"]
 _CHUNK = 64
 
 
+@dataclass(frozen=True, kw_only=True)
 class _StateSpace:
     """What both have: heads have x and dt, groups B and C, constants are A, D and dt_bias."""
 
-    def __init__(
-        self, *, dt_softplus: bool, dt_limit: tuple[float, float] = (0.0, float("inf"))
-    ) -> None:
-        """dt is dt + dt_bias, through softplus if asked, within the limits."""
-        self._dt_softplus = dt_softplus
-        self._dt_limit = dt_limit
+    dt_softplus: bool
+    """Whether dt is softplus(dt + dt_bias), or dt + dt_bias."""
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Within which it is then."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -101,9 +101,9 @@ class _StateSpace:
         x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
         if dt_bias is not None:
             dt = dt + dt_bias.to(dtype)
-        if self._dt_softplus:
+        if self.dt_softplus:
             dt = F.softplus(dt)
-        dt = dt.clamp(*self._dt_limit)
+        dt = dt.clamp(*self.dt_limit)
         return x, dt, A, None if D is None else D.to(dtype), B, C
 
 

@@ -16,7 +16,7 @@ from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.rehearsal import rehearsal
-from isp.planner.tape import Attend, pairs_seen
+from isp.planner.tape import Attend, Scan, pairs_seen
 from isp.weights.trace import Block
 
 __all__ = ["Costs"]
@@ -48,6 +48,15 @@ class Costs:
         if pairs is None:
             pairs = case.rows * case.documents * pairs_seen(length, window)
         return 4 * pairs * event.features
+
+    def scan(self, event: Scan) -> float:
+        """Seconds of a scan; its backward, which scans again, takes three times as long."""
+        flops = event.flops * (3 if event.phase is Phase.BACKWARD else 1)
+        return flops / (self._peak * self.device.scan_efficiency)
+
+    def sweep(self, num_bytes: int) -> float:
+        """Seconds of a pass over memory."""
+        return self._over_memory(num_bytes)
 
     def before(self, block: Block, number: int) -> float:
         """Seconds of what precedes the product of a visit of a block in forward.

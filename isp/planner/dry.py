@@ -27,9 +27,11 @@ from isp.layers.linear import LinearLayer
 from isp.layers.norm import RMSNorm
 from isp.layers.tiled_mlp import TiledMLP
 from isp.layers.weight_gradients import weight_gradient
+from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
 from isp.parallel.phase import Phase
-from isp.planner.tape import Attend, Gradient, Product, Reach, Read, TapeRecorder, pairs_seen
+from isp.planner.dry_scan import DryRecurrence
+from isp.planner.tape import Attend, Gradient, Product, Reach, Read, Sweep, TapeRecorder, pairs_seen
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import FullWeights, WPCommunicator
 
@@ -232,9 +234,12 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class DryLayers(LayerFactory):
-    """Layers of which alike parts are run a few times."""
+    """Layers of which alike parts are run a few times, and scans on few tokens."""
 
     recorder: TapeRecorder
+
+    def recurrence(self, kind: Recurrence) -> Recurrence:
+        return DryRecurrence(kind, self.recorder)
 
     def tiled_mlp(self, **parts: Any) -> TiledMLP:
         return FewTiles(**parts, recorder=self.recorder)
@@ -292,8 +297,12 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> 
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
+_CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
+"""Those of a language model: with a few taps a channel they pass over memory."""
+
+
 class Products(TorchDispatchMode):
-    """Notes the products of matrices, and memory that is made."""
+    """Notes the products of matrices, convolutions, and memory that is made."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
@@ -306,7 +315,10 @@ class Products(TorchDispatchMode):
             self._recorder.note(Product(2 * args[0].numel() * args[1].shape[-1]))
         else:
             out = func(*args, **kwargs)
-            if (count := flop_registry.get(func.overloadpacket)) is not None:
+            if func.overloadpacket in _CONVOLUTIONS:
+                tensors = (x for x in tree_iter((args, out)) if isinstance(x, Tensor))
+                self._recorder.note(Sweep(sum(x.nbytes for x in tensors)))
+            elif (count := flop_registry.get(func.overloadpacket)) is not None:
                 self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

@@ -57,6 +57,8 @@ class DeviceSpec:
     """Share of the peak that matrix products reach."""
     attention_efficiency: Share
     """Share of the peak that attention reaches."""
+    scan_efficiency: Share = 0.05
+    """Share of the peak that scans reach; assumed where nobody has measured it."""
     gb_per_second: Positive
     """Bandwidth of the memory, in 1e9 bytes a second."""
     memory_efficiency: Share = 0.8

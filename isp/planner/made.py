@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -22,16 +22,28 @@ class Made(TorchDispatchMode):
         super().__init__()
         self.most = 0
         """Bytes that were there at once."""
-        self._there: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._now = 0
+        self._there: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_id(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
-        new = [x for x in tree_iter(out) if isinstance(x, Tensor) and _id(x) not in given]
-        self._there.update((_id(x), x.untyped_storage()) for x in new)
-        if new:
-            self.most = max(self.most, sum(memory.nbytes() for memory in self._there.values()))
+        for x in tree_iter(out):
+            if isinstance(x, Tensor) and _id(x) not in given:
+                self._note(x.untyped_storage())
+        self.most = max(self.most, self._now)
         return out
+
+    def _note(self, memory: UntypedStorage) -> None:
+        key, size = memory._cdata, memory.nbytes()
+
+        def gone(_: object) -> None:
+            del self._there[key]
+            self._now -= size
+
+        if key not in self._there:
+            self._there[key] = weakref.ref(memory, gone)
+            self._now += size
 
 
 def _id(x: Tensor) -> int:

@@ -33,7 +33,7 @@ from isp.config.models import language_model
 from isp.layers.linear import linears_of
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk
-from isp.parallel import Axis, ContextExchange, Topology
+from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
@@ -122,7 +122,8 @@ def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Re
         and not case.sums_locally,
         parallel.weight.vocab_parallel_loss,
         parallel.sequence_2D.exchange,
-        case.documents if topology.context > 1 else 1,
+        parallel.sequence_scan,
+        case.documents,
     )
     model = _alike_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
@@ -158,8 +159,9 @@ class _RankPart(NamedTuple):
     """Whether weight gradients travel in float32 at least."""
     vocab_parallel_loss: bool
     exchange: ContextExchange
+    scan: SequenceScan
     documents: int
-    """Equal documents in a row, if they decide which tokens a rank has."""
+    """Equal documents in a row."""
 
     def channel(self, axis: Axis, recorder: TapeRecorder) -> DryChannel:
         """The channel along `axis`, of which `recorder` hears."""
@@ -175,6 +177,7 @@ class _RankPart(NamedTuple):
             windows=windows,
             head_first=self.sequence.head_first,
             exchange=self.exchange,
+            scan=self.scan,
         )
 
 

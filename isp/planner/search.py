@@ -26,7 +26,7 @@ from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
 from isp.planner.progress import Progress, silent
 from isp.planner.rehearsal import tapes_of_kind
-from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Tapes
+from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Scan, Sweep, Tapes
 from isp.weights.trace import Block
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
@@ -392,6 +392,10 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
                 seconds += costs.product(flops)
             case Attend():
                 seconds += costs.attention(event)
+            case Scan():
+                seconds += costs.scan(event)
+            case Sweep(num_bytes):
+                seconds += costs.sweep(num_bytes)
             case Loss():
                 seconds += costs.loss
             case Reach(visit, phase) if block.visits[visit].weight is not None:

@@ -27,6 +27,8 @@ __all__ = [
     "Reach",
     "Read",
     "Saved",
+    "Scan",
+    "Sweep",
     "TapeRecorder",
     "Tapes",
     "pairs_seen",
@@ -84,6 +86,20 @@ def pairs_seen(length: int, window: int | None) -> float:
     return reach * (2 * length - reach) / 2
 
 
+class Scan(NamedTuple):
+    """A scan of this rank's heads or slices, or its gradient."""
+
+    phase: Phase
+    flops: int
+    """In forward."""
+
+
+class Sweep(NamedTuple):
+    """Memory is read and written, with little computed."""
+
+    num_bytes: int
+
+
 class Gradient(NamedTuple):
     """The gradient of the weight, or bias, of a visit is there."""
 
@@ -95,7 +111,7 @@ class Loss(NamedTuple):
     """The loss of the logits, or its gradient."""
 
 
-Event = Launch | Arrive | Reach | Read | Product | Attend | Gradient | Loss
+Event = Launch | Arrive | Reach | Read | Product | Attend | Scan | Sweep | Gradient | Loss
 
 
 def _renumbered(event: Event, by: int, numbers: range | None = None) -> Event:
@@ -139,7 +155,7 @@ class Tapes(NamedTuple):
     def again(self) -> Iterator[Event]:
         """Its forward, as it is computed again for what it gives."""
         for event in self.forward:
-            if isinstance(event, Reach | Read | Attend):
+            if isinstance(event, Reach | Read | Attend | Scan):
                 yield event._replace(phase=Phase.RECOMPUTE)
             elif not _is_of_input(event):
                 yield event
@@ -216,6 +232,7 @@ class TapeRecorder:
         self._next = dict(zip(run, [*run[1:], len(blocks)], strict=True))
         for b, block in ((b, blocks[b]) for b in run):
             block.module.register_forward_pre_hook(partial(self._enters, b))
+            block.module.register_forward_hook(partial(self._leaves, b))
             called: set[int] = set()
             for v, visit in enumerate(block.visits):
                 module = visit.layer if visit.at is None else visit.at
@@ -353,6 +370,12 @@ class TapeRecorder:
     def _enters(self, block: int, *_: object) -> None:
         if self.phase is Phase.FORWARD:
             self._block = block
+
+    def _leaves(self, block: int, module: nn.Module, _: Any, y: Any) -> None:
+        """A block that is computed again may be so before a visit's gradient is there."""
+        y = y[0] if isinstance(y, tuple) else y
+        if self.phase is Phase.FORWARD and y.requires_grad:
+            y.register_hook(lambda _: self._goes_back(block))
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         block, visit = self._places[id(module)]

@@ -23,7 +23,19 @@ from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Arrive, Attend, Event, Gradient, Launch, Loss, Product, Reach, Read
+from isp.planner.tape import (
+    Arrive,
+    Attend,
+    Event,
+    Gradient,
+    Launch,
+    Loss,
+    Product,
+    Reach,
+    Read,
+    Scan,
+    Sweep,
+)
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
@@ -215,6 +227,10 @@ class Walk:
                 clock.compute(self.costs.product(flops))
             case Attend():
                 clock.compute(self.costs.attention(event))
+            case Scan():
+                clock.compute(self.costs.scan(event))
+            case Sweep(num_bytes):
+                clock.compute(self.costs.sweep(num_bytes))
             case Loss():
                 clock.compute(self.costs.loss)
             case Gradient(visit, is_bias):

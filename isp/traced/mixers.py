@@ -67,7 +67,7 @@ class TracedMixers:
                 self._reported = True
                 logger.info("scans: by %s (auto, by the bytes that a rank receives)", way)
         scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
-        return scan(recurrence, flat, placement).view(x.shape)
+        return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
         """As `Mixers.choose`; raises ValueError as `_placement`."""
@@ -81,13 +81,11 @@ class TracedMixers:
         return choose(indexer, placement).view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
-        """That of the micro-batch; ValueError in modes that split features, and in plans."""
+        """That of the micro-batch; ValueError in modes that split features."""
         passage, _ = self._arrive(kind, x)
         what = f"{passage.name} mixes tokens by a {kind}"
         if self._layers.splits_features:
             raise ValueError(what)
-        if x.is_meta:
-            raise ValueError(f"{what}: isp layouts and isp plan price attention alone")
         cache = self._layers.cache
         alone = cache is not None and cache.decodes
         return passage.masks.placement(self._sequence, self._layers.tensor, x, alone=alone)
