@@ -73,6 +73,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "phi4_multimodal": {"vision_config": _PART, "audio_config": {**_PART, "num_blocks": 1}},
     "moss_transcribe_diarize": {"audio_config": {"d_model": 32, "encoder_layers": 1}},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "xlstm": {"embedding_dim": 32, "hidden_size": 32, "num_heads": 4},
     # of encoders, the form that does not see later tokens
@@ -179,6 +180,8 @@ def _attention(sizes: AttentionSizes) -> str:
     reach = "sparse" if sizes.chosen else reach
     if sizes.head_size - sizes.value_size == ALIBI_FEATURES:
         return f"{reach} with ALiBi"
+    if sizes.relative:
+        return f"{reach} with a bias by distance"
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 

@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from isp.attention.call import attention
+from isp.attention.call import Relative, attention
 from isp.attention.context import ContextAttention
 from isp.attention.cpu import CpuAttention
 from isp.attention.distributed import DistributedAttention
@@ -19,6 +19,7 @@ __all__ = [
     "DistributedAttention",
     "HeadPlan",
     "LocalAttention",
+    "Relative",
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",

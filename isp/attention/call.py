@@ -16,11 +16,23 @@ from torch import Tensor
 
 from isp.attention.chosen import Chosen
 from isp.attention.distributed import DistributedAttention
+from isp.attention.explicit import ExplicitAttention
 from isp.attention.local import LocalAttention, make_local_attention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel
 
-__all__ = ["Attend", "AttentionOptions", "attend_by", "attention", "current_attend"]
+__all__ = ["Attend", "AttentionOptions", "Relative", "attend_by", "attention", "current_attend"]
+
+
+class Relative(NamedTuple):
+    """What is added to the logits of keys by how many tokens they lie before a query."""
+
+    states: Tensor
+    """[B, S', H, r], of each query and head."""
+    profiles: Tensor
+    """[r, E]: `states @ profiles` is added at the distances 0 to E - 1, beyond them nothing."""
+    sinks: Tensor | None = None
+    """[B, S', H], a further logit of each query and head, without a value."""
 
 
 class AttentionOptions(NamedTuple):
@@ -40,6 +52,12 @@ class AttentionOptions(NamedTuple):
     """Tokens of the chunks that a document is cut into, each of which sees itself; None: one."""
     chosen: Chosen | None = None
     """The keys that each query may see; None: all."""
+    profiles: Tensor | None = None
+    """[r, E] of `Relative`, whose states, and sinks if it has any, are the last features of q."""
+
+    def of_heads(self, num_heads: int) -> Tensor | None:
+        """What each head has of its own, as `ExplicitAttention` takes it for sinks."""
+        return self.sinks if self.profiles is None else self.profiles.expand(num_heads, -1, -1)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -76,16 +94,27 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    relative: Relative | None = None,
 ) -> Tensor:
     """Attention for a model of one's own, which `isp.parallelize` spreads over the ranks.
 
     q [B, S, H, d], k [B, S, K, d], v [B, S, K, e] -> [B, S, H, e]; K divides H, e is at most d.
-    `window` in tokens, the own included; `scale` of the logits, None: 1 / sqrt(d). Outside of a
-    parallelised model it is plain attention over each row, without packed documents.
+    `window` in tokens, the own included; `scale` of the logits, None: 1 / sqrt(d); `relative`: a
+    bias by distance. Outside of a parallelised model it is plain attention over each row, without
+    packed documents.
     """
     attend = _attend.get()
+    options = AttentionOptions(causal, window, scale)
+    if relative is not None:
+        options = options._replace(scale=scale or q.shape[-1] ** -0.5, profiles=relative.profiles)
+        sinks = [] if relative.sinks is None else [relative.sinks.unsqueeze(-1)]
+        q = torch.cat([q, relative.states, *sinks], -1)
     if attend is not None:
-        return attend(q, k, v, AttentionOptions(causal, window, scale))
+        return attend(q, k, v, options)
+    if relative is not None:
+        mask = AttentionMask(causal=causal, window=window)
+        explicit = ExplicitAttention(scale=options.scale)
+        return explicit(q, k, v, mask=mask, sinks=options.of_heads(q.shape[2]))
     local = _alone(q.device, q.dtype, q.shape[-1], scale)
     # A copy, as kernels save what they give, and a model may write into it.
     return local(q, k, v, mask=AttentionMask(causal=causal, window=window)).clone()

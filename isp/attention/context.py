@@ -112,7 +112,7 @@ class ContextAttention:
             out = ring_attention(*tokens[:3], ring)
         else:
             out = self._exchange(tokens, routes[0])
-        return out.view(q.shape)
+        return out.view(*q.shape[:-1], out.shape[-1])
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
         """Attend stripe by stripe, while the next one travels."""

@@ -190,7 +190,7 @@ class _Masks:
 
     def of(self, piece: Piece) -> Tensor | None:
         """[queries, keys] to add to the logits; None where no mask need be given."""
-        query, key, visible = piece.block
+        query, key, visible, _ = piece.block
         if visible == EVERYTHING or piece.is_causal_square:
             return None
         if visible.low is not None or visible.high is None:

@@ -75,8 +75,9 @@ class DistributedAttention:
         """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
 
         The heads of v, and so of the result, may be smaller than those of q and k. `sinks`
-        [H], where the local attention takes them: a further logit of each head, without a value.
-        `chosen`, likewise: the keys of this rank's queries.
+        [H], where the local attention takes them: a further logit of each head, without a value; or
+        [H, ..], whatever else of each head it takes, and q may be wider than k. `chosen`, likewise:
+        the keys of this rank's queries.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
@@ -85,7 +86,8 @@ class DistributedAttention:
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
         size = q.nbytes + k.nbytes + v.nbytes
-        if size <= self.together_below_bytes and k.shape == v.shape:
+        alike = q.shape[-1] == k.shape[-1] and k.shape == v.shape
+        if size <= self.together_below_bytes and alike:
             together = self.exchange((plan.query, plan.kv, plan.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:

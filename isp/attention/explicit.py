@@ -1,8 +1,9 @@
 """Local attention in plain tensor operations, for what the fused kernels cannot do; any device.
 
-T tokens, H query heads, K KV heads, G = H / K, d head size, R queries and C keys of a block
+T tokens, H query heads, K KV heads, G = H / K, d head size, R queries and C keys of a block; r
+features by which queries say how much they see at each of E distances
 
-forward   for each block: p = softmax(cap(scale q k^T) + mask, with the sink), out = p v
+forward   for each block: p = softmax(cap(scale q k^T) + bias + mask, with the sink), out = p v
 backward  for each block: the same again, and the gradients of its rows
 
 One block exists at a time, [K, G, R, C], so memory grows with the longest document and not with its
@@ -29,10 +30,14 @@ _MOST_LOGITS = 1 << 28
 
 
 class ExplicitAttention:
-    """Softmax attention with soft-capped logits, attention sinks and chosen keys.
+    """Softmax attention with soft-capped logits, sinks, chosen keys, and a bias by distance.
 
     `softcap`: logits become softcap * tanh(logits / softcap) (Gemma 2). A head's sink is a logit
     without a value that takes part in the softmax (gpt-oss). Computed in float32 at least.
+
+    With profiles [H, r, E] for sinks, q has r features more, and their product with the profile of
+    a distance, in tokens from 0 to E - 1, is added to the logit of the key that far back (Inkling).
+    One feature more is the query's own sink.
     """
 
     def __init__(self, *, scale: float | None = None, softcap: float | None = None) -> None:
@@ -49,7 +54,7 @@ class ExplicitAttention:
         sinks: Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d].
+        """q [B, Sq, H, d], k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d]; q may be wider.
 
         `chosen`: without a window, and of documents that begin with their first key.
         """
@@ -70,7 +75,7 @@ class ExplicitAttention:
             sinks = sinks.to(dtype)
         numbers, run = (None, 1) if chosen is None else (chosen.numbers.flatten(0, 1), chosen.run)
         out: Tensor = _Blocks.apply(*wide, sinks, numbers, run, blocks, self)
-        return out.view(q.shape).to(q.dtype)
+        return out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
     def attend(
         self,
@@ -82,21 +87,36 @@ class ExplicitAttention:
         chosen: Tensor | None,
     ) -> Tensor:
         """One block: q [R, H, d], k and v [C, K, d], `chosen` [K or 1, 1, R, C] -> [R, H, d]."""
+        q, more = q.split((k.shape[-1], q.shape[-1] - k.shape[-1]), -1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         grouped = q.unflatten(1, (k.shape[1], -1))  # [R, K, G, d]
         logits = torch.einsum("rkgd,ckd->kgrc", grouped, k) * scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        if sinks is not None and sinks.dim() == 3:
+            states, own_sink = more.split((sinks.shape[1], more.shape[-1] - sinks.shape[1]), -1)
+            logits = logits + _by_distance(states, sinks, block).view(logits.shape)
+            sinks = own_sink.permute(1, 0, 2) if own_sink.shape[-1] else None
         if block.visible != EVERYTHING:
             seen = block.visible.band(len(block.query), len(block.key), logits.device)
             logits = logits.masked_fill(~seen, -torch.inf)
         if chosen is not None:
             logits = logits.masked_fill(~chosen, -torch.inf)
         if sinks is not None:
-            column = sinks.view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+            column = sinks.reshape(*logits.shape[:2], -1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], -1)
         weights = logits.softmax(-1)[..., : k.shape[0]]
         return torch.einsum("kgrc,ckd->rkgd", weights, v).flatten(1, 2)
+
+
+def _by_distance(states: Tensor, profiles: Tensor, block: Block) -> Tensor:
+    """What is added to logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
+    queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
+    back = queries.unsqueeze(1) + block.diagonal - keys
+    num_distances = profiles.shape[2]
+    at_each = torch.einsum("rhx,hxe->hre", states, profiles)
+    places = back.clamp(0, num_distances - 1).expand(len(profiles), -1, -1)
+    return at_each.gather(2, places).masked_fill((back < 0) | (back >= num_distances), 0)
 
 
 class _Blocks(Function):
@@ -112,7 +132,7 @@ class _Blocks(Function):
         blocks: tuple[Block, ...],
         attention: ExplicitAttention,
     ) -> Tensor:
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         for block in blocks:
             rows, keys = _slices(block)
             chosen = _chosen(numbers, run, block)
@@ -144,10 +164,10 @@ class _Blocks(Function):
 
 def _chosen(numbers: Tensor | None, run: int, block: Block) -> Tensor | None:
     """Of all queries' numbers [T, G, n] what those of a block see."""
-    query, key, _ = block
+    query, key, *_ = block
     return None if numbers is None else seen_by(numbers[query.start : query.stop], run, len(key))
 
 
 def _slices(block: Block) -> tuple[slice, slice]:
-    query, key, _ = block
+    query, key, *_ = block
     return slice(query.start, query.stop), slice(key.start, key.stop)

@@ -178,5 +178,5 @@ def _blocks(mask: AttentionMask) -> list[Block]:
 
 
 def _rows(block: Block) -> tuple[slice, slice]:
-    query, key, _ = block
+    query, key, *_ = block
     return slice(query.start, query.stop), slice(key.start, key.stop)

@@ -67,6 +67,8 @@ class Block(NamedTuple):
     query: range
     key: range
     visible: Visible
+    diagonal: int = 0
+    """Key i + diagonal is of the token of query i, both counted in the block."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,9 @@ def pieces_of(
             )
         ]
         for _ in range(0, count, together):
-            for number, (query, key, visible) in enumerate(blocks):
-                block = Block(_shift(query, query_start), _shift(key, key_start), visible)
+            for number, block in enumerate(blocks):
+                query, key = _shift(block.query, query_start), _shift(block.key, key_start)
+                block = block._replace(query=query, key=key)
                 goes_on = number > 0 and kept < num_keys
                 pieces.append(Piece(block, together, num_queries, num_keys, goes_on))
             query_start += num_queries * together
@@ -178,17 +181,20 @@ def document_blocks(
     whole = Visible(low, high).within(num_queries, num_keys)
     known = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
     if whole == EVERYTHING or known:
-        return [Block(range(num_queries), range(num_keys), whole)]
+        return [Block(range(num_queries), range(num_keys), whole, offset)]
     first = 0 if high is None else max(0, -high)  # queries before it see nothing
     starts = range(first, num_queries, rows)
-    return [_block(i, min(i + rows, num_queries), num_keys, low, high) for i in starts]
+    return [
+        _block(range(i, min(i + rows, num_queries)), num_keys, offset, low, high) for i in starts
+    ]
 
 
-def _block(start: int, stop: int, num_keys: int, low: int | None, high: int | None) -> Block:
+def _block(query: range, num_keys: int, offset: int, low: int | None, high: int | None) -> Block:
+    start, stop = query.start, query.stop
     key = range(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
-    return Block(range(start, stop), key, visible.within(stop - start, len(key)))
+    return Block(query, key, visible.within(len(query), len(key)), offset - by)

@@ -72,7 +72,7 @@ class SdpaAttention:
         blocks = document_blocks(q.shape[0], k.shape[0], causal=mask.causal, window=mask.window)
         unseeing = blocks[0].query.start if blocks else q.shape[0]
         outs = [q[:unseeing] * 0]
-        for query, key, visible in blocks:
+        for query, key, visible, _ in blocks:
             rows = q[query.start : query.stop].unsqueeze(0)  # [1, rows, H, d]
             keys, values = (x[key.start : key.stop].unsqueeze(0) for x in (k, v))
             outs.append(self._attend(rows, keys, values, visible).squeeze(0))

@@ -25,6 +25,7 @@ from isp.attention.exchange import exchanged
 from isp.attention.keys import KeyExchange
 from isp.comm import host_memory
 from isp.comm.cargo import Cargo, Purpose
+from isp.mixers import kernels
 from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, StateSizes
@@ -102,6 +103,9 @@ def convolve(
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
     """x [B, reach + S, C] -> [B, S, C], in the dtype of the weight at least."""
+    found = kernels.causal_convolution(x, weight, bias, dilation)
+    if found is not None:
+        return found
     out = F.conv1d(
         x.transpose(1, 2).to(weight.dtype),
         weight.unsqueeze(1),

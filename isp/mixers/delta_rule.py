@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.mixers import kernels
 from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["DeltaRule"]
@@ -43,6 +44,9 @@ class DeltaRule:
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `Stateful.scan`; states [n, H, K, V]."""
+        found = kernels.delta_rule(inputs, lengths, initial, normalise=self._normalise)
+        if found is not None:
+            return found
         v, g, beta = inputs.of_heads
         q, k = inputs.of_groups
         dtype = torch.promote_types(v.dtype, torch.float32)

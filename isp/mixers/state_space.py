@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.mixers import kernels
 from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["Mamba2", "SelectiveScan"]
@@ -41,23 +42,15 @@ class _StateSpace:
     ) -> tuple[Tensor, Tensor]:
         """As `Stateful.scan`; states [n, H, P, N] or [n, C, N]."""
         x, dt, A, D, B, C = self._read(inputs)
-        outs, states = [], []
-        zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
-        begins = repeat(zeros) if initial is None else initial.to(x.dtype).unbind()
-        segments = (t.split(list(lengths)) for t in (x, dt, B, C))
-        for *of_segment, begin in zip(*segments, begins, strict=False):
-            out, state = self._segment(A, begin, *of_segment)
-            outs.append(out)
-            states.append(state)
-        out = torch.cat(outs)
+        out, states = self._segments(A, (x, dt, B, C), lengths, initial)
         if D is not None:
             out = out + D.view(-1, *(1 for _ in x.shape[2:])) * x
-        return out.to(inputs.of_heads[0].dtype), torch.stack(states)
+        return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """As `Recurrence.summary`: [n, F], the decay's logarithm beside the state from zero."""
         _, dt, A, *_ = self._read(inputs)
-        _, states = self.scan(inputs, lengths, None)
+        states = self._from_zero(inputs, lengths)
         time = torch.stack([t.sum(0) for t in dt.split(list(lengths))])  # [n, H]
         decay = A * (time if A.dim() == 1 else time.unsqueeze(-1))
         return torch.cat((decay.flatten(1), states.flatten(1)), 1)
@@ -88,6 +81,25 @@ class _StateSpace:
         decay = summary[: A.numel()].view(A.shape).exp()
         return decay.view(*A.shape, *(1,) * (state.dim() - A.dim())) * state + from_zero
 
+    def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+        """The final states of segments that begin with zeros."""
+        return self.scan(inputs, lengths, None)[1]
+
+    def _segments(
+        self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Results, without those of D, and final states, of tokens x, dt, B and C."""
+        outs, states = [], []
+        x, B = xs[0], xs[2]
+        zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
+        begins = repeat(zeros) if initial is None else initial.to(x.dtype).unbind()
+        segments = (t.split(list(lengths)) for t in xs)
+        for *of_segment, begin in zip(*segments, begins, strict=False):
+            out, state = self._segment(A, begin, *of_segment)
+            outs.append(out)
+            states.append(state)
+        return torch.cat(outs), torch.stack(states)
+
     def _segment(
         self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -109,6 +121,29 @@ class _StateSpace:
 
 class Mamba2(_StateSpace):
     """x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
+
+    def scan(
+        self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Stateful.scan`; states [n, H, P, N]."""
+        found = kernels.mamba2(
+            inputs, lengths, initial, dt_softplus=self._dt_softplus, dt_limit=self._dt_limit
+        )
+        if found is None:
+            return super().scan(inputs, lengths, initial)
+        out, states = found
+        return out, self._from_zero(inputs, lengths) if states is None else states
+
+    def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+        """What each token writes, decayed until its segment ends: one product, and no scan."""
+        states = []
+        xs, dts, A, _, Bs, _ = self._read(inputs)
+        for x, dt, B in zip(*(t.split(list(lengths)) for t in (xs, dts, Bs)), strict=True):
+            later = dt.flip(0).cumsum(0).flip(0) - dt  # [T, H]
+            written = x * (dt * (A * later).exp()).unsqueeze(-1)
+            of_groups = written.unflatten(1, (B.shape[1], -1))  # [T, G, H/G, P]
+            states.append(torch.einsum("tghp,tgn->ghpn", of_groups, B).flatten(0, 1))
+        return torch.stack(states)
 
     def _segment(
         self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
@@ -141,6 +176,12 @@ class Mamba2(_StateSpace):
 
 class SelectiveScan(_StateSpace):
     """x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
+
+    def _segments(
+        self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        found = kernels.selective_scan(A, xs, lengths, initial)
+        return super()._segments(A, xs, lengths, initial) if found is None else found
 
     def _segment(
         self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor

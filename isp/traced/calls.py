@@ -45,6 +45,8 @@ class AttentionSizes(NamedTuple):
     """Whether a token sees only those up to its own place."""
     chosen: int | None = None
     """Keys that a token attends to at most, of those that it sees; None: all."""
+    relative: bool = False
+    """Whether there is a bias by distance."""
 
     def pairs(self, length: int) -> int:
         """Twice the pairs of a query and a key that it sees in a causal document, about."""

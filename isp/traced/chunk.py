@@ -368,8 +368,9 @@ class TracedChunk:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
-        causal, window, scale, softcap, sinks, chunk, chosen = options
+        causal, window, scale, softcap, _, chunk, chosen, _ = options
         passage, call = self._mixing(Kind.ATTENTION, q)
+        sinks = options.of_heads(q.shape[2])
         explicit = sinks is not None or chosen is not None
         key = scale, softcap, explicit, q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:

@@ -302,10 +302,11 @@ class TracedModel:
             )
 
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
-        if layers.cache is not None and any(s.chunk or s.chosen for s in sizes):
+        if layers.cache is not None and any(s.chunk or s.relative or s.chosen for s in sizes):
             raise ValueError(
-                f"{type(self.model).__name__} attends in chunks of tokens, or to keys that it"
-                f" chooses, for which isp has no cache of keys: generate with transformers"
+                f"{type(self.model).__name__} attends in chunks of tokens, with a bias by distance"
+                f" or to keys that it chooses, for which isp has no cache of keys: generate with"
+                f" transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(

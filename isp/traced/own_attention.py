@@ -7,6 +7,7 @@ B batch, S' the tokens of this rank, D hidden size, H heads, K KV heads, d their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.attention.call import attention
+from isp.attention.call import Relative, attention
+from isp.traced.own_mixers import windows_of
 from isp.traced.positions import current_positions
 
 __all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
@@ -169,6 +171,83 @@ def _falcon(
     return module.dense(out.flatten(2)), None
 
 
+def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attended:
+    """Whose logits have a bias by distance."""
+    q, k, v, states = (
+        linear(hidden_states)
+        for linear in (module.q_proj, module.k_proj, module.v_proj, module.r_proj)
+    )
+    split = (-1, module.head_dim)
+    q, k = (
+        module.q_norm(q.unflatten(-1, split)),
+        module.k_norm(module.k_sconv(k).unflatten(-1, split)),
+    )
+    v, states = module.v_sconv(v).unflatten(-1, split), states.unflatten(-1, (module.num_heads, -1))
+    if not module.is_sliding:
+        q, states = _scaled_by_place(module.config, q, states)
+    relative = Relative(states, module.rel_logits_proj.proj)
+    return module.o_proj(_attend_relative(module, q, k, v, relative).flatten(2)), None
+
+
+def _inkling2(
+    module: Any,
+    hidden_states: Tensor,
+    key_hidden_states: Tensor | None = None,
+    value_hidden_states: Tensor | None = None,
+    **_: Any,
+) -> _Attended:
+    """The same with a sink of each query; a full layer's keys and values are of other states."""
+    q, states, gate, sinks = (
+        linear(hidden_states)
+        for linear in (module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
+    )
+    if module.is_sliding:
+        k, v = (
+            module.k_sconv(module.k_proj(hidden_states)),
+            module.v_sconv(module.v_proj(hidden_states)),
+        )
+    else:
+        k = module.k_sconv(module.k_proj(key_hidden_states), key_hidden_states)
+        v = module.v_sconv(module.v_proj(value_hidden_states), value_hidden_states)
+    split = (-1, module.head_dim)
+    q, k = module.q_l2_clip(q.unflatten(-1, split)), module.k_l2_clip(k.unflatten(-1, split))
+    v = module.v_norm(v.unflatten(-1, split).float()).to(v.dtype)
+    states = module.rel_l2_clip(states.unflatten(-1, (module.num_heads, -1)))
+    if not module.is_sliding:
+        q, states = _scaled_by_place(module.config, q, states)
+    relative = Relative(states, module.rel_logits_proj.proj, sinks)
+    out = _attend_relative(module, q, k, v, relative).flatten(2)
+    return module.o_proj((out.float() * gate.float().sigmoid()).to(out.dtype)), None
+
+
+def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Relative) -> Tensor:
+    check_dropout(module, module.attention_dropout)
+    return attention(q, k, v, window=module.sliding_window, scale=module.scaling, relative=relative)
+
+
+def _scaled_by_place(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, [B, S', H, ..], times a factor that grows with a token's position."""
+    if config.log_scaling_n_floor is None:
+        return q, states
+    places = (current_positions() + 1).float() / config.log_scaling_n_floor
+    tau = 1.0 + config.log_scaling_alpha * places.clamp(min=1.0).log()[..., None, None]
+    return (q.float() * tau).to(q.dtype), (states.float() * tau).to(states.dtype)
+
+
+def _dynamic_convolution(
+    module: Any, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Of Inkling 2, with taps of each token; tap i is of the token i before."""
+    num_taps, x = module.conv_kernel_size, hidden_states.float()
+    heads = (module.num_heads, -1)
+    taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
+    static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]
+    windows = windows_of(x, num_taps).unflatten(2, heads)
+    mixed = (windows * (static + taps.unsqueeze(3))).sum(-1).flatten(2)
+    out: Tensor = (mixed + x) / math.sqrt(2 * num_taps + 1)
+    return out.to(hidden_states.dtype)
+
+
 def _linear(module: Any, x: Tensor) -> Tensor:
     return F.linear(x, module.weight, module.bias)
 
@@ -177,6 +256,10 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "bloom.modeling_bloom.BloomAttention": _bloom,
     "falcon.modeling_falcon.FalconAttention": _falcon,
     "falcon.modeling_falcon.FalconLinear": _linear,
+    "inkling.modeling_inkling.InklingAttention": _inkling,
+    "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2DynamicShortConvolution": _dynamic_convolution,
     "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     "mpt.modeling_mpt.MptAttention": _mpt,
     "mpt.modeling_mpt.MptModel": _mpt_model,

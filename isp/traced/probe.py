@@ -202,8 +202,8 @@ def _local_calls(model: nn.Module) -> Iterator[None]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """As `isp.attention.call.Attend`: a token attends to itself, and all of q and k count."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # [B, S, H, ..]
-    features = torch.arange(q.shape[3], dtype=q.dtype)
-    own = q @ features.cos() + k @ features.sin()  # [B, S, H]
+    of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
+    own = q @ of_q.cos() + k @ of_k.sin()  # [B, S, H]
     if options.chosen is not None:
         own = own + options.chosen.numbers.sum((2, 3)).unsqueeze(2)
     return v + own.tanh().unsqueeze(-1)

@@ -1,6 +1,6 @@
 """Modules whose own forward mixes tokens by code of its own, and what runs in its place.
 
-B batch, S' the tokens of this rank, D hidden size, H heads, d their size
+B batch, S' the tokens of this rank
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isp.mixers.call import state_space_scan
 from isp.traced.indexers import COMPRESSORS, INDEXERS
 from isp.traced.own_attention import OWN_FORWARDS, OWN_METHODS
+from isp.traced.own_mixers import OWN_MIXERS
 
 __all__ = ["register_mixer", "use_registered_mixers"]
 
 _PLACE = "transformers.models."
 
 _forwards: dict[str, Callable[..., Any]] = {
-    _PLACE + k: v for k, v in {**OWN_FORWARDS, **INDEXERS, **COMPRESSORS}.items()
+    _PLACE + name: forward
+    for name, forward in (OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS).items()
 }
 """By the name of the class: its modules need not be imported."""
 
@@ -53,24 +53,3 @@ def use_registered_mixers(model: nn.Module) -> bool:
 
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _lightning_attention(
-    module: Any, hidden_states: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """MiniMax's linear attention, a loop over blocks of tokens in its own code: [B, S', D].
-
-    S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t: Mamba2's scan with dt = 1.
-    """
-    heads = module.num_attention_heads
-    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1))
-    q, k, v = qkv.split(module.head_dim, dim=-1)  # [B, S', H, d]
-    slope = module.slope_rate.flatten().to(qkv.dtype)
-    out = state_space_scan(v, torch.ones_like(v[..., 0]), -slope, k, q)
-    gate = module.output_gate(hidden_states).sigmoid()
-    return module.out_proj(gate * module.norm(out.flatten(2))), None
-
-
-_forwards["transformers.models.minimax.modeling_minimax.MiniMaxLightningAttention"] = (
-    _lightning_attention
-)

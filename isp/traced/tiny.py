@@ -70,7 +70,12 @@ _AT_MOST = {
     "index_topk_blocks": 3,
     "sliding_window": 9,
     "window_size": 9,
+    "rel_extent": 7,
+    "d_rel": 4,
+    "log_scaling_n_floor": 5,
     "rotary_dim": 4,
+    "attention_window_size": 9,
+    "lru_width": 64,
     "attention_chunk_size": 13,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -191,15 +196,23 @@ def _set(tiny: Any, name: str, value: Any) -> None:
         setattr(tiny, name, value)
 
 
+_QUERY_HEADS = (
+    "num_attention_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "num_decoder_attention_heads",
+    "swa_num_attention_heads",
+)
+
+
 def _narrow(tiny: Any, config: Any) -> None:
     """Set the heads, and what follows from them."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
     shared, kept = min(heads // kv_heads, 8), min(kv_heads, 2 if kv_heads < heads else 4)
-    for name in ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"):
+    for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
-    _set(tiny, "num_decoder_attention_heads", shared * kept)
-    for name in ("num_key_value_heads", "num_kv_heads"):
+    for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
         _set(tiny, name, kept)
     if _value(config, "index_block_size") is not None:  # blocks are chosen for each KV head
         _set(tiny, "index_n_heads", kept)
@@ -208,7 +221,8 @@ def _narrow(tiny: Any, config: Any) -> None:
     wide = attended // config.hidden_size if attended else 1
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
     latent = _value(config, "kv_lora_rank") is not None
-    _set(tiny, "head_dim", _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
+    for name in ("head_dim", "swa_head_dim"):
+        _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 
 
 def _narrow_states(tiny: Any) -> None:

@@ -263,9 +263,10 @@ class _Recorder:
                 f" {_TOKENS} tokens: attention takes [B, S, H, d]"
                 f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
             )
+        _read(options.profiles)
         heads, size = q.shape[2:]
         chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
-        reach = options.window, options.chunk, options.causal, chosen
+        reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
         self._results[len(self._calls)] = result, result._version

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.attention import AttentionMask, DistributedAttention, HeadPlan, explicit
+from isp.attention.call import Relative
+from isp.attention.call import attention as attend
 from isp.attention.chosen import Chosen
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.sdpa import SdpaAttention
@@ -129,6 +131,34 @@ def test_blocks_of_long_rows_join_without_a_seam() -> None:
     found = ExplicitAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
     grads = (torch.autograd.grad(out, inputs, dout) for out in (wanted, found))
     assert _error([found], [wanted]) < TOLERANCE
+    assert all(_error([a], [b]) < TOLERANCE for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_a_bias_by_distance_is_what_the_definition_says(with_sinks: bool) -> None:
+    """Catches a bias at another distance, in a later block too, and a gradient that lacks it."""
+    length, window, heads, num_distances = 600, 300, 4, 290
+    inputs, dout = random_inputs(1, length, heads, 2)
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(1, length, heads, 3), (3, num_distances), (1, length, heads)][: 2 + with_sinks]
+    drawn = [torch.randn(x, generator=generator, dtype=torch.float64) for x in sizes]
+    leaves = [*inputs, *(x.requires_grad_() for x in drawn)]
+    q, k, v, states, profiles, *sinks = leaves
+    out = attend(q, k, v, window=window, scale=SCALE, relative=Relative(states, profiles, *sinks))
+
+    back = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    at_each = (states @ profiles).transpose(1, 2)  # [1, H, S, E]
+    bias = at_each.gather(3, back.clamp(0, num_distances - 1).expand(1, heads, -1, -1))
+    bias = bias.where(back < num_distances, 0)
+    k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) * SCALE + bias
+    logits = logits.masked_fill((back < 0) | (back >= window), -torch.inf)
+    columns = [x.transpose(1, 2).unsqueeze(-1) for x in sinks]
+    weights = torch.cat([logits, *columns], -1).softmax(-1)[..., :length]
+    expected = torch.einsum("bhij,bjhd->bihd", weights, v)
+
+    grads = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
+    assert _error([out], [expected]) < TOLERANCE
     assert all(_error([a], [b]) < TOLERANCE for a, b in zip(*grads, strict=True))
 
 

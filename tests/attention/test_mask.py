@@ -29,7 +29,8 @@ def test_blocks_cover_what_is_visible_exactly(causal: bool, window: int | None, 
                     rows=rows,
                     split_up_to=split_up_to,
                 )
-                for query, key, what in blocks:
+                for query, key, what, diagonal in blocks:
+                    assert key.start + diagonal + num_queries == query.start + num_keys
                     assert len(query) > 0
                     assert len(key) > 0
                     band = what.band(len(query), len(key), torch.device("cpu"))

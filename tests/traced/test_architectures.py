@@ -52,6 +52,7 @@ SELECTED = {
     "minimax": "a forward that is registered",
     "bart": "a table of positions that counts by itself",
     "bloom": "ALiBi",
+    "inkling2_text": "a bias by distance, sinks of queries, taps of tokens",
     "gpt_neo": "a method that is registered, windows",
     "hy_v4": "keys that an indexer chooses, also for the layer behind, and sinks",
     "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
