@@ -44,7 +44,7 @@ class DeltaRule:
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `Stateful.scan`; states [n, H, K, V]."""
-        found = kernels.delta_rule(inputs, lengths, initial, normalise=self._normalise)
+        found = kernels.delta_rule(inputs, lengths, initial, normalise=self.normalise)
         if found is not None:
             return found
         v, g, beta = inputs.of_heads

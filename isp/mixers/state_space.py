@@ -127,7 +127,7 @@ class Mamba2(_StateSpace):
     ) -> tuple[Tensor, Tensor]:
         """As `Stateful.scan`; states [n, H, P, N]."""
         found = kernels.mamba2(
-            inputs, lengths, initial, dt_softplus=self._dt_softplus, dt_limit=self._dt_limit
+            inputs, lengths, initial, dt_softplus=self.dt_softplus, dt_limit=self.dt_limit
         )
         if found is None:
             return super().scan(inputs, lengths, initial)
