@@ -25,7 +25,7 @@ from isp.autograd import Function, once_differentiable
 __all__ = ["ExplicitAttention"]
 
 _ROWS = 256
-_MOST_LOGITS = 1 << 28
+_MOST_LOGITS = 1 << 26
 """Of a block, unless a query alone has more."""
 
 
