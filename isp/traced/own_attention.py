@@ -248,6 +248,21 @@ def _dynamic_convolution(
     return out.to(hidden_states.dtype)
 
 
+def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+    """Of text alone: its own forward reads a row of the table for what stands for pictures."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
+
+    text, config = module.language_model, module.config.get_text_config()
+    image, video, sound = module.get_placeholder_mask(input_ids)
+    ids = torch.where(image | video | sound, config.pad_token_id, input_ids)
+    embedded, of_layers = text.embed_tokens(ids), None
+    if config.hidden_size_per_layer_input:
+        of_layers = text.get_per_layer_inputs(ids, embedded)
+    keys = {"position_ids": position_ids, "use_cache": False}
+    output = text(inputs_embeds=embedded, per_layer_inputs=of_layers, **keys)
+    return Gemma4ModelOutputWithPast(last_hidden_state=output.last_hidden_state)
+
+
 def _linear(module: Any, x: Tensor) -> Tensor:
     return F.linear(x, module.weight, module.bias)
 
@@ -256,6 +271,7 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "bloom.modeling_bloom.BloomAttention": _bloom,
     "falcon.modeling_falcon.FalconAttention": _falcon,
     "falcon.modeling_falcon.FalconLinear": _linear,
+    "gemma4.modeling_gemma4.Gemma4Model": _gemma4,
     "inkling.modeling_inkling.InklingAttention": _inkling,
     "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
     "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from isp.traced.calls import Call, Kind
+from isp.traced.indexers import indexer_parameters
 from isp.traced.lookup import looked_up
-from isp.traced.roles import Role, is_linear
+from isp.traced.roles import Role, holds_experts, is_linear
 
-__all__ = ["Reads", "check_reads"]
+__all__ = ["Reads", "check_reads", "experts_cut", "small_linears_read", "unused"]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 """What asks a tensor for its size, which is another for a rank's part of it."""
@@ -63,6 +66,21 @@ def _name(func: Any) -> str:
     return str(func.__self__.__name__ if name == "__get__" else name)
 
 
+_SMALL = 1 << 20
+"""Elements up to which a linear whose weight others read, too, is whole on every rank."""
+
+
+def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
+    """The names of linears that are better whole than refused, as code reads their weights."""
+    owners = {name.rpartition(".")[0] for name in reads}
+    linears = ((name, model.get_submodule(name)) for name in owners)
+    return {
+        name
+        for name, module in linears
+        if is_linear(module) and sum(p.numel() for p in module.parameters()) <= _SMALL
+    }
+
+
 def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
     """Raise ValueError for a weight that is cut, and read where it is not gathered."""
     for name, by in reads.items():
@@ -73,3 +91,39 @@ def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
                 f" (F.embedding with the table's own options, or weight[ids]): call the module (for"
                 f" a tied head, an nn.Linear whose weight is the table's)"
             )
+
+
+def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
+    """The parameters of modules that are not `called`, and that nobody else has `read`.
+
+    The code of experts is not run: all of theirs count as read; those of indexers do not.
+    """
+    modules = [model.get_submodule(name) for name in called]
+    used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
+    chooses, read = {*indexer_parameters(model)}, {*read}
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if name in chooses or (parameter not in used and name not in read)
+    )
+
+
+def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
+    """The modules of experts that may be cut, as what they do with their weights is known.
+
+    They are called as transformers calls them, with tokens and numbers of experts, in blocks alone,
+    and nobody else reads what is theirs.
+    """
+    experts = [call for call in calls if call.kind is Kind.EXPERTS]
+    others = {call.module for call in experts if call.block is None or call.route is None}
+    others |= {name.rpartition(".")[0] for name in reads}
+    cut = {call.module for call in experts} - others
+    own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
+    while True:
+        held = set[int]().union(
+            *(parameters for name, parameters in own.items() if name not in cut)
+        )
+        left = {name for name in cut if not own[name] & held}
+        if left == cut:
+            return cut
+        cut = left

@@ -44,13 +44,15 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def roles_of(model: nn.Module, called: set[str]) -> dict[str, Role]:
-    """The role of each parameter."""
+def roles_of(model: nn.Module, called: set[str], whole: set[str]) -> dict[str, Role]:
+    """The role of each parameter; those of the modules `whole` are no linears'."""
     roles: dict[str, Role] = {}
     kept = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            role = _role(model, name, module, parameter, called)
+            role = Role.VECTOR
+            if name not in whole:
+                role = _role(model, name, module, parameter, called)
             first = kept[id(parameter)]
             if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
                 roles[first] = role

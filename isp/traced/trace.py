@@ -21,8 +21,7 @@ from isp.mixers.convolution import Convolution
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.traced.calls import AttentionSizes, Call, Kind
 from isp.traced.head import HeadFinder
-from isp.traced.indexers import indexer_parameters
-from isp.traced.reads import Reads, check_reads
+from isp.traced.reads import Reads, check_reads, experts_cut, small_linears_read, unused
 from isp.traced.roles import (
     Role,
     holds_experts,
@@ -144,11 +143,16 @@ def trace_model(
         raise ValueError(untraced(model, inside, error, _TOKENS)) from error
     _check_logits(model, logits)
     every = tuple(recorder.calls_in_blocks())
-    cut = _cut_experts(model, every, reads.foreign)
-    calls = tuple(c for c in every if c.kind is not Kind.EXPERTS or c.module in cut)
+    cut = experts_cut(model, every, reads.foreign)
+    whole = small_linears_read(model, reads.foreign)
+    calls = tuple(
+        c
+        for c in every
+        if c.module not in whole and (c.kind is not Kind.EXPERTS or c.module in cut)
+    )
     _check_blocks(model, calls, recorder.entered)
     parameters = dict(model.named_parameters())
-    roles = roles_of(model, {call.module for call in calls})
+    roles = roles_of(model, {call.module for call in calls}, whole)
     check_reads(reads.foreign, roles)
     return ModelTrace(
         calls,
@@ -156,25 +160,10 @@ def trace_model(
         {name: parameter.numel() for name, parameter in parameters.items()},
         _multiplied(model, every, roles),
         tuple(recorder.called),
-        _unused(model, recorder.called, reads.foreign),
+        unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
         reads.reads_positions,
         _head(model, calls, recorder.finder, logits),
-    )
-
-
-def _unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
-    """The parameters of modules that are not `called`, and that nobody else has `read`.
-
-    The code of experts is not run: all of theirs count as read; those of indexers do not.
-    """
-    modules = [model.get_submodule(name) for name in called]
-    used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
-    chooses, read = {*indexer_parameters(model)}, {*read}
-    return tuple(
-        name
-        for name, parameter in model.named_parameters()
-        if name in chooses or (parameter not in used and name not in read)
     )
 
 
@@ -187,27 +176,6 @@ def _check_logits(model: nn.Module, logits: object) -> None:
         f"{type(model).__name__} gives {found} for tokens [1, {_TOKENS}]: isp.parallelize takes a"
         f" model whose forward gives its logits, one tensor [B, S, V]"
     )
-
-
-def _cut_experts(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
-    """The modules of experts that may be cut, as what they do with their weights is known.
-
-    They are called as transformers calls them, with tokens and numbers of experts, in blocks alone,
-    and nobody else reads what is theirs.
-    """
-    experts = [call for call in calls if call.kind is Kind.EXPERTS]
-    others = {call.module for call in experts if call.block is None or call.route is None}
-    others |= {name.rpartition(".")[0] for name in reads}
-    cut = {call.module for call in experts} - others
-    own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
-    while True:
-        held = set[int]().union(
-            *(parameters for name, parameters in own.items() if name not in cut)
-        )
-        left = {name for name in cut if not own[name] & held}
-        if left == cut:
-            return cut
-        cut = left
 
 
 def _head(

@@ -39,6 +39,14 @@ class _Twice(OwnBlock):
         return super().forward(super().forward(x))
 
 
+class _ReadsLinear(OwnBlock):
+    """Multiplies by a small linear's weight twice, the second time by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 0.1 * F.linear(y, self.out.weight.clamp(-0.2, 0.2))
+
+
 class _Model(Own):
     """Writes into what its tables and its head give."""
 
@@ -83,7 +91,7 @@ def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: 
     return found
 
 
-@pytest.mark.parametrize("block", [_Writing, _Twice])
+@pytest.mark.parametrize("block", [_Writing, _Twice, _ReadsLinear])
 @pytest.mark.parametrize(("tensor", "weight"), [(1, 1), (4, 2)])
 def test_blocks_are_what_they_are_without_isp(
     tensor: int, weight: int, block: type[OwnBlock]

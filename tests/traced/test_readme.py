@@ -7,7 +7,9 @@ import re
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_programs
@@ -15,15 +17,16 @@ from tests.ranks import run_programs
 ROOT = Path(__file__).parents[2]
 
 
-def _sample() -> str:
+def _sample(word: str) -> str:
+    """The one that has this word."""
     text = (ROOT / "isp/README.md").read_text()
-    (sample,) = [s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "own.py" in s]
+    (sample,) = [s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in s]
     return str(sample)
 
 
 def _losses(rank: int, folder: Path) -> list[float]:
     with chdir(folder), redirect_stdout(io.StringIO()) as said:
-        exec(_sample(), vars(ModuleType("own")))
+        exec(_sample("own.py"), vars(ModuleType("own")))
     return [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said.getvalue())]
 
 
@@ -42,4 +45,12 @@ def test_the_script_runs_as_it_is_printed(tmp_path: Path) -> None:
 
 def test_the_script_is_short() -> None:
     """Catches an example that has become a program."""
-    assert len([line for line in _sample().splitlines() if line.strip()]) <= 40
+    assert len([line for line in _sample("own.py").splitlines() if line.strip()]) <= 40
+
+
+def test_the_registered_forward_is_that_of_its_module() -> None:
+    """Catches an example that computes something else than the module in whose place it is."""
+    names: dict[str, Any] = {}
+    exec(_sample("register_mixer"), names)
+    module, x = names["Decay"](5).double(), torch.randn(2, 9, 5, dtype=torch.float64)
+    assert torch.allclose(names["decay_by_scan"](module, x), module(x), rtol=0, atol=1e-12)
