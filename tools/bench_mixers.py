@@ -323,7 +323,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ms", type=float, default=150.0, help="of the states, each way")
+    parser.add_argument("--ms", type=float, default=200.0, help="of the states, each way")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tries", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
