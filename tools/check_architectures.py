@@ -259,9 +259,10 @@ or a norm without weights of all features between a column and its row has the r
 wrong: `isp check` finds it, nothing else does.
 
 Layers may attend, convolve and scan (linear attention, state spaces), in any number and order, by
-the functions that transformers' own modules call. Code that mixes tokens in another way would need
-the tokens of other ranks: a probe finds it, and it is refused by name. Chunked attention is not
-split over context ranks.
+the functions that transformers' own modules call. Modules with other code have forwards that call
+these (`own_attention.py`, `own_mixers.py`; `isp.register_mixer` for further ones). Whatever else
+mixes tokens would need those of other ranks: a probe finds it, and it is refused by name. Chunked
+attention is not split over context ranks.
 
 Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3.2 and the models
 made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,
