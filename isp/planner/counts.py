@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import FROM_HOST, TO_HOST
-from isp.parallel import Axis
+from isp.parallel import Axis, SequenceScan
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
@@ -28,6 +28,7 @@ __all__ = [
     "gathers",
     "gradients_of",
     "neighbours_of",
+    "scans",
     "traffic",
 ]
 
@@ -72,6 +73,16 @@ def traffic(case: Case, rank: int) -> Traffic:
         _sum(((trip.kind, trip.channel), trip, n) for trip, n in found.items() if n),
         _sum((trip.cargo.purpose, trip, n) for trip, n in found.items() if n),
     )
+
+
+def scans(case: Case) -> str:
+    """How scans over several ranks are split, in words; "" if there are none."""
+    sent = traffic(case, 0).by_purpose
+    ways = {SequenceScan.HEADS: Purpose.SCAN_HEADS, SequenceScan.STATE: Purpose.STATES}
+    found = " and ".join(way for way, purpose in ways.items() if purpose in sent)
+    is_auto = case.parallel.sequence_scan is SequenceScan.AUTO
+    why = " (auto, by the bytes that a rank receives)" if is_auto else ""
+    return f"by {found}{why}" if found else ""
 
 
 def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:

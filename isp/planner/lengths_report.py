@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from isp.planner.counts import scans
 from isp.planner.fabric import Fabric
 from isp.planner.generation import Generation
 from isp.planner.ladder import Step, changes
@@ -119,6 +120,7 @@ def _head(said: Said) -> str:
             f"layout    {topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
             f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
             *([f"context   {topology.context} ranks, {said.exchange}"] if said.exchange else []),
+            *([f"scans     {split}"] if (split := scans(case)) else []),
             f"memory    {_gib(budget.device)} GiB of a rank for tensors{host}",
         ]
     )

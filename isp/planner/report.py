@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from isp.parallel import Mode, Topology
-from isp.planner.counts import traffic
+from isp.planner.counts import scans, traffic
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget
 from isp.planner.memory import Memory
@@ -107,6 +107,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
             {"kind": kind, "channel": channel, "calls": count.calls, "sent_bytes": count.sent_bytes}
             for (kind, channel), count in sorted(transfers.by_channel.items())
         ],
+        "scans": scans(candidate.case),
         "overrides": candidate.overrides,
     }
 
@@ -290,7 +291,8 @@ def _refused(found: Found) -> str:
     about_model = [r for r in found.refused if not any(part in r for part in about_batch)]
     reasons: list[str] = []
     seen = {c.case.mode for c in (*found.fitting, *found.too_large)}
-    of_folder = any("a model's own layers" in reason for reason in about_model)
+    own = "a model's own layers", "splits the features of"
+    of_folder = any(part in reason for reason in about_model for part in own)
     if not of_folder and (absent := [mode.value for mode in Mode if mode not in seen]):
         reasons.append(
             f"{', '.join(absent)}: no sizes share the sequences of a step evenly over data ranks:"
@@ -313,6 +315,8 @@ def details_of(best: Candidate) -> str:
     """Keys, memory and transfers of the layout of the table's first line."""
     lines = ["the first one", *(f"  {words}" for words in best.overrides), ""]
     lines += ["its memory, of the rank that takes most", _memory(best.memory), ""]
+    if split := scans(best.case):
+        lines += [f"its scans: {split}", ""]
     lines.append("its transfers of a step, rank 0")
     rows = [("  of", "calls", "sent")]
     for what, count in traffic(best.case, 0).by_purpose.items():
