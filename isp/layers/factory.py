@@ -76,6 +76,11 @@ class LayerFactory:
         """The ranks over which features are split."""
         return self.tensor.size if self.splits_features else 1
 
+    @property
+    def token_ranks(self) -> Channel:
+        """The ranks over which the tokens of a sequence are split, outside of what features are."""
+        return self.tensor if self.mode.facts.splits_sequence else Channel.solo("tensor")
+
     def attention(
         self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
     ) -> DistributedAttention:

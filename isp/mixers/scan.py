@@ -24,7 +24,7 @@ from torch import Tensor
 from isp.attention.exchange import Cut, Exchange, exchanged
 from isp.attention.heads import HeadPlan
 from isp.attention.keys import KeyExchange
-from isp.comm import host_memory
+from isp.comm import Channel, host_memory
 from isp.comm.cargo import Cargo, Purpose
 from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
@@ -68,26 +68,32 @@ def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
 
 
 def scan_on(
-    recurrence: Stateful, inputs: Inputs, placement: Placement, initial: Tensor | None
+    recurrence: Stateful,
+    inputs: Inputs,
+    placement: Placement,
+    initial: Tensor | None,
+    copies: Channel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """By heads, from states before each document: the results, and the states behind them.
 
     States [n, h, ..] are those of this rank's heads; no `initial`: zeros. It may leave out the last
-    documents.
+    documents. `copies`: ranks that all have these tokens, and take some heads each; no gradient.
     """
     if initial is not None and len(initial) < len(placement.document_lengths):
         rest = len(placement.document_lengths) - len(initial)
         initial = torch.cat((initial, initial.new_zeros(rest, *initial.shape[1:])))
-    if placement.channel.size == 1:
+    channel = placement.channel if copies is None else copies
+    if channel.size == 1:
         return recurrence.scan(inputs, placement.document_lengths, initial)
-    rank = placement.channel.rank
-    plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, placement.channel.size)
+    rank, xs = channel.rank, (*inputs.of_heads, *inputs.of_groups)
+    plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, channel.size)
     heads = [plan.query] * len(inputs.of_heads)
-    gathered = _to_heads(
-        (*inputs.of_heads, *inputs.of_groups),
-        (*heads, *[plan.kv] * len(inputs.of_groups)),
-        placement,
-    )
+    cuts = (*heads, *[plan.kv] * len(inputs.of_groups))
+    if copies is None:
+        gathered = _to_heads(xs, cuts, placement)
+    else:
+        own_of = (cut[rank] for cut in cuts)
+        gathered = tuple(x[:, r.start : r.stop] for x, r in zip(xs, own_of, strict=True))
     of_heads, of_groups = gathered[: len(heads)], gathered[len(heads) :]
     own = plan.query[rank]
     constants = tuple(None if x is None else x[own.start : own.stop] for x in inputs.constants)
@@ -100,7 +106,18 @@ def scan_on(
     else:
         out = joined(*gathered, *constants)
         states = out.new_zeros(len(placement.document_lengths), 0)
+    if copies is not None:
+        return _joined_heads(out, plan.query, copies), states
     return _to_tokens(out, plan.query, placement), states
+
+
+def _joined_heads(y: Tensor, heads: tuple[range, ...], channel: Channel) -> Tensor:
+    """y [T, h, ..] of each rank's `heads` -> [T, H, ..]; shorter ones travel with padding."""
+    most = max(map(len, heads))
+    padded = torch.cat((y, y.new_zeros(len(y), most - y.shape[1], *y.shape[2:])), 1)
+    cargo = Cargo(Purpose.SCAN_HEADS, tensor="scan.out")
+    found = channel.all_gather(padded, dim=1, cargo=cargo).wait().split(most, 1)
+    return torch.cat([x[:, : len(r)] for x, r in zip(found, heads, strict=True)], 1)
 
 
 def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:

@@ -41,7 +41,7 @@ class TracedMixers:
         `under_way`: the pass in which what it names is called.
         """
         self._layers = layers
-        self._sequence = layers.sequence or SequenceRanks.by_heads(layers.tensor)
+        self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)
         self._arrive = arrive
         self._under_way = under_way
         self._reported = False
@@ -70,7 +70,7 @@ class TracedMixers:
         return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """As `Mixers.choose`; raises ValueError as `_placement`."""
+        """As `Mixers.choose`; ValueError in modes that split features, and in plans."""
         keys, passage = indexer.keys, self._under_way("an indexer")
         what = f"{passage.name} chooses the keys that its attention sees"
         if self._layers.splits_features:
@@ -81,14 +81,11 @@ class TracedMixers:
         return choose(indexer, placement).view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
-        """That of the micro-batch; ValueError in modes that split features."""
+        """That of the micro-batch."""
         passage, _ = self._arrive(kind, x)
-        what = f"{passage.name} mixes tokens by a {kind}"
-        if self._layers.splits_features:
-            raise ValueError(what)
         cache = self._layers.cache
         alone = cache is not None and cache.decodes
-        return passage.masks.placement(self._sequence, self._layers.tensor, x, alone=alone)
+        return passage.masks.placement(self._sequence, self._layers.token_ranks, x, alone=alone)
 
     @property
     def _keeps_states(self) -> bool:
@@ -97,4 +94,5 @@ class TracedMixers:
     def _go_on(self, by: Stateful, inputs: Inputs, placement: Placement) -> Tensor:
         """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
         assert self._layers.cache is not None
-        return self._layers.cache.go_on(partial(scan_on, by, inputs, placement))
+        copies = None if self._layers.mode.facts.splits_sequence else self._layers.tensor
+        return self._layers.cache.go_on(partial(scan_on, by, inputs, placement, copies=copies))

@@ -7,7 +7,7 @@ transformers says which linears are cut by their outputs ("colwise") and which b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +32,8 @@ class Cut(NamedTuple):
     whole: bool = False
     """Whether features are whole on every rank between a column and its row: gathered behind the
     one, taken apart before the other."""
+    alone: bool = False
+    """Of a column whose features are gathered behind it, without a row: what follows is whole."""
 
 
 _CUTS = {
@@ -57,7 +59,11 @@ class Region(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """The cuts of a model, but for its first table and its head, which are cut by vocabulary."""
+    """The cuts of a model, but for its first table and its head, which are cut by vocabulary.
+
+    Convolutions and scans lie outside of regions: they mix the tokens that a rank has between them,
+    all features of each.
+    """
 
     cuts: dict[str, Cut]
     """By linear, the head's among them; others are whole on every rank."""
@@ -87,10 +93,13 @@ class TensorPlan(NamedTuple):
         if cut is None or tensor.size == 1:
             return Moves()
         moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # of [B, S', I] or [B S', I]
-        if cut.role is Role.COLUMN and linear != self.head:
+        if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
             moves = Moves()
         if not cut.whole:
             return moves
+        if cut.alone and mode.facts.splits_sequence:
+            y = partial(tensor.all_to_all, scatter=-2, gather=-1)
+            return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
@@ -141,14 +150,17 @@ def _weight(linear: nn.Module) -> nn.Parameter:
 def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) -> TensorPlan:
     """The plan of a traced `model` by `styles`, whose keys are modules with `*` for a number.
 
-    Raises ValueError if it says nothing of attention, or leaves out what lies among what it cuts.
+    Raises ValueError if it says nothing of attention, leaves out what lies among what it cuts, or
+    cuts nothing.
     """
     cuts, regions = dict[str, Cut](), list[Region]()
     for block in trace.blocks:
         calls = [call for call in trace.calls if call.block == block]
-        for region, of_region in _regions(block, calls, trace, styles):
-            regions.append(region)
-            cuts |= of_region
+        of_block, of_linears = _regions(block, calls, trace, styles)
+        regions += of_block
+        cuts |= of_linears
+    if not cuts:
+        raise ValueError("it has none, or one that cuts no linear that is called")
     tables = [c.module for c in trace.calls if c.kind is Kind.TABLE]
     last = trace.calls[-1]
     if len(tables) > 1:
@@ -162,7 +174,9 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name} drops {module.p:g}, in each rank something else")
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
-        if inside is not None and is_linear(module) and name in trace.called and name not in cuts:
+        if inside is None or not is_linear(module) or name not in trace.called:
+            continue
+        if name not in cuts or cuts[name].alone:
             raise ValueError(f"{name} lies in {inside.module}, and its plan does not cut it")
     vectors = frozenset(_own_vectors(regions, trace, styles))
     return TensorPlan(cuts, tuple(regions), vectors, tables[0], last.module)
@@ -193,37 +207,56 @@ def _pattern(name: str) -> str:
 
 
 def _regions(
-    block: str, calls: Iterable[Call], trace: ModelTrace, styles: Mapping[str, str]
-) -> Iterator[tuple[Region, dict[str, Cut]]]:
-    """The regions of a block, each with its cuts, in order."""
-    columns: dict[str, Cut] = {}
-    attends = False
-    order = {name: place for place, name in enumerate(trace.called)}
-    for call in calls:
-        if call.kind is Kind.ATTENTION and not columns:
-            raise ValueError(f"its plan does not cut what {block} attends with")
-        attends |= call.kind is Kind.ATTENTION
+    block: str, calls: Sequence[Call], trace: ModelTrace, styles: Mapping[str, str]
+) -> tuple[list[Region], dict[str, Cut]]:
+    """The regions of a block, in order, and all cuts of it.
+
+    Columns begin a region if a row of their kind follows, with features apart or whole.
+    """
+    cuts, regions = dict[str, Cut](), list[Region]()
+    begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    attentions = sum(call.kind is Kind.ATTENTION for call in calls)
+    for place, call in enumerate(calls):
         cut = _CUTS.get(styles.get(_pattern(call.module), ""))
         if call.kind is not Kind.LINEAR or cut is None:
             continue
-        columns[call.module] = cut
-        if cut.role is Role.ROW:
-            module = _common_parent(columns)
-            apart = {c.whole for c in columns.values()}
-            if len(columns) < 2 or len(apart) > 1 or not module.startswith(f"{block}."):
-                raise ValueError(
-                    f"its plan cuts {', '.join(columns)}: not columns and their row in one module"
-                )
-            first, *_, row = columns
-            between = tuple(
-                name
-                for name in trace.called
-                if name.startswith(f"{module}.") and order[first] < order[name] < order[row]
-            )
-            yield Region(module, tuple(columns)[:-1], row, cut.whole, attends, between), columns
-            columns, attends = {}, False
-    if columns:
-        raise ValueError(f"its plan ends {block} without a row behind {next(iter(columns))}")
+        cuts[call.module] = cut
+        columns = begun[cut.whole]
+        if cut.role is Role.COLUMN:
+            columns[call.module] = place
+            continue
+        inside = calls[min(columns.values(), default=place) : place]
+        attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
+        regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
+        columns.clear()
+    if attentions:
+        raise ValueError(f"its plan does not cut what {block} attends with")
+    if begun[False]:
+        raise ValueError(f"its plan ends {block} without a row behind {next(iter(begun[False]))}")
+    return regions, cuts | {name: cuts[name]._replace(alone=True) for name in begun[True]}
+
+
+def _region(
+    block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
+) -> Region:
+    """That of columns and their row, with the `calls` between the first and the last."""
+    module = _common_parent(linears)
+    if len(linears) < 2 or not module.startswith(f"{block}."):
+        raise ValueError(
+            f"its plan cuts {', '.join(linears)}: not columns and their row in one module"
+        )
+    for call in calls:
+        if call.kind.mixes and call.kind is not Kind.ATTENTION:
+            raise ValueError(f"its plan cuts {module}, which mixes tokens by a {call.kind}")
+    first, *_, row = linears
+    order = {name: place for place, name in enumerate(trace.called)}
+    between = tuple(
+        name
+        for name in trace.called
+        if name.startswith(f"{module}.") and order[first] < order[name] < order[row]
+    )
+    attends = any(call.kind is Kind.ATTENTION for call in calls)
+    return Region(module, linears[:-1], row, whole, attends, between)
 
 
 def _common_parent(names: Iterable[str]) -> str:

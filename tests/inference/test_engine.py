@@ -107,6 +107,7 @@ def test_traced_models_write_the_same_in_every_layout() -> None:
     cases["gpt2 isp, also decoding"] = ("gpt2", parallel_of(Mode.ISP, 2, 2))
     hybrids = ("qwen3_next", "jamba")
     cases |= {hybrid: (hybrid, parallel_of(Mode.ISP, 2, 2)) for hybrid in hybrids}
+    cases["qwen3_next msp"] = ("qwen3_next", parallel_of(Mode.MSP, 2, 2))
     for family in ("gemma3_text", "gpt2", *hybrids):
         traced(family)  # once, before ranks fork
     for name, of_ranks in run_each(2, of_layout, cases, timeout_seconds=110).items():

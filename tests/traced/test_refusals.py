@@ -513,10 +513,41 @@ def _fewer_logits() -> nn.Module:
     return model
 
 
+def _planned(cuts: dict[str, str]) -> Callable[[], nn.Module]:
+    """Blocks of a short convolution, then of attention, and a plan."""
+
+    def make() -> nn.Module:
+        model = tiny("lfm2", layer_types=["conv", "full_attention", "conv"])
+        model._tp_plan = {f"model.layers.*.{name}": style for name, style in cuts.items()}
+        return model
+
+    return make
+
+
+_ATTENTION_CUTS = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "self_attn.out_proj": "rowwise"
+}
+
 SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
     "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
     "latent": (lambda: tiny("deepseek_v3"), 2, "its plan does not cut what model.layers.0 attends"),
+    "no cuts": (lambda: tiny("mamba"), 2, "it has none, or one that cuts no linear"),
+    "cut convolution": (
+        _planned({**_ATTENTION_CUTS, "conv.in_proj": "colwise", "conv.out_proj": "rowwise"}),
+        2,
+        "its plan cuts model.layers.0.conv, which mixes tokens by a convolution",
+    ),
+    "no row": (
+        _planned(dict.fromkeys(_ATTENTION_CUTS, "colwise_gather_output")),
+        2,
+        "its plan does not cut what model.layers.1 attends with",
+    ),
+    "column inside": (
+        _planned({**_ATTENTION_CUTS, "self_attn.v_proj": "colwise_gather_output"}),
+        2,
+        "model.layers.1.self_attn.v_proj lies in model.layers.1.self_attn",
+    ),
     "heads": (lambda: tiny("llama"), 4, "size=4 must divide the 4 heads and 2 KV heads"),
     "features": (
         lambda: tiny("phi3", intermediate_size=49),
