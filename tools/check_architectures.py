@@ -7,9 +7,11 @@ python tools/check_architectures.py --write [NAME ...]    # their rows of isp/tr
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +19,13 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from isp.parallel import Mode, ParallelConfig
+from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
 from isp.traced.model import TracedModel
 from isp.traced.own_attention import ALIBI_FEATURES
 from isp.traced.roles import Role
 from isp.traced.tiny import tiny_model
-from isp.traced.trace import AttentionSizes, ModelTrace
+from isp.traced.trace import AttentionSizes, Kind, ModelTrace
 from isp.train.check import Check, Layout, Verdict, fault_of
 from isp.train.check_subjects import HuggingFaceSubject
 
@@ -33,6 +36,9 @@ LAYOUTS = (
     Layout(2, 2, context=2),
     Layout(4, 2, context=2),
 )
+
+OF_MIXERS = (Layout(1, 3), Layout(3, 1), Layout(3, 3), Layout(3, 1, context=3))
+"""Besides, of models that convolve or scan: heads that do not divide by the ranks."""
 
 SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
 """Of models whose tensor-parallel plan does."""
@@ -281,26 +287,39 @@ def layouts_of(subject: HuggingFaceSubject) -> list[Layout]:
     return [x for x in (*LAYOUTS, *SPLIT) if not fault_of(subject, x, ParallelConfig())]
 
 
+def jobs_of(subject: HuggingFaceSubject) -> Iterator[tuple[Check, list[Layout]]]:
+    """The comparisons of a model; one that scans is split by heads and by state."""
+    kinds = {call.kind for call in subject.driven(0.0).trace.calls}
+    more = OF_MIXERS if kinds & {Kind.CONVOLUTION, Kind.SCAN} else ()
+    ways = (SequenceScan.HEADS, SequenceScan.STATE) if Kind.SCAN in kinds else (SequenceScan.AUTO,)
+    for layouts in filter(None, (layouts_of(subject), more)):
+        first = Check(subject, layouts, parallel=ParallelConfig(sequence_scan=ways[0]))
+        yield first, layouts
+        for way in ways[1:]:
+            other = copy.copy(first)  # and what the plain model gives
+            other.parallel = ParallelConfig(sequence_scan=way)
+            yield other, layouts
+
+
 def check(architecture: str) -> str:
     """A line on an architecture in all layouts; begins with `ok` if nothing differs."""
-    began = time.monotonic()
+    began, verdicts = time.monotonic(), list[Verdict]()
     try:
-        subject = HuggingFaceSubject(config_of(architecture))
-        layouts = layouts_of(subject)
-        job = Check(subject, layouts)
+        jobs = list(jobs_of(HuggingFaceSubject(config_of(architecture))))
     except ValueError as error:
         return f"refused  {architecture}: {_in_line(str(error))}"
-
-    def on_rank(rank: int) -> Any:
-        return [job.on_rank(rank, layout) for layout in layouts]
-
-    try:
-        of_ranks = run_ranks(job.num_ranks, on_rank, timeout_seconds=1200)
-    except RankError as error:
-        return f"FAILED   {architecture}: {error}"
-    of_layouts = zip(layouts, zip(*of_ranks, strict=True), strict=True)
-    verdicts = [job.verdict(layout, found) for layout, found in of_layouts]
+    for job, layouts in jobs:
+        try:
+            of_ranks = run_ranks(job.num_ranks, _on_rank, job, layouts, timeout_seconds=1200)
+        except RankError as error:
+            return f"FAILED   {architecture}: {error}"
+        of_layouts = zip(layouts, zip(*of_ranks, strict=True), strict=True)
+        verdicts += [job.verdict(layout, found) for layout, found in of_layouts]
     return f"{_summary(architecture, verdicts)}, {time.monotonic() - began:.1f} s"
+
+
+def _on_rank(rank: int, job: Check, layouts: list[Layout]) -> Any:
+    return [job.on_rank(rank, layout) for layout in layouts]
 
 
 def _summary(architecture: str, verdicts: list[Verdict]) -> str:

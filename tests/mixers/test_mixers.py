@@ -241,3 +241,34 @@ def test_backward_of_a_scan_is_linear_in_its_length(name: str) -> None:
         return sum(node.name().startswith(("Select", "Slice")) for node in found)
 
     assert taken(512) == taken(256)
+
+
+def _kda_by_heads_on_rank(rank: int, size: int) -> list[bool]:
+    sizes = [*range(size - 1), 64 - sum(range(size - 1))]
+    placement = Placement(
+        Channel(dist.group.WORLD, name="tensor"), _contiguous((16, 32, 16), sizes)
+    )
+    shapes = ((4, 16), (4, 16), (4,)), ((4, 16), (4, 16)), ()
+    kind = Kind(DeltaRule(normalise=True), reference.delta_rule, *shapes)
+    whole, own = _inputs(kind, 64), slice(*placement.ends[rank : rank + 2])
+    mine = [x.detach()[own].requires_grad_() for x in whole]
+    inputs = reference.inputs_of(whole, 3, 2)
+    expected, _ = kind.recurrence.scan(inputs, placement.document_lengths, None)
+    out = scan_by_heads(kind.recurrence, reference.inputs_of(mine, 3, 2), placement)
+    expected.backward(_seed(expected))
+    out.backward(_seed(expected)[own])
+    pairs = [
+        (out, expected[own]),
+        *((x.grad, y.grad[own]) for x, y in zip(mine, whole, strict=True)),
+    ]
+    return [torch.equal(x, y) for x, y in pairs]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_kda_by_heads_is_that_of_one_rank_bit_by_bit(size: int) -> None:
+    """Catches sums over ranks, and other chunks, where each head keeps to itself.
+
+    Of documents of whole vectors: torch rounds what is left over in another way.
+    """
+    for alike in run_ranks(size, _kda_by_heads_on_rank, size):
+        assert alike == [True] * 6

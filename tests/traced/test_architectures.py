@@ -145,6 +145,27 @@ def test_two_architectures_in_every_layout(name: str) -> None:
     _assert_equal(_jobs(name, [*chosen, chosen[-1]]))
 
 
+LEAKING = ("lfm2 (conv)", "qwen3_next", "nemotron_h", "jamba")
+
+
+@pytest.mark.parametrize("name", ["llama", *LEAKING])
+def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -> None:
+    """Catches documents that no comparison would tell from one: a convolution's, each scan's.
+
+    transformers is given positions, by which its attention alone knows of documents.
+    """
+    case = Case(packed=True, recomputed=False)
+    check = Check(HuggingFaceSubject(tool.config_of(name)), [Layout(2, 1)], cases=[case])
+    reference, plain = check.references[True], check.subject.plain()
+    alone = reference.outputs["lm_head"]  # [R, S, V]
+    batches = reference.rows.micro_batches(0, len(alone), packed=True)
+    with torch.no_grad():
+        joined = torch.cat([plain.logits(b.tokens, b.positions)[0] for b in batches])
+    apart = (joined.view_as(alone) - alone).abs().max() / alone.abs().max()
+    assert apart > 1e-3 if name in LEAKING else apart < 1e-12
+    assert check.run(Layout(2, 1)).agrees
+
+
 def test_the_chosen_steps_cover_all() -> None:
     """Catches a combination of sizes and packing that nothing runs."""
     chosen = [_chosen(name)[0] for name in NAMES]
