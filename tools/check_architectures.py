@@ -252,15 +252,16 @@ starts, and {untried} have no small model to try.
 What is supported gives the loss, every gradient and the weights after a step of AdamW of the
 unmodified model within 1e-9, in float64. All were compared with tensor x weight groups of 2 x 2 and
 4 x 1, and with 2 context ranks where these are possible, packed, and apart with all
-blocks recomputed; a part of them, one or more for each mechanism, is in the test suite with groups
-of 1, 2 and 4 in every combination. Of packed rows the unmodified model is given each document by
-itself. Dropout, which
-isp does not have, is 0. `python tools/check_architectures.py NAME` compares a type in every layout,
+blocks recomputed; those that convolve or scan with 3 ranks, by heads and by state, too. A part,
+one or more for each mechanism, is in the test suite with groups of 1, 2 and 4 in every combination.
+Of packed rows the unmodified model is given each document by itself. Dropout, which isp does not
+have, is 0. `python tools/check_architectures.py NAME` compares a type in every layout,
 and `isp check FOLDER` any model.
 
 {split} have a tensor-parallel plan (`base_model_tp_plan`) that mtp, msp and fsp follow, with
 tensor groups that divide their heads; experts, and what the plan leaves alone, stay whole on every
-rank. Of the others the last column says why not. Code that takes a mean
+rank. Convolutions and scans mix all tokens on every rank in mtp, and are split over ranks as in isp
+in msp and fsp. Of the others the last column says why not. Code that takes a mean
 or a norm without weights of all features between a column and its row has the right shapes and is
 wrong: `isp check` finds it, nothing else does.
 

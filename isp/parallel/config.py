@@ -319,7 +319,7 @@ class ParallelConfig:
     sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
     """Heads x context, in the tensor group (isp)."""
     sequence_scan: SequenceScan = SequenceScan.AUTO
-    """auto, heads or state: how scans of linear attention and state spaces are split (isp)."""
+    """auto, heads or state: how linear attention and state spaces are split (not in mtp)."""
 
     def __post_init__(self) -> None:
         if self._has_two_axes:

@@ -160,7 +160,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         regions += of_block
         cuts |= of_linears
     if not cuts:
-        raise ValueError("it has none, or one that cuts no linear that is called")
+        raise ValueError("it has no plan, or one that cuts no linear that is called")
     tables = [c.module for c in trace.calls if c.kind is Kind.TABLE]
     last = trace.calls[-1]
     if len(tables) > 1:

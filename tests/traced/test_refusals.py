@@ -532,7 +532,7 @@ SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
     "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
     "latent": (lambda: tiny("deepseek_v3"), 2, "its plan does not cut what model.layers.0 attends"),
-    "no cuts": (lambda: tiny("mamba"), 2, "it has none, or one that cuts no linear"),
+    "no cuts": (lambda: tiny("mamba"), 2, "it has no plan, or one that cuts no linear"),
     "cut convolution": (
         _planned({**_ATTENTION_CUTS, "conv.in_proj": "colwise", "conv.out_proj": "rowwise"}),
         2,
