@@ -420,6 +420,7 @@ CONFIGS = {
     "one_gpu.yaml": 1,
     "llama3.1-8b_128k.yaml": 8,
     "llama3.1-8b_128k_2d.yaml": 16,
+    "nemotron-h-8b_256k.yaml": 8,
     "internlm2-7b_256k.yaml": 64,
     "llama2-7b_interleaved.yaml": 32,
 }
