@@ -96,6 +96,7 @@ class Layout:
                 head_size=None,
                 context_size=self.context,
             ),
+            sequence_scan=base.sequence_scan,
         )
 
 
