@@ -182,7 +182,7 @@ class DistributedAttention:
         chosen: Chosen | None,
     ) -> Tensor:
         """Kernels want heads of one size: what v lacks is zero."""
-        options = given(sinks, chosen)
+        options = {} if sinks is None and chosen is None else given(sinks, chosen)
         size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
         if not lacking:
             return self.local_attention(q, k, v, mask=mask, **options)
