@@ -98,6 +98,8 @@ def _alive(kept: list[weakref.ref[Stored]]) -> list[Stored]:
 class Segment:
     """Parts in a row, each of which takes what the one before gives; only the first input is kept.
 
+    Of several things that a part gives the first; what the next one takes beside it is kept.
+
     The first of the others that asks for its input has all parts before it computed again, which
     fills in the inputs of all of them.
     """
@@ -105,7 +107,7 @@ class Segment:
     def __init__(self, first: Callable[[], Tensor]) -> None:
         """`first`: restores the first input."""
         self._first = first
-        self._again: list[Callable[[Tensor], Tensor]] = []
+        self._again: list[Callable[[Tensor], Any]] = []
         self._inputs: dict[int, Tensor] = {}
         self._given: weakref.ref[Tensor] | None = None
 
@@ -113,7 +115,7 @@ class Segment:
         """Whether x is what the last part gave."""
         return self._given is not None and self._given() is x
 
-    def add(self, again: Callable[[Tensor], Tensor]) -> Restore:
+    def add(self, again: Callable[[Tensor], Any]) -> Restore:
         """A further part, and how to compute it again without a graph; what restores its input."""
         number = len(self._again)
         self._again.append(again)
@@ -121,13 +123,18 @@ class Segment:
 
     def gave(self, y: Any) -> None:
         """The result of the last part."""
-        self._given = weakref.ref(y) if isinstance(y, Tensor) else None
+        x = _first(y)
+        self._given = weakref.ref(x) if isinstance(x, Tensor) else None
 
     def _input(self, number: int) -> Tensor:
         if number not in self._inputs:
             x = self._first()
             for index, again in enumerate(self._again[:number]):
                 self._inputs[index] = x
-                x = again(x)
+                x = _first(again(x))
             self._inputs[number] = x
         return self._inputs.pop(number)
+
+
+def _first(given: Any) -> Any:
+    return given[0] if isinstance(given, tuple) else given

@@ -18,7 +18,7 @@ from isp.weights.plan import ActKind
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_each, run_ranks
 from tests.traced.models import Rows, job, packed_rows, tiny
-from tests.traced.own import Own
+from tests.traced.own import Own, OwnBlock
 from tests.traced.test_adapters import _half_frozen, _with_lora
 
 DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
@@ -28,12 +28,35 @@ WAYS: dict[str, dict[str, Any]] = {
     "segments": {"checkpoint_segment": 2},
     "segments, offloaded": {"checkpoint_segment": 2, "checkpoint_offload": True},
 }
+
+
+class _PairBlock(OwnBlock):
+    """Gives its input, too, and takes that of the block before."""
+
+    def forward(self, x: Tensor, before: Tensor) -> Any:
+        return super().forward(x) + 0.1 * before, x
+
+
+class _Pairs(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_PairBlock(32, 4, 2, 0.0) for _ in range(3))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        x = before = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x, before = block(x, before)
+        x = self.norm(x) * self.gains["last"]
+        return self.head(x) / self.temperature
+
+
 MODELS: dict[str, Any] = {
     "llama": lambda: tiny("llama", num_hidden_layers=3),
     "gemma3": lambda: tiny("gemma3_text", num_hidden_layers=3, sliding_window=8),
     "adapters": _with_lora,
     "half frozen": _half_frozen,
     "dropout": lambda: Own(dropout=0.2).double(),
+    "pairs": lambda: _Pairs().double(),
 }
 
 
