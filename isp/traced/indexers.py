@@ -136,7 +136,12 @@ def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
 
 def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
     """MiniMax-M3's: blocks of keys, for each KV head."""
-    heads = module.num_heads
+    heads, kv_heads = module.num_heads, module.config.num_key_value_heads
+    if heads not in (1, kv_heads):
+        raise ValueError(
+            f"index_n_heads={heads} in the model's configuration chooses keys for other heads than"
+            f" the {kv_heads} KV heads: isp takes 1 or as many"
+        )
     sizes = _Sizes(heads, num_choices=heads, most=module.topk_blocks, run=module.block_size)
     return _Indexer(module, arguments, sizes)
 

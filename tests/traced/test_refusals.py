@@ -229,6 +229,11 @@ _QWEN4 = {
     "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
 
+_MINIMAX3 = {
+    "num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "index_n_heads": 4,
+    "index_head_dim": 8, "num_local_experts": 4,
+}  # fmt: skip
+
 _DEEPSEEK4 = {
     "q_lora_rank": 12, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 4,
@@ -292,6 +297,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: tiny("qwen4_exp_text", num_hidden_layers=4, **_QWEN4),
         "model.layers.3.self_attn.indexer (Qwen4ExpTextQSAIndexer) of Qwen4ExpForCausalLM could not"
         " be traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+    ),
+    "heads of an indexer": (
+        lambda: tiny("minimax_m3_vl_text", **_MINIMAX3),
+        "index_n_heads=4 in the model's configuration chooses keys for other heads than the 2 KV",
     ),
     "compressed windows": (
         lambda: tiny("deepseek_v4", **_DEEPSEEK4),
