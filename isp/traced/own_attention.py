@@ -248,6 +248,21 @@ def _dynamic_convolution(
     return out.to(hidden_states.dtype)
 
 
+class _InFloat32:
+    """A module whose weights are read in float32, in which transformers keeps them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return found.float() if isinstance(found, nn.Parameter) else found
+
+
+def _in_float32(module: Any, *args: Any) -> Any:
+    return type(module).forward(_InFloat32(module), *args)
+
+
 def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
     """Of text alone: its own forward reads a row of the table for what stands for pictures."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
@@ -276,6 +291,7 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
     "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,
     "inkling2.modeling_inkling2.Inkling2DynamicShortConvolution": _dynamic_convolution,
+    "inkling2.modeling_inkling2.Inkling2TopKRouter": _in_float32,
     "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     "mpt.modeling_mpt.MptAttention": _mpt,
     "mpt.modeling_mpt.MptModel": _mpt_model,

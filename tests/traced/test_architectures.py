@@ -11,10 +11,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import isp
+from isp.traced.tiny import tiny_config
 from isp.train.check import CASES, Case, Check, Differences, Layout, worst_of
 from isp.train.check_subjects import HuggingFaceSubject
 from tests.ranks import run_ranks
+from tests.traced import models
 
 pytest.importorskip("transformers", minversion="5.23")
 ROOT = Path(__file__).parents[2]
@@ -164,6 +168,20 @@ def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -
     apart = (joined.view_as(alone) - alone).abs().max() / alone.abs().max()
     assert apart > 1e-3 if name in LEAKING else apart < 1e-12
     assert check.run(Layout(2, 1)).agrees
+
+
+def _in_16_bits(rank: int, model: nn.Module, ids: Tensor) -> float:
+    return isp.parallelize(model, models.job(dtype="bfloat16")).loss(ids).item()
+
+
+def test_weights_of_16_bits_are_read_where_transformers_keeps_32() -> None:
+    """Catches a router whose tokens are in float32, and whose weights are not."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(tool.config_of("inkling2_text"))
+    model, ids = AutoModelForCausalLM.from_config(config), torch.randint(3, 90, (1, 24))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    assert run_ranks(1, _in_16_bits, model, ids) == [pytest.approx(expected, rel=1e-3)]
 
 
 def test_the_chosen_steps_cover_all() -> None:
