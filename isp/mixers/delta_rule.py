@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
+from isp.mixers.decay import decays
 from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["DeltaRule"]
@@ -120,26 +121,21 @@ def _scan(
         .transpose(1, 2)  # [N, H, c, ..]
         for x in (q, k, v, g, beta)
     )
-    decay = g.cumsum(2)  # [N, H, c] or [N, H, c, K]
-    if decay.dim() == 3:
-        pair = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril().exp().tril()
+    kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], or those with K
+    if g.dim() == 3:
         kk, qk = (k @ k.mT) * pair, (q @ k.mT) * pair
-        decay = decay.unsqueeze(-1)
+        kept, pair = kept.unsqueeze(-1), pair.unsqueeze(-1)
     else:
-        seen = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()[..., None]
-        pair = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(~seen, -torch.inf).exp()
         kk = torch.einsum("nhik,nhjk,nhijk->nhij", k, k, pair)
         qk = torch.einsum("nhik,nhjk,nhijk->nhij", q, k, pair)
     system = (beta.unsqueeze(-1) * kk).tril(-1)
-    given = beta.unsqueeze(-1) * torch.cat((v, k * decay.exp()), -1)
+    given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    asked = q * decay.exp()
-    last = decay[:, :, -1]  # [N, H, 1 or K]
-    written = k * (last.unsqueeze(2) - decay).exp()
+    written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # [N, H, 1 or K, 1]
     outs = []
     for value, key, query, inside, decay, write in zip(
-        *(x.unbind() for x in (values, keys, asked, qk, last.exp().unsqueeze(-1), written.mT)),
+        *(x.unbind() for x in (values, keys, q * kept, qk, last, written.mT)),
         strict=True,
     ):
         corrected = value - key @ state

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
+from isp.mixers.decay import decays
 from isp.mixers.recurrence import Inputs, StateSizes
 
 __all__ = ["Mamba2", "SelectiveScan"]
@@ -139,7 +140,7 @@ class Mamba2(_StateSpace):
         states = []
         xs, dts, A, _, Bs, _ = self._read(inputs)
         for x, dt, B in zip(*(t.split(list(lengths)) for t in (xs, dts, Bs)), strict=True):
-            later = dt.flip(0).cumsum(0).flip(0) - dt  # [T, H]
+            later = F.pad(dt, (0, 0, 0, 1))[1:].flip(0).cumsum(0).flip(0)  # [T, H]
             written = x * (dt * (A * later).exp()).unsqueeze(-1)
             of_groups = written.unflatten(1, (B.shape[1], -1))  # [T, G, H/G, P]
             states.append(torch.einsum("tghp,tgn->ghpn", of_groups, B).flatten(0, 1))
@@ -160,16 +161,14 @@ class Mamba2(_StateSpace):
             .transpose(1, 2)  # [n, H, c, ..]
             for t in (x, decay, B, C)
         )
-        decay = decay.cumsum(2)
-        pair = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril().exp().tril()
+        kept, pair = decays(decay)  # [n, H, c], [n, H, c, c]
         inside = ((C @ B.mT) * pair) @ x
-        last = decay[:, :, -1:]  # [n, H, 1]
-        written = (x * (last - decay).exp().unsqueeze(-1)).mT @ B  # [n, H, P, N]
-        asked = C * decay.exp().unsqueeze(-1)  # [n, H, c, N]
+        written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]
+        asked = C * kept.unsqueeze(-1)  # [n, H, c, N]
         begins = []
-        for decays, write in zip(last.exp().unsqueeze(-1).unbind(), written.unbind(), strict=True):
+        for last, write in zip(kept[:, :, -1, None, None].unbind(), written.unbind(), strict=True):
             begins.append(state)
-            state = decays * state + write
+            state = last * state + write
         out = inside + asked @ torch.stack(begins).mT
         return out.transpose(1, 2).flatten(0, 1)[:length], state
 

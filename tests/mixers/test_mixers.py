@@ -224,6 +224,28 @@ def test_convolutions_equal_a_loop_over_tokens(size: int) -> None:
         assert {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE} == {}
 
 
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2"])
+def test_weak_decays_are_not_lost_behind_strong_ones(name: str) -> None:
+    """Catches decays in float32 that are differences of sums: 1e5 and 1e-3 leave 0."""
+    kind, xs = KINDS[name], [x.detach().float() for x in _inputs(KINDS[name], 64)]
+    strong = torch.arange(64).view(-1, *(1 for _ in xs[1].shape[1:])) % 32 == 5
+    time = torch.where(strong, 1e5, 1e-3).expand_as(xs[1])
+    recurrence, xs[1] = kind.recurrence, -time
+    if name == "mamba2":
+        recurrence, xs[1] = Mamba2(dt_softplus=False), time
+        xs[4], xs[6] = torch.full_like(xs[4], -1), torch.zeros_like(xs[6])  # A, the bias of dt
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        of_dtype = [x.to(dtype) for x in xs]
+        inputs = reference.inputs_of(of_dtype, len(kind.of_heads), len(kind.of_groups))
+        out, states = recurrence.scan(inputs, [64], None)
+        summary = recurrence.summary(inputs, [64])[0]
+        return out, states, recurrence.after(summary, torch.ones_like(states[0]), inputs)
+
+    for single, double in zip(run(torch.float32), run(torch.float64), strict=True):
+        assert _far(single.double(), double) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "selective"])
 def test_backward_of_a_scan_is_linear_in_its_length(name: str) -> None:
     """Catches parts taken one by one, each of which has a gradient as long as the whole."""
