@@ -13,8 +13,9 @@ __all__ = ["decoding_layout"]
 def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelConfig:
     """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
 
-    Weights that are gathered for each token would cost as much as for a whole prompt. Where the
-    model's features cannot be split they are all the same.
+    Weights that are gathered for each token would cost as much as for a whole prompt. They are all
+    the same where the model's features cannot be split, or mtp would leave a rank other heads than
+    those whose keys it has: where a model's plan cuts its attention, but not by heads.
     """
     tensor = parallel.tensor
     if tensor.mode.facts.splits_features or tensor.size == 1:
@@ -24,4 +25,5 @@ def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelC
         model.check_layout(found, tensor.size)
     except ValueError:
         return parallel
-    return found
+    alike = model.cache_bytes(1, 1, tensor.size) == model.cache_bytes(1, 1, 1, tensor.size)
+    return found if alike else parallel

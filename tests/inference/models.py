@@ -49,8 +49,9 @@ HYBRIDS = (
     "mamba2",
     "jamba",
     "minimax",
+    "olmo_hybrid",
 )
-"""Those that convolve and scan, mamba2 without any attention."""
+"""Those that convolve and scan, mamba2 without any attention; mtp leaves olmo_hybrid's whole."""
 DECODER = ("llama", "qwen3")
 """Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
 
