@@ -157,9 +157,9 @@ def _generation(said: Said) -> str:
     ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks in {found.mode}"
     buffers = f" and {_gib(found.buffers)} GiB to read a prompt" if found.buffers else ""
     return (
-        f"generation by {ranks}: keys and values of {length:,} tokens take {_gib(found.cache)} GiB"
+        f"generation by {ranks}: the cache of {length:,} tokens takes {_gib(found.cache)} GiB"
         f" of a rank,\nbeside {_gib(found.weights)} GiB of weights{buffers}, and the next token at"
-        f" least {found.seconds * 1e3:.3g} ms,\nin which keys, values and weights are read"
+        f" least {found.seconds * 1e3:.3g} ms,\nin which cache and weights are read"
     )
 
 
