@@ -225,5 +225,5 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
     Raises ValueError if there are more stages than blocks.
     """
     head = config.vocab_size * config.hidden_size
-    spans = split_layers(config.num_layers, stages, after=head / config.block_parameters)
+    spans = split_layers([1.0] * config.num_layers, stages, after=head / config.block_parameters)
     return [LayerSpan(*span) for span in spans]

@@ -22,8 +22,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="all",
         metavar="LIST",
         help="such as 2x4,2x2x4,mtp2: sizes of the tensor and the weight group in isp mode, or of"
-        " head, context and weight group, another mode and its size (default: all, with 1, 2 and 4"
-        " of each, that the model can be split in, and some with a context group)",
+        " head, context and weight group, another mode and its size; behind any of them a"
+        " pipeline's schedule, size and chunks on a rank, as '2x2 1F1B 2' or '1x1 ZBVZeroBubble"
+        " 2x2' (default: all, with 1, 2 and 4 of each, that the model can be split in, and some"
+        " with a context group)",
     )
     parser.usage = (
         "isp check CONFIG|FOLDER [--layouts all|TxW|HxCxW|modeT,...] [--section.key value ...]"
@@ -65,25 +67,25 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.parallel import ParallelConfig
     from isp.settings import OptimizerConfig, TrainingConfig
     from isp.train.check import Check
-    from isp.train.check_layouts import layouts_of
+    from isp.train.check_layouts import layouts_of, most_stages
     from isp.train.check_subjects import DecoderSubject, HuggingFaceSubject, read_folder
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)
-    path = Path(args.config)
+    path, stages = Path(args.config), most_stages(args.layouts)
     parallel, optimizer, training = ParallelConfig(), OptimizerConfig(), TrainingConfig()
     if path.is_dir():
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]} changes a configuration, and {path} is none")
-        subject: Subject = HuggingFaceSubject(read_folder(path))
+        subject: Subject = HuggingFaceSubject(read_folder(path), stages)
     else:
         config = load_config(path, args.overrides)
         parallel, optimizer, training = config.parallel, config.optimizer, config.training
         folder = config.model.hf
         subject = (
-            DecoderSubject(config.model)
+            DecoderSubject(config.model, stages)
             if folder is None
-            else HuggingFaceSubject(read_folder(Path(folder)))
+            else HuggingFaceSubject(read_folder(Path(folder)), stages)
         )
     layouts, left_out = layouts_of(args.layouts, subject, parallel)
     for reason in left_out:

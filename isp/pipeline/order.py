@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -279,13 +279,14 @@ def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[
 
 
 def split_layers(
-    num_layers: int, stages: int, *, before: float = 0.0, after: float = 0.0
+    costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0
 ) -> list[tuple[int, int]]:
     """(first, stop) of the layers of each stage, so that the costliest stage costs least.
 
-    `before` and `after` are the costs of what the first stage does before its layers and the last
-    one after them, in layers. Raises ValueError if a stage would have no layer.
+    `costs` are those of the layers, `before` and `after` those of what the first stage does before
+    its layers and the last one after them. Raises ValueError if a stage would have no layer.
     """
+    num_layers, ends = len(costs), [0.0, *accumulate(costs)]
     if not 1 <= stages <= num_layers:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {stages} stages: use at most {num_layers}"
@@ -296,7 +297,7 @@ def split_layers(
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (worst, squares, cuts) in best.items():
             for stop in range(start + 1, num_layers - (stages - stage - 1) + 1):
-                cost = stop - start + extra
+                cost = ends[stop] - ends[start] + extra
                 candidate = (max(worst, cost), squares + cost * cost, [*cuts, stop])
                 if stop not in reached or candidate[:2] < reached[stop][:2]:
                     reached[stop] = candidate

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.mixers.recurrence import StateSizes
 
-__all__ = ["AttentionSizes", "Call", "Kind"]
+__all__ = ["AttentionSizes", "BlockOutput", "Call", "ForwardEnd", "Kind"]
 
 
 class Kind(StrEnum):
@@ -78,3 +81,46 @@ class Call(NamedTuple):
     """Of a convolution or scan, for a token, forward."""
     state: StateSizes | None = None
     """Of a convolution or scan."""
+
+
+class BlockOutput(NamedTuple):
+    """The form of what a block gives: a hidden state [B, S, D], alone or in a tuple."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """Those that are no tensors; None for tensors."""
+    hidden: int
+    """Which leaf is the hidden state."""
+    num_tensors: int
+    width: int
+    """D."""
+
+    @classmethod
+    def of(cls, output: Any) -> BlockOutput | None:
+        """That of `output`; None if there is no hidden state."""
+        found, spec = tree_flatten(output)
+        tensors = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        hidden = [i for i in tensors if found[i].dim() == 3 and found[i].is_floating_point()]
+        if not hidden:
+            return None
+        others = tuple(None if i in tensors else leaf for i, leaf in enumerate(found))
+        return cls(spec, others, hidden[0], len(tensors), found[hidden[0]].shape[-1])
+
+    def around(self, hidden: Tensor) -> Any:
+        """What a block gives with this hidden state, and None for its other tensors."""
+        leaves = list(self.leaves)
+        leaves[self.hidden] = hidden
+        return tree_unflatten(leaves, self.spec)
+
+    def hidden_of(self, output: Any) -> Tensor:
+        """The hidden state in what a block gave."""
+        hidden: Tensor = tree_flatten(output)[0][self.hidden]
+        return hidden
+
+
+class ForwardEnd(Exception):
+    """A forward has come to where it ends: to the head, or behind the last block of a stage."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden

@@ -6,7 +6,7 @@ S' the tokens of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,9 +26,9 @@ from isp.layers.module import NamedParameter
 from isp.mixers.call import mix_by
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
-from isp.traced.calls import Call, Kind
+from isp.traced.calls import Call, ForwardEnd, Kind
 from isp.traced.experts import Place, SwappedExperts
-from isp.traced.head import AtHead, Given
+from isp.traced.head import Given
 from isp.traced.hosts import Host, check_row
 from isp.traced.mixers import TracedMixers
 from isp.traced.passage import Masks, Passage, outer_calls
@@ -36,6 +36,7 @@ from isp.traced.positions import at_positions, current_positions
 from isp.traced.random_numbers import random_numbers
 from isp.traced.region import Entrance
 from isp.traced.rotary import by_document, token_lengths
+from isp.traced.stages import Stage
 from isp.traced.swap import InitialWeights, SwappedLinear, SwappedTable, shard_parameters
 from isp.traced.tensor_plan import TensorPlan, in_features
 from isp.traced.trace import ModelTrace, check_not_compiled
@@ -64,8 +65,10 @@ class TracedChunk:
         weights: InitialWeights | None = None,
         plan: TensorPlan | None = None,
         loss_chunk_tokens: int = 0,
+        stages: tuple[Stage, ...],
     ) -> None:
-        """`plan`: of the modes that split features; None: of isp.
+        """`plan`: of the modes that split features; None: of isp. `stages`: those that the rank
+        has; nothing of others is there.
 
         With `loss_chunk_tokens` losses are computed so many tokens at a time, if the trace has a
         head and features are not split.
@@ -74,7 +77,10 @@ class TracedChunk:
         self.loss_chunk_tokens = 0 if self._head is None else loss_chunk_tokens
         """Tokens whose losses are computed at a time; 0: all, of logits as a whole."""
         self.left_out = frozenset[str]()
-        """Blocks that hand on what they are given."""
+        """Blocks that hand on what they are given, or what the stage has received."""
+        self._received: Tensor | None = None
+        self._last_block: str | None = None
+        """The block behind which the stage's forward ends."""
         self.model = model
         self.splits_logits = layers.splits_logits
         self.entrances: dict[str, Entrance] = {}
@@ -93,8 +99,10 @@ class TracedChunk:
             segment=segment,
         )
         self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
-        kept = inputs_kept(recomputed, segment)
-        self._input_kept = dict(zip(trace.blocks, kept, strict=True))
+        self._input_kept: dict[str, bool] = {}
+        for stage in stages:
+            kept = inputs_kept(tuple(self._recomputed[b] for b in stage.blocks), segment)
+            self._input_kept |= dict(zip(stage.blocks, kept, strict=True))
         self._calls = {
             block: tuple(call for call in trace.calls if call.block == block)
             for block in trace.blocks
@@ -108,7 +116,8 @@ class TracedChunk:
         self._passage: Passage | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
-        self._named = tuple(shard_parameters(model, trace, layers, plan))
+        own = frozenset[str]().union(*(stage.parameters for stage in stages))
+        self._named = tuple(shard_parameters(model, trace, layers, plan, own))
         host.connect(model)
         self._swap()
 
@@ -126,15 +135,33 @@ class TracedChunk:
         """
         passage = Passage("the model", self._outer_calls, self._masks(positions, cu_seqlens))
         self._recompute.begin()
-        with self._passing(passage), random_numbers(self.model.training, self._layers):
-            if self._head is None:
+        ends = {} if self._head is None else {self._head: _end}
+        with (
+            self._passing(passage),
+            random_numbers(self.model.training, self._layers),
+            self._instead(ends),
+        ):
+            try:
                 return self._host.forward(self.model, x, positions)
-            with self._instead({self._head: _stop}):
-                try:
-                    self._host.forward(self.model, x, positions)
-                except AtHead as reached:
-                    return reached.hidden
-        raise AssertionError(f"the model was left without a call of {self._head}")
+            except ForwardEnd as end:
+                passage.end()
+                return end.hidden
+
+    def through_stage(
+        self, stage: Stage, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """As a call, through a stage alone: x [B, S'] on the first one, [B, S', D] on others."""
+        before = self.left_out, self._received, self._last_block
+        if not stage.is_first:
+            self._received, x = x, torch.zeros_like(positions)
+        if not stage.is_last:
+            self._last_block = stage.blocks[-1]
+        self.left_out = frozenset(self.trace.blocks) - {*stage.blocks}
+        try:
+            with self._instead({} if stage.is_first else self._nothing_of(self.trace.before)):
+                return self(x, positions, cu_seqlens)
+        finally:
+            self.left_out, self._received, self._last_block = before
 
     def logits(self, output: Tensor) -> Tensor:
         """The logits [B, S', V'] of what a forward gave."""
@@ -207,8 +234,8 @@ class TracedChunk:
                 parts[name if called else ""] = module if called else self.model
         return parts
 
-    def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """The weights gathered in a forward, in order."""
+    def weight_blocks(self, stage: Stage | None = None) -> tuple[DeclaredBlock, ...]:
+        """The weights gathered in a forward, in order; of one stage, or of the whole model."""
         holders = {**self._holders, **({} if self._plan is not None else self._experts)}
         forward_only = {name.rpartition(".")[0] for name in self.trace.unused} | {self._head or ""}
         return tuple(
@@ -220,6 +247,7 @@ class TracedChunk:
                 input_kept=self._input_kept.get(name, True),
             )
             for name, calls in parts_of(self.trace)
+            if stage is None or stage.has(name, self.trace)
         )
 
     # -- inside ------------------------------------------------------------------------------
@@ -233,7 +261,8 @@ class TracedChunk:
             width = in_features(self.model.get_submodule(region.columns[0]))
             entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
             self.entrances |= dict.fromkeys(region.columns, entrance)
-        for kind, name in dict.fromkeys((call.kind, call.module) for call in self.trace.calls):
+        here = (c for c in self.trace.calls if c.block is None or c.block in self._input_kept)
+        for kind, name in dict.fromkeys((call.kind, call.module) for call in here):
             module = self.model.get_submodule(name)
             called = partial(self._passed, kind, name)
             if kind is Kind.LINEAR:
@@ -259,6 +288,7 @@ class TracedChunk:
             holder.layouts = {
                 local: layouts[parameter]
                 for local, parameter in holder.module.named_parameters(recurse=False)
+                if parameter in layouts
             }
         for experts in self._experts.values():
             for weight in experts.weights:
@@ -293,16 +323,21 @@ class TracedChunk:
         if not args:  # its input is the first of what it is called with
             first, *others = kwargs.items()
             forward, args, kwargs = partial(_by_name, forward, first[0]), first[1:], dict(others)
+        form = self.trace.outputs.get(block)
         if block in self.left_out:
-            return args[0]
+            x = args[0] if self._received is None else self._received
+            return x if form is None else form.around(x)
 
         def run(*args: Any) -> Any:
             with self._passing(Passage(block, self._calls[block], masks)), at_positions(where):
                 return forward(*args, **kwargs)
 
-        if self._recomputed[block] and torch.is_grad_enabled():
-            return self._recompute(run, *args)
-        return run(*args)
+        recomputed = self._recomputed[block] and torch.is_grad_enabled()
+        out = self._recompute(run, *args) if recomputed else run(*args)
+        if block == self._last_block:
+            assert form is not None
+            raise ForwardEnd(form.hidden_of(out))
+        return out
 
     # -- behind the head ---------------------------------------------------------------------
 
@@ -338,14 +373,13 @@ class TracedChunk:
         ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         outside = (call.module for call in self._outer_calls if call.kind is not Kind.BLOCK)
-        instead = {name: partial(_nothing, self._holders[name]) for name in outside}
         assert self._head is not None
         before = generator_states(self._layers.device) if self.model.training else None
         left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
         try:
             with (
                 self._passing(Passage("the model", self._outer_calls, Masks(None))),
-                self._instead({**instead, self._head: lambda _: y}),
+                self._instead({**self._nothing_of(outside), self._head: lambda _: y}),
             ):
                 return self._host.forward(self.model, ids, positions)
         finally:
@@ -354,15 +388,21 @@ class TracedChunk:
                 restore_generators(self._layers.device, before)
 
     @contextmanager
-    def _instead(self, others: dict[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    def _instead(self, others: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
         """Linears and tables of which others are called."""
+        before = {name: self._holders[name].instead for name in others}
         for name, other in others.items():
             self._holders[name].instead = other
         try:
             yield
         finally:
             for name in others:
-                self._holders[name].instead = None
+                self._holders[name].instead = before[name]
+
+    def _nothing_of(self, names: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Zeros in place of what these linears and tables give."""
+        dtype = self._layers.dtype
+        return {name: partial(_nothing, self._holders[name].width, dtype) for name in names}
 
     # -- calls -------------------------------------------------------------------------------
 
@@ -419,13 +459,12 @@ def _by_name(forward: Callable[..., Any], name: str, /, x: Any, **kwargs: Any) -
     return forward(**{name: x}, **kwargs)
 
 
-def _stop(x: Tensor) -> Tensor:
-    raise AtHead(x)
+def _end(x: Tensor) -> Tensor:
+    raise ForwardEnd(x)
 
 
-def _nothing(holder: SwappedLinear | SwappedTable, x: Tensor) -> Tensor:
-    """Zeros, of the shape that a linear or table would give."""
-    rows, columns = holder.layouts["weight"].global_shape
-    if isinstance(holder, SwappedTable):
-        return holder.weight.new_zeros(*x.shape, columns)
-    return x.new_zeros(*x.shape[:-1], columns if holder.transposed else rows)
+def _nothing(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Zeros, of the shape that a linear or table of this width would give."""
+    if x.is_floating_point():
+        return x.new_zeros(*x.shape[:-1], width)
+    return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)

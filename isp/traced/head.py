@@ -15,15 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from isp.autograd import Function
 
-__all__ = ["AtHead", "Given", "HeadFinder"]
-
-
-class AtHead(Exception):
-    """A forward has come to the head."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+__all__ = ["Given", "HeadFinder"]
 
 
 class Given(Function):

@@ -28,6 +28,8 @@ from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
 from isp.traced.region import OnlyColumnsRead
 from isp.traced.roles import Role
+from isp.traced.staged import TracedStage
+from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
 from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
@@ -70,6 +72,8 @@ class TracedModel:
         self._weights = weights
         self._in_place = in_place
         self._rehearsed: set[int] = set()
+        self._cut: set[int] = set()
+        """Numbers of pipeline stages that have been compared with the whole model."""
         check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
@@ -107,8 +111,9 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """Features of a token: those of the rows of the first table."""
-        return self._first_table.embedding_dim
+        """Features of a token that blocks give each other."""
+        outputs = iter(self.trace.outputs.values())
+        return next((form.width for form in outputs), self._first_table.embedding_dim)
 
     @property
     def vocab_rows(self) -> int:
@@ -150,10 +155,10 @@ class TracedModel:
             total += 3 * call.flops * sum(lengths)
         return total
 
-    @property
+    @cached_property
     def tied_weight(self) -> str | None:
-        """None: there is one stage, which has both uses of a tied weight."""
-        return None
+        """The weight that the first and the last stage both have, by name, if there is one."""
+        return tied_weight(self._shape, self.trace)
 
     @property
     def attention_windows(self) -> Windows:
@@ -203,9 +208,29 @@ class TracedModel:
         self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
+        num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
+        if num_stages > 1:
+            self._check_stages(num_stages, parallel.pipeline.size)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
+
+    def _check_stages(self, num_stages: int, size: int) -> None:
+        """Raise ValueError if the model cannot be cut into so many pipeline stages."""
+        if num_stages in self._cut:
+            return
+        try:
+            stages = stages_of(self._shape, self.trace, num_stages)
+            shape = copy.deepcopy(self._shape)
+            self.host.connect(shape)
+            check_stages(shape, self.model.buffers(), self.trace, self.host.forward, stages)
+        except ValueError as error:
+            raise ValueError(
+                f"parallel.pipeline.size={size} cuts {type(self.model).__name__} into {num_stages}"
+                f" stages, between which one hidden state travels, and that does not do: {error};"
+                f" use 1"
+            ) from None
+        self._cut.add(num_stages)
 
     @cached_property
     def _tensor_plan(self) -> TensorPlan:
@@ -248,7 +273,7 @@ class TracedModel:
                 raise ValueError(f"{call.block} attends with other heads than its rank's")
             return q.new_empty(*q.shape[:-1], v.shape[-1])
 
-        (chunk,) = self.build(layers, attention=attend)
+        chunk = self._chunk(layers, stages_of(self._shape, self.trace, 1), attend)
         ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
         try:
             reads = OnlyColumnsRead(tuple(chunk.entrances.values()))
@@ -273,12 +298,20 @@ class TracedModel:
         num_stages: int = 1,
         *,
         attention: LocalAttention | None = None,
-    ) -> tuple[TracedChunk, ...]:
+    ) -> tuple[TracedChunk, ...] | tuple[TracedStage, ...]:
         """As `isp.models.protocol.LanguageModel.build`.
 
         The model itself is sharded if that was asked for, else a copy of it; on the meta device
         one without memory.
         """
+        every = stages_of(self._shape, self.trace, num_stages)
+        own = tuple(every[number] for number in stages)
+        chunk = self._chunk(layers, own, attention)
+        return (chunk,) if num_stages == 1 else tuple(TracedStage(chunk, s) for s in own)
+
+    def _chunk(
+        self, layers: LayerFactory, stages: tuple[Stage, ...], attention: LocalAttention | None
+    ) -> TracedChunk:
         model = self.model if self._in_place else copy.deepcopy(self.model)
         if layers.device.type == "meta":
             model = copy.deepcopy(self._shape)
@@ -321,6 +354,7 @@ class TracedModel:
             weights=self._weights,
             plan=plan,
             loss_chunk_tokens=self.loss_chunk_tokens,
+            stages=stages,
         )
         trains = layers.device.type != "meta" and layers.cache is None
         if trains and self.loss_chunk_tokens and not chunk.loss_chunk_tokens:
@@ -332,7 +366,7 @@ class TracedModel:
                 if layers.splits_features
                 else "they are made of more than what its last linear gives",
             )
-        return (chunk,)
+        return chunk
 
 
 class _Deaf:

@@ -114,11 +114,6 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
     `seq_len` is the number of tokens in one row of a batch.
     """
     tensor, weight = parallel.tensor, parallel.weight
-    if parallel.pipeline.size > 1 or parallel.pipeline.num_chunks > 1:
-        raise ValueError(
-            f"parallel.pipeline.size={parallel.pipeline.size} cuts the model into stages, which"
-            f" a traced model has not: use 1"
-        )
     for key in ("vocab_parallel_loss", "embed_split_hidden"):
         if getattr(weight, key):
             raise ValueError(

@@ -88,6 +88,10 @@ class Passage:
                 return expected
         raise self._error(f"{kind} of {module} was called")
 
+    def end(self) -> None:
+        """No further call comes."""
+        self._next = len(self._calls)
+
     def finish(self) -> None:
         """The end.  Raises RuntimeError if calls of the trace are missing."""
         if self._next < len(self._calls):

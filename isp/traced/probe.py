@@ -40,7 +40,7 @@ from isp.mixers.recurrence import Inputs, Recurrence
 from isp.traced.roles import Role, holds_experts
 from isp.traced.trace import ModelTrace, replaced_forward
 
-__all__ = ["check_local"]
+__all__ = ["Forward", "check_local", "local_calls", "without_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def check_local(
     `shape`: the traced model, on meta, whose calls of attention go where `attend_by` says;
     `buffers`: the model's own, in the order of its. See [Note: Locality].
     """
-    model = _without_weights(shape, buffers, trace.roles)
+    model = without_weights(shape, buffers, trace.roles)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(trace.vocab_size, (1, _TOKENS), generator=random)
     positions, order = torch.arange(_TOKENS)[None], torch.randperm(_TOKENS, generator=random)
@@ -83,7 +83,7 @@ def check_local(
         "permuted": (ids[:, order], positions[:, order], order),
         "part": (ids[:, part], positions[:, part], part),
     }
-    with _local_calls(model):
+    with local_calls(model):
         try:
             whole = _run(model, forward, ids, positions, trace.called)
             if whole.is_random:
@@ -123,8 +123,8 @@ def check_local(
 # -- a model without memory --------------------------------------------------------------------
 
 
-def _without_weights(
-    shape: nn.Module, buffers: Iterable[Tensor], roles: dict[str, Role]
+def without_weights(
+    shape: nn.Module, buffers: Iterable[Tensor], roles: dict[str, Role], *, training: bool = True
 ) -> nn.Module:
     """A copy of `shape` on the CPU, whose weights that are cut all lie in one number."""
     values: dict[int, Any] = {}
@@ -138,7 +138,7 @@ def _without_weights(
             _counted(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
         )
     model = copy.deepcopy(shape, values)
-    _put_in(model, training=True)
+    _put_in(model, training=training)
     return model
 
 
@@ -177,7 +177,7 @@ def _counted(x: Tensor, random: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def _local_calls(model: nn.Module) -> Iterator[None]:
+def local_calls(model: nn.Module) -> Iterator[None]:
     """In this context attention, products with weights, lookups and experts are local to a token.
 
     What else is known to mix tokens, and how to spread over ranks, gets its local form here.

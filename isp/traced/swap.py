@@ -56,6 +56,14 @@ class _Swapped:
         """Called in its place; None: nothing."""
 
     @property
+    def width(self) -> int:
+        """Features that it gives for a token, over all ranks."""
+        of: Any = self.module
+        if isinstance(of, nn.Embedding):
+            return of.embedding_dim
+        return int(of.nf if is_transposed(of) else of.out_features)
+
+    @property
     def weight(self) -> nn.Parameter:
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
@@ -162,15 +170,29 @@ class _Lookup(TorchFunctionMode):
 
 
 def shard_parameters(
-    model: nn.Module, trace: ModelTrace, layers: LayerFactory, plan: TensorPlan | None
+    model: nn.Module,
+    trace: ModelTrace,
+    layers: LayerFactory,
+    plan: TensorPlan | None,
+    own: frozenset[str],
 ) -> Iterator[NamedParameter]:
-    """Put this rank's shard in the place of every parameter, wherever it is used."""
+    """Put this rank's shard in the place of every parameter, wherever it is used.
+
+    Those that are not its `own`, by name, are left out. They have no memory; vectors outside the
+    blocks are zeros, as what is read before the blocks runs on every pipeline stage.
+    """
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
     for name in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(name)
+        if name not in own:
+            nothing = _left_out(name, parameter, trace, layers)
+            for module, local in uses.pop(id(parameter)):
+                setattr(module, local, nothing)
+            del parameter
+            continue
         layout = _layout(model, name, parameter, trace.roles[name], layers, plan)
         shard = nn.Parameter(
             _own_part(parameter, layout, layers), requires_grad=parameter.requires_grad
@@ -207,6 +229,17 @@ def _layout(
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
     turned = local == "weight" and is_transposed(model.get_submodule(owner))
     return layers.sharded_layout(shape, dim=int((cut.role is LinearRole.ROW) != turned))
+
+
+def _left_out(
+    name: str, parameter: nn.Parameter, trace: ModelTrace, layers: LayerFactory
+) -> nn.Parameter:
+    read = trace.roles[name] is Role.VECTOR and not name.startswith(
+        tuple(f"{block}." for block in trace.blocks)
+    )
+    device = layers.device if read else torch.device("meta")
+    value = torch.zeros(parameter.shape, device=device, dtype=layers.dtype)
+    return nn.Parameter(value, requires_grad=False)
 
 
 def _own_part(parameter: nn.Parameter, layout: ParameterLayout, layers: LayerFactory) -> Tensor:

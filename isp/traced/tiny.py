@@ -88,15 +88,15 @@ _RANDOM = "dropout", "pdrop", "dropout_prob", "jitter_noise"
 """Ends of the names of what draws random numbers, which no comparison could follow."""
 
 
-def tiny_model(config: Any) -> nn.Module:
-    """The causal language model of `tiny_config(config)`, for comparisons to 1e-9.
+def tiny_model(config: Any, layers: int = 2) -> nn.Module:
+    """The causal language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
 
     In float64, its own casts included; with random weights of which none is so small, and no
     vector so uniform, that a gradient would be zero for that. Raises ValueError where transformers
     cannot build it.
     """
     try:
-        model = _with_weights(tiny_config(config))
+        model = _with_weights(tiny_config(config, layers))
     except Exception as error:  # somebody else's code: anything may come
         raise ValueError(
             f"transformers cannot build a small model of type {config.model_type}:"
@@ -139,8 +139,10 @@ def _fill(module: nn.Module, model: Any) -> None:
         _fill(child, model)
 
 
-def tiny_config(config: Any) -> Any:
+def tiny_config(config: Any, layers: int = 2) -> Any:
     """A copy of a model's configuration with few and narrow layers, one of each kind at least.
+
+    So many `layers` at least, if the model has them.
 
     Query heads still share KV heads as they did, if up to 8 of them share one. Without dropout
     and noise. Of a model with other parts than text, the text part is made small.
@@ -149,7 +151,7 @@ def tiny_config(config: Any) -> Any:
     for name in config.sub_configs:
         if getattr(config, name) is text:
             whole = copy.deepcopy(config)
-            setattr(whole, name, tiny_config(text))
+            setattr(whole, name, tiny_config(text, layers))
             return whole
     tiny = copy.deepcopy(config)
     tiny.per_layer_config = None
@@ -157,7 +159,7 @@ def tiny_config(config: Any) -> Any:
     _narrow(tiny, config)
     _narrow_states(tiny)
     _shorten_rope(tiny, config)
-    _keep_one_of_each_kind(tiny, config)
+    _keep_one_of_each_kind(tiny, config, layers)
     for name in config.sub_configs:
         part = vars(tiny)[name]
         if part is not None:
@@ -253,8 +255,8 @@ def _shorten_rope(tiny: Any, config: Any) -> None:
             owner["original_max_position_embeddings"] = _LONG
 
 
-def _keep_one_of_each_kind(tiny: Any, config: Any) -> None:
-    """Keep the first layer of each kind, and a further one of the last kind if it is the only one.
+def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
+    """Keep the first layer of each kind, and further ones until there are `least`.
 
     A layer's kind is what lists with an entry a layer say of it, whether lists of layers have it,
     what is its own, whether its MLP is dense, and whether it has the keys of one before.
@@ -290,7 +292,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any) -> None:
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
     first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
     rest = [index for index in range(number) if index not in first]
-    layers = sorted(first + rest[: max(0, 2 - len(first))])
+    layers = sorted(first + rest[: max(0, least - len(first))])
     for name in ("num_hidden_layers", "decoder_layers", "encoder_layers", "num_decoder_layers"):
         _set(tiny, name, len(layers))
     for name, value in lists.items():

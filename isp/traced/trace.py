@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from isp.mixers.call import mix_by
 from isp.mixers.choice import Indexer
 from isp.mixers.convolution import Convolution
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
-from isp.traced.calls import AttentionSizes, Call, Kind
+from isp.traced.calls import AttentionSizes, BlockOutput, Call, Kind
 from isp.traced.head import HeadFinder
 from isp.traced.reads import Reads, check_reads, experts_cut, small_linears_read, unused
 from isp.traced.roles import (
@@ -61,8 +62,11 @@ class ModelTrace(NamedTuple):
         """The blocks, in order."""
         return tuple(dict.fromkeys(call.block for call in self.calls if call.block is not None))
 
-    multiplied: int
-    """Elements of all weights that a token is multiplied by: of experts, those that it goes to."""
+    multiplied_in: dict[str | None, int]
+    """Elements of the weights that a token is multiplied by in each block, and outside of them: of
+    experts, those that it goes to."""
+    outputs: dict[str, BlockOutput]
+    """The form of what each block gives, if it has a hidden state."""
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
     unused: tuple[str, ...]
@@ -74,6 +78,17 @@ class ModelTrace(NamedTuple):
     """Whether the positions that it is given count."""
     head: str | None
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The linears and tables that are called before the blocks, in order."""
+        calls = takewhile(lambda call: call.block is None, self.calls)
+        return tuple(dict.fromkeys(call.module for call in calls))
+
+    @property
+    def multiplied(self) -> int:
+        """Elements of all weights that a token is multiplied by."""
+        return sum(self.multiplied_in.values())
 
     def elements(self, role: Role) -> int:
         """Elements of all parameters of this role."""
@@ -159,6 +174,7 @@ def trace_model(
         roles,
         {name: parameter.numel() for name, parameter in parameters.items()},
         _multiplied(model, every, roles),
+        recorder.outputs,
         tuple(recorder.called),
         unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
@@ -191,18 +207,22 @@ def _head(
     return None if is_transposed(model.get_submodule(found)) else found
 
 
-def _multiplied(model: nn.Module, calls: Iterable[Call], roles: dict[str, Role]) -> int:
-    """Elements of all weights that a token is multiplied by."""
-    total = 0
+def _multiplied(
+    model: nn.Module, calls: Iterable[Call], roles: dict[str, Role]
+) -> dict[str | None, int]:
+    """As `ModelTrace.multiplied_in`."""
+    total = Counter[str | None]()
+    blocks = {call.block for call in calls if call.block is not None}
     for call in calls:
         for parameter in model.get_submodule(call.module).parameters(recurse=False):
             if call.kind is Kind.LINEAR and parameter.dim() == 2:
-                total += parameter.numel()
+                total[call.block] += parameter.numel()
             if call.kind is Kind.EXPERTS and parameter.dim() == 3:
-                total += parameter[: call.route].numel()
+                total[call.block] += parameter[: call.route].numel()
     for name in (name for name, role in roles.items() if role is Role.ROUTER):
         if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
-            total += model.get_parameter(name).numel()
+            block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            total[block] += model.get_parameter(name).numel()
     return total
 
 
@@ -220,6 +240,7 @@ class _Recorder:
         self.called: dict[str, None] = {}
         """The modules that were called, in order."""
         self.finder = HeadFinder()
+        self.outputs: dict[str, BlockOutput] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Note a call of attention; the result has the shape of the true one."""
@@ -306,7 +327,12 @@ class _Recorder:
         return enter
 
     def _leaving(self, block: str) -> Callable[..., None]:
-        return lambda _, given, output: self.finder.passed(block, given, output)
+        def leave(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            self.finder.passed(block, given, output)
+            if (form := BlockOutput.of(output)) is not None:
+                self.outputs[block] = form
+
+        return leave
 
     def _called(self, name: str) -> Callable[..., None]:
         return lambda _, __, output: self.finder.called(name, output)

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor
 from isp.comm import Mesh
 from isp.comm.cargo import Purpose
 from isp.comm.log import Transfer
+from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.zero1 import StepResult
-from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
+from isp.parallel import Axis, Mode, ParallelConfig, PipelineConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.run.forked import RankError, run_ranks
 from isp.settings import OptimizerConfig
@@ -34,10 +35,9 @@ from isp.train.check_reference import (
     make_rows,
     modules_of,
 )
-from isp.train.step import TrainStep
+from isp.train.step import StepOutcome, TrainStep
 from isp.weights.declare import WeightHolder, declared_visits, weight_names
 from isp.weights.plan import ActKind, Plan
-from isp.weights.trace import sequential_actions
 
 __all__ = [
     "CASES",
@@ -76,8 +76,19 @@ class Layout:
     mode: Mode = Mode.ISP
     context: int = 1
     """Of the tensor ranks those that attend with the same heads."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that it needs at least."""
+        return math.lcm(self.tensor, self.weight) * self.pipeline.size
 
     def __str__(self) -> str:
+        stages = self.pipeline
+        if stages.size > 1:
+            chunks = f"x{stages.num_chunks}" * (stages.num_chunks > 1)
+            sizes = replace(self, pipeline=PipelineConfig())
+            return f"{sizes} {stages.schedule} {stages.size}{chunks}"
         if self.context > 1:
             return f"isp {self.tensor // self.context}x{self.context}x{self.weight}"
         if self.mode is Mode.ISP:
@@ -85,7 +96,7 @@ class Layout:
         return f"{self.mode} {self.tensor}"
 
     def of(self, base: ParallelConfig) -> ParallelConfig:
-        """Its section of a configuration: `base` in these sizes, as one stage."""
+        """Its section of a configuration: `base` in these sizes."""
         weight = base.weight if self.mode.facts.gathers_weights else WeightConfig()
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
@@ -97,6 +108,7 @@ class Layout:
                 context_size=self.context,
             ),
             sequence_scan=base.sequence_scan,
+            pipeline=self.pipeline,
         )
 
 
@@ -197,9 +209,7 @@ class Check:
         # lion's step is a sign: the noise of a gradient that is zero would be the whole of it
         self.optimizer = replace(optimizer or OptimizerConfig(), name="adamw")
         self.max_norm = max_norm
-        self.num_ranks = math.lcm(
-            *(n for layout in layouts for n in (layout.tensor, layout.weight))
-        )
+        self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
         width = math.lcm(*(layout.tensor for layout in layouts))
         self.row_tokens = -(-TOKENS // width) * width
         model = subject.driven(0.0)
@@ -245,7 +255,14 @@ class Check:
         reference = self.references[case.packed]
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
-        batches = reference.rows.micro_batches(first, count, packed=case.packed)
+        staged = mesh[Axis.PIPELINE].size > 1
+        parts = range(first, first + count) if staged else [first]
+        size = 1 if staged else count
+        batches = [
+            batch
+            for at in parts
+            for batch in reference.rows.micro_batches(at, size, packed=case.packed)
+        ]
         mesh.log.collect()
         built = build_model(
             self.subject.driven(float(case.recomputed)),
@@ -259,24 +276,19 @@ class Check:
             for name, parameter, cut in built.parameters:
                 parameter.copy_(cut.shard(reference.start[name]))
         gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
-        optimizer = _WatchedOptimizer(gradients, mesh, self.optimizer, max_norm=self.max_norm)
+        optimizer = _WatchedOptimizer(
+            gradients,
+            mesh,
+            self.optimizer,
+            max_norm=self.max_norm,
+            counted_elsewhere=built.counted_elsewhere,
+        )
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
-        work, outputs, watched = step.start(batches), Outputs(), modules_of(built.chunks)
         noted: dict[str, float] = {}
-        for index, batch in enumerate(batches):
-            with outputs.of(watched):
-                loss = step.forward(work, index)
-            stop = first + batch.tokens.numel() // self.row_tokens
-            expected = [
-                whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
-                for whole in reference.outputs.values()
-            ]
-            expected = built.sequence.arranged(expected, batch.cu_seqlens)
-            named = dict(zip(reference.outputs, expected, strict=True))
-            _note(noted, outputs.take(), named, mesh)
-            first = stop
-            step.backward(loss, last=index == len(batches) - 1)
-        outcome = step.finish(work, self.optimizer.lr)
+        if staged:
+            outcome = step(batches, self.optimizer.lr)
+        else:
+            outcome = self._stepped(step, batches, first, noted)
         step.drain()
         parameters = {item.name: item.parameter.detach() for item in built.trained}
         transfers = mesh.log.take()
@@ -288,8 +300,29 @@ class Check:
             weights=_apart(built, parameters, reference.weights),
             outputs={name: noted[name] for name in reference.outputs if name in noted},
             gathers=sum(counts.values()),
-            miscounted=tuple(_miscounted(built, counts, len(batches))),
+            miscounted=tuple(_miscounted(built, counts, mesh[Axis.PIPELINE].rank, len(batches))),
         )
+
+    def _stepped(
+        self, step: TrainStep, batches: Sequence[MicroBatch], first: int, noted: dict[str, float]
+    ) -> StepOutcome:
+        """A step of rows from number `first` on; outputs of modules are compared into `noted`."""
+        reference = self.references[batches[0].cu_seqlens is not None]
+        work, outputs, watched = step.start(batches), Outputs(), modules_of(step.chunks)
+        for index, batch in enumerate(batches):
+            with outputs.of(watched):
+                loss = step.forward(work, index)
+            stop = first + batch.tokens.numel() // self.row_tokens
+            expected = [
+                whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
+                for whole in reference.outputs.values()
+            ]
+            expected = step.built.sequence.arranged(expected, batch.cu_seqlens)
+            named = dict(zip(reference.outputs, expected, strict=True))
+            _note(noted, outputs.take(), named, step.mesh)
+            first = stop
+            step.backward(loss, last=index == len(batches) - 1)
+        return step.finish(work, self.optimizer.lr)
 
 
 class _WatchedOptimizer(Zero1Optimizer):
@@ -365,15 +398,15 @@ def _counted(built: BuiltModel, transfers: Iterable[Transfer]) -> _Counts:
     return counts
 
 
-def _miscounted(built: BuiltModel, counts: _Counts, micro_num: int) -> Iterator[str]:
-    """Sentences about transfers that are more or fewer than the plan has."""
-    planned = _planned(built, micro_num)
+def _miscounted(built: BuiltModel, counts: _Counts, rank: int, micro_num: int) -> Iterator[str]:
+    """Sentences about transfers of the pipeline's `rank`-th that differ from the plan's."""
+    planned = _planned(built, rank, micro_num)
     for key in sorted(planned.keys() | counts.keys()):
         if counts[key] != planned[key]:
             yield f"{key[1]} was {_WORDS[key[0]]} {counts[key]} times, not {planned[key]}"
 
 
-def _planned(built: BuiltModel, micro_num: int) -> _Counts:
+def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
     """The transfers of a step and of what it launches for the next one, from the plan.
 
     A weight is gathered once for each of its lifetimes, which are at most one a pass; a gradient is
@@ -382,7 +415,7 @@ def _planned(built: BuiltModel, micro_num: int) -> _Counts:
     planned: _Counts = Counter()
     if built.communicator is None:
         return planned
-    plan: Plan = built.communicator.plan(sequential_actions(micro_num))
+    plan: Plan = built.communicator.plan(built.order.actions(rank, micro_num))
     acts = [*plan.start, *plan.start]
     acts += [act for step in plan.steps for act in (*step.before, *step.after)]
     for act in acts:

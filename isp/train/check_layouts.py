@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from isp.config import ConfigError
-from isp.parallel import Mode, ParallelConfig
+from isp.parallel import Mode, ParallelConfig, PipelineConfig, PipelineSchedule
 from isp.train.check import Layout, fault_of
 from isp.train.check_reference import Subject
 
-__all__ = ["layouts_of"]
+__all__ = ["layouts_of", "most_stages"]
 
 _SIZES = (1, 2, 4)
 """Of tensor and weight groups, unless others are asked for."""
@@ -37,12 +38,28 @@ def layouts_of(
     return found, [f"without {', '.join(of)}: {fault}" for fault, of in left_out.items()]
 
 
+def most_stages(names: str) -> int:
+    """The most pipeline stages of the layouts that `names` lists, and 2 at least."""
+    found = [] if names == "all" else [_layout(name.strip(), names) for name in names.split(",")]
+    return max([2, *(x.pipeline.size * x.pipeline.num_chunks for x in found)])
+
+
 def _with_context(head: int, context: int, weight: int) -> Layout:
     return Layout(head * context, weight, context=context)
 
 
 def _layout(name: str, text: str) -> Layout:
     """The layout that a word of a list names."""
+    if cut := re.fullmatch(r"(.+) (\w+) ([2-9])(?:x([2-9]))?", name):
+        schedule = next((s for s in PipelineSchedule if s.lower() == cut[2].lower()), None)
+        if schedule is not None:
+            try:
+                stages = PipelineConfig(
+                    size=int(cut[3]), schedule=schedule, num_chunks=int(cut[4] or 1)
+                )
+            except ValueError as error:
+                raise ConfigError(f"--layouts {text}: {name!r}: {error}") from None
+            return replace(_layout(cut[1], text), pipeline=stages)
     if cut := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)x([1-9]\d?)", name):
         return _with_context(*map(int, cut.groups()))
     if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
@@ -52,5 +69,6 @@ def _layout(name: str, text: str) -> Layout:
     raise ConfigError(
         f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
         f" group such as 2x4,4x1, of head, context and weight group such as 2x2x4, or another mode"
-        f" and its size such as mtp2"
+        f" and its size such as mtp2; behind any of them a pipeline's schedule and size, such as"
+        f" 2x2 1F1B 2, with chunks on a rank as 1x2 Interleaved1F1B 2x2 or 1x1 ZBVZeroBubble 2x2"
     )

@@ -9,7 +9,7 @@ from torch import nn
 
 from isp.parallel import ParallelConfig
 from isp.train.check import TOKENS, Check, Verdict
-from isp.train.check_layouts import layouts_of
+from isp.train.check_layouts import layouts_of, most_stages
 from isp.train.check_reference import Subject
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.train.check_table import HEAD, heading, line, summary
@@ -70,7 +70,7 @@ def check(model: nn.Module, layouts: str = "all") -> CheckResult:
 
 
 def _check(model: nn.Module, layouts: str) -> CheckResult:
-    subject: Subject = _subject_of(model)
+    subject: Subject = _subject_of(model, most_stages(layouts))
     chosen, _ = layouts_of(layouts, subject, parallel := ParallelConfig())
     try:
         comparison = Check(subject, chosen, parallel=parallel)
@@ -81,12 +81,12 @@ def _check(model: nn.Module, layouts: str) -> CheckResult:
     return CheckResult(heading(comparison), tuple(comparison.run(layout) for layout in chosen))
 
 
-def _subject_of(model: nn.Module) -> OwnSubject | HuggingFaceSubject:
+def _subject_of(model: nn.Module, layers: int = 2) -> OwnSubject | HuggingFaceSubject:
     if hasattr(model, "peft_config"):
         raise ValueError("isp.check makes a small model without adapters: give it the base model")
     if hasattr(model, "set_attn_implementation"):
         whole: Any = model
-        small = HuggingFaceSubject(whole.config)
+        small = HuggingFaceSubject(whole.config, layers)
         if isinstance(small.model, type(model)):
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

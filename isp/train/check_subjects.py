@@ -46,8 +46,9 @@ class _TracedSubject:
 class HuggingFaceSubject(_TracedSubject):
     """A small model of the same structure as a large one of transformers."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.model_type, tiny_model(config))
+    def __init__(self, config: Any, layers: int = 2) -> None:
+        """With so many layers at least, if the large one has them."""
+        super().__init__(config.model_type, tiny_model(config, layers))
 
 
 class OwnSubject(_TracedSubject):
@@ -82,7 +83,7 @@ class DecoderSubject:
 
     name = "isp's own decoder"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: int = 2) -> None:
         groups, tile = min(config.attention_head_groups, 2), min(config.mlp_tile_tokens, 5)
         share, kv_heads = min(config.num_heads // config.kv_heads, 4), 4 * groups
         self._config = replace(
@@ -90,7 +91,7 @@ class DecoderSubject:
             preset=None,
             vocab_size=160,
             hidden_size=64,
-            num_layers=2,
+            num_layers=layers,
             num_heads=kv_heads * share,
             num_kv_heads=kv_heads,
             head_dim=8,

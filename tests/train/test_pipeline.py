@@ -365,16 +365,17 @@ def test_recomputation_and_packing(name: str, task: str) -> None:
 
 def test_layers_go_where_the_work_is_least() -> None:
     """Catches stages of equal length whose last one has the head on top."""
-    assert split_layers(8, 1) == [(0, 8)]
-    assert split_layers(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert split_layers(7, 4, after=1.0) == [(0, 2), (2, 4), (4, 6), (6, 7)]
-    assert split_layers(6, 4, before=1.0, after=1.0) == [(0, 1), (1, 3), (3, 5), (5, 6)]
-    assert split_layers(3, 3, after=9.0) == [(0, 1), (1, 2), (2, 3)]
+    assert split_layers([1.0] * 8, 1) == [(0, 8)]
+    assert split_layers([1.0] * 8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert split_layers([1.0] * 7, 4, after=1.0) == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert split_layers([1.0] * 6, 4, before=1.0, after=1.0) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert split_layers([1.0] * 3, 3, after=9.0) == [(0, 1), (1, 2), (2, 3)]
+    assert split_layers([1.0, 1.0, 1.0, 3.0], 2) == [(0, 3), (3, 4)]
     for layers in range(1, 20):
         for stages in range(1, layers + 1):
-            spans = split_layers(layers, stages, after=1.5)
+            spans = split_layers([1.0] * layers, stages, after=1.5)
             assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
             assert spans[-1][1] == layers
             assert all(stop > start for start, stop in spans)
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
-        split_layers(3, 4)
+        split_layers([1.0] * 3, 4)
