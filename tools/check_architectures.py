@@ -120,9 +120,35 @@ _GIVEN: dict[str, dict[str, Any]] = {
     },
 }
 
+def _angles(*sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary positions of a model that sees, as published."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **more}
+    return {"text_config": {"rope_parameters": rope}}
+
+
+_TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "cosmos3_edge (text part)": {},
+    "cosmos3_omni (text part)": {},
+    "glm4v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v_moe (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "glm_ocr (text part)": _angles(16, 24, 24),
+    "granite_docling (text part)": {},
+    "muse_glimmer (text part)": {},
+    "muse_spark (text part)": {},
+    "paddleocr_vl (text part)": _angles(16, 24, 24),
+    "qwen2_5_vl (text part)": _angles(16, 24, 24),
+    "qwen2_vl (text part)": _angles(16, 24, 24),
+    "qwen3_omni_moe_thinker (text part)": {},
+    "qwen3_vl (text part)": {},
+    "qwen3_vl_moe (text part)": {},
+    "unlimited_ocr (text part)": {},
+}
+"""Of types that see, and whose text has no causal class of its own."""
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **{name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES},
     **_GIVEN,
+    **_TEXT_PARTS,
 }
 """All causal types of transformers, and where the defaults do not do, the keys that are given."""
 
@@ -170,7 +196,7 @@ def config_of(architecture: str) -> Any:
 def fact(architecture: str) -> Fact:
     """What the trace of its small model says."""
     model_type = architecture.split()[0]
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
     try:
         model = tiny_model(config_of(architecture))
     except ValueError as error:
@@ -220,8 +246,9 @@ def _attention(sizes: AttentionSizes) -> str:
 def table(names: list[str]) -> str:
     """The text of isp/traced/README.md, with the rows of these as they are now."""
     before = {line.split(" | ")[0]: line for line in README.read_text().splitlines()}
+    new = {*names, *(name for name in ARCHITECTURES if f"| {name}" not in before)}
     rows = [
-        row(fact(name)) if name in names else before[f"| {name}"] for name in sorted(ARCHITECTURES)
+        row(fact(name)) if name in new else before[f"| {name}"] for name in sorted(ARCHITECTURES)
     ]
     supported = sum("| supported |" in line for line in rows)
     untried = sum("| not tried: " in line for line in rows)
@@ -246,7 +273,7 @@ Written by `python tools/check_architectures.py --write`; a test checks that a s
 
 A model of transformers is traced, not known by name, so this is a list of what was tried: the
 default configuration of each causal type of transformers, shrunk with a layer of every kind, and in
-brackets others. {supported} are supported, {rest} are refused with the reason before any process
+brackets others, text parts of models that see among them. {supported} are supported, {rest} are refused with the reason before any process
 starts, and {untried} have no small model to try.
 
 What is supported gives the loss, every gradient and the weights after a step of AdamW of the

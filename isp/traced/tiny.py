@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextvars import ContextVar
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -245,6 +246,10 @@ def _narrow_states(tiny: Any) -> None:
 def _shorten_rope(tiny: Any, config: Any) -> None:
     """Keep as many angles as a small head has, and let small rows be long ones."""
     rope = getattr(tiny, "rope_parameters", None) or {}
+    if sections := rope.get("mrope_section"):  # angles by time, height and width
+        angles = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+        ends = [end * angles // sum(sections) for end in accumulate(sections, initial=0)]
+        rope["mrope_section"] = [b - a for a, b in pairwise(ends)]
     if rope.get("rope_type") != "longrope":
         return
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
