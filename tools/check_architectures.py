@@ -138,7 +138,6 @@ _TEXT_PARTS: dict[str, dict[str, Any]] = {
     "paddleocr_vl (text part)": _angles(16, 24, 24),
     "qwen2_5_vl (text part)": _angles(16, 24, 24),
     "qwen2_vl (text part)": _angles(16, 24, 24),
-    "qwen3_omni_moe_thinker (text part)": {},
     "qwen3_vl (text part)": {},
     "qwen3_vl_moe (text part)": {},
     "unlimited_ocr (text part)": {},
