@@ -120,6 +120,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     },
 }
 
+
 def _angles(*sections: int, **more: Any) -> dict[str, Any]:
     """Rotary positions of a model that sees, as published."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **more}
@@ -272,8 +273,9 @@ Written by `python tools/check_architectures.py --write`; a test checks that a s
 
 A model of transformers is traced, not known by name, so this is a list of what was tried: the
 default configuration of each causal type of transformers, shrunk with a layer of every kind, and in
-brackets others, text parts of models that see among them. {supported} are supported, {rest} are refused with the reason before any process
-starts, and {untried} have no small model to try.
+brackets others, with the text parts of models that see among them. {supported} are supported,
+{rest} are refused with the reason before any process starts, and {untried} have no small model to
+try.
 
 What is supported gives the loss, every gradient and the weights after a step of AdamW of the
 unmodified model within 1e-9, in float64. All were compared with tensor x weight groups of 2 x 2 and

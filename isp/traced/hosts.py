@@ -19,6 +19,7 @@ from isp.traced.registered import use_registered_mixers
 
 __all__ = ["Host", "HuggingFace", "OwnModule", "check_row", "host_of"]
 
+_COUNTS = "create_position_ids_from_input_ids"
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
@@ -30,6 +31,9 @@ class Host(Protocol):
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits [B, S', V] of tokens at positions [B, S']."""
+
+    def first_position(self, model: nn.Module) -> int:
+        """The number of the first token of a document, in the model's own count."""
 
     def without_values(self, model: nn.Module) -> nn.Module:
         """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
@@ -65,6 +69,9 @@ class OwnModule:
         with at_positions(positions):
             logits: Tensor = model(ids, positions)
         return logits
+
+    def first_position(self, model: nn.Module) -> int:
+        return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
         return model
@@ -117,10 +124,18 @@ class HuggingFace:
                 setattr(part, _WARNING, lambda *_: None)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        first = self.first_position(model)
         with at_positions(positions):
-            output = model(input_ids=ids, position_ids=positions, use_cache=False)
+            own = positions + first if first else positions
+            output = model(input_ids=ids, position_ids=own, use_cache=False)
         logits: Tensor = output.logits
         return logits
+
+    def first_position(self, model: nn.Module) -> int:
+        for module in model.modules():  # RoBERTa and its kind count from behind that of padding
+            if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
+                return int(module.padding_idx) + 1  # type: ignore[arg-type]
+        return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
         whole: Any = model

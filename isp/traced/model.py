@@ -175,11 +175,13 @@ class TracedModel:
         """
         names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
         tables = [self._shape.get_submodule(name) for name in names][1:]
-        # OPT's begins with rows that stand for no position
-        rows = [int(t.weight.shape[0]) - int(getattr(t, "offset", 0)) for t in tables]  # type: ignore[index]
         config = self.host.config(self.model)
         least = config.get("max_position_embeddings") or config.get("n_positions") or 0
-        return min((number for number in rows if number >= least), default=None)
+        tables = [table for table in tables if int(table.weight.shape[0]) >= least]  # type: ignore[index]
+        # The first rows of OPT's and RoBERTa's stand for no position.
+        first = self.host.first_position(self.model)
+        rows = (int(t.weight.shape[0]) - int(getattr(t, "offset", first)) for t in tables)  # type: ignore[index]
+        return min(rows, default=None)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""
