@@ -26,13 +26,14 @@ from isp.traced.chunk import TracedChunk
 from isp.traced.hosts import OwnModule, check_row, host_of
 from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
+from isp.traced.recorder import experts_passed
 from isp.traced.region import OnlyColumnsRead
 from isp.traced.roles import Role
 from isp.traced.staged import TracedStage
 from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
-from isp.traced.trace import Kind, check_drivable, experts_passed, trace_model
+from isp.traced.trace import Kind, check_drivable, trace_model
 from isp.weights.trace import recomputed_blocks
 from isp.weights.wp import LocalWeights
 

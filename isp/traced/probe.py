@@ -37,8 +37,9 @@ from isp.attention.call import AttentionOptions, attend_by
 from isp.mixers.call import mix_by
 from isp.mixers.choice import Indexer
 from isp.mixers.recurrence import Inputs, Recurrence
+from isp.traced.recorder import replaced_forward
 from isp.traced.roles import Role, holds_experts
-from isp.traced.trace import ModelTrace, replaced_forward
+from isp.traced.trace import ModelTrace
 
 __all__ = ["Forward", "check_local", "local_calls", "without_weights"]
 

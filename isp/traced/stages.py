@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from isp.pipeline import split_layers
 from isp.traced.calls import ForwardEnd
 from isp.traced.probe import Forward, local_calls, without_weights
+from isp.traced.recorder import replaced_forward
 from isp.traced.roles import Role
-from isp.traced.trace import ModelTrace, replaced_forward
+from isp.traced.trace import ModelTrace
 
 __all__ = ["Stage", "check_stages", "stages_of", "tied_weight"]
 
