@@ -26,7 +26,8 @@ from isp.traced.own_attention import ALIBI_FEATURES
 from isp.traced.roles import Role
 from isp.traced.tiny import tiny_model
 from isp.traced.trace import AttentionSizes, Kind, ModelTrace
-from isp.train.check import Check, Layout, Verdict, fault_of
+from isp.train.check import Check, Verdict
+from isp.train.check_layouts import Layout, fault_of
 from isp.train.check_subjects import HuggingFaceSubject
 
 README = Path(__file__).parents[1] / "isp" / "traced" / "README.md"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from isp.train.check import Check, Layout, Verdict
+    from isp.train.check import Check, Verdict
+    from isp.train.check_layouts import Layout
     from isp.train.check_reference import Subject
 
 __all__ = ["add_options", "run"]

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,11 @@ from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.zero1 import StepResult
-from isp.parallel import Axis, Mode, ParallelConfig, PipelineConfig, WeightConfig
+from isp.parallel import Axis, ParallelConfig
 from isp.parallel.topology import Topology
 from isp.run.forked import RankError, run_ranks
 from isp.settings import OptimizerConfig
+from isp.train.check_layouts import TOKENS, Layout
 from isp.train.check_reference import (
     Outputs,
     Reference,
@@ -41,22 +42,16 @@ from isp.weights.plan import ActKind, Plan
 
 __all__ = [
     "CASES",
-    "TOKENS",
     "TOLERANCE",
     "Case",
     "Check",
     "Differences",
-    "Layout",
     "Verdict",
-    "fault_of",
     "worst_of",
 ]
 
 TOLERANCE = 1e-9
 """Largest difference that is none, of float64 sums in other orders."""
-
-TOKENS = 48
-"""Of a row, at least: several documents, the longest of which exceed a small model's window."""
 
 _Counts = Counter[tuple[Purpose, str]]
 
@@ -65,51 +60,6 @@ _WORDS = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
 _LEAST_SCALE = 1e-6
 """Tensors smaller than this part of the largest one are held against that part of it: a gradient
 that is zero in exact arithmetic is the noise of larger ones."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The sizes of a layout."""
-
-    tensor: int
-    weight: int
-    mode: Mode = Mode.ISP
-    context: int = 1
-    """Of the tensor ranks those that attend with the same heads."""
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that it needs at least."""
-        return math.lcm(self.tensor, self.weight) * self.pipeline.size
-
-    def __str__(self) -> str:
-        stages = self.pipeline
-        if stages.size > 1:
-            chunks = f"x{stages.num_chunks}" * (stages.num_chunks > 1)
-            sizes = replace(self, pipeline=PipelineConfig())
-            return f"{sizes} {stages.schedule} {stages.size}{chunks}"
-        if self.context > 1:
-            return f"isp {self.tensor // self.context}x{self.context}x{self.weight}"
-        if self.mode is Mode.ISP:
-            return f"isp {self.tensor}x{self.weight}"
-        return f"{self.mode} {self.tensor}"
-
-    def of(self, base: ParallelConfig) -> ParallelConfig:
-        """Its section of a configuration: `base` in these sizes."""
-        weight = base.weight if self.mode.facts.gathers_weights else WeightConfig()
-        return ParallelConfig(
-            tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
-            weight=replace(weight, size=self.weight),
-            sequence_2D=replace(
-                base.sequence_2D,
-                enable=self.context > 1,
-                head_size=None,
-                context_size=self.context,
-            ),
-            sequence_scan=base.sequence_scan,
-            pipeline=self.pipeline,
-        )
 
 
 class Case(NamedTuple):
@@ -175,15 +125,6 @@ class Verdict(NamedTuple):
     def agrees(self) -> bool:
         """Whether the layout computes what the plain model does."""
         return not self.failure and all(found.agree for found in self.cases.values())
-
-
-def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
-    """Why the model cannot be split so; empty if it can."""
-    try:
-        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 class Check:

@@ -1,19 +1,76 @@
-"""The layouts that `isp check` and `isp.check` compare, by name."""
+"""The layouts that `isp check` and `isp.check` compare."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from isp.config import ConfigError
-from isp.parallel import Mode, ParallelConfig, PipelineConfig, PipelineSchedule
-from isp.train.check import Layout, fault_of
+from isp.parallel import Mode, ParallelConfig, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.train.check_reference import Subject
 
-__all__ = ["layouts_of", "most_stages"]
+__all__ = ["TOKENS", "Layout", "fault_of", "layouts_of", "most_stages"]
+
+TOKENS = 48
+"""Of a row, at least: several documents, the longest of which exceed a small model's window."""
 
 _SIZES = (1, 2, 4)
 """Of tensor and weight groups, unless others are asked for."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a layout."""
+
+    tensor: int
+    weight: int
+    mode: Mode = Mode.ISP
+    context: int = 1
+    """Of the tensor ranks those that attend with the same heads."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that it needs at least."""
+        return math.lcm(self.tensor, self.weight) * self.pipeline.size
+
+    def __str__(self) -> str:
+        stages = self.pipeline
+        if stages.size > 1:
+            chunks = f"x{stages.num_chunks}" * (stages.num_chunks > 1)
+            sizes = replace(self, pipeline=PipelineConfig())
+            return f"{sizes} {stages.schedule} {stages.size}{chunks}"
+        if self.context > 1:
+            return f"isp {self.tensor // self.context}x{self.context}x{self.weight}"
+        if self.mode is Mode.ISP:
+            return f"isp {self.tensor}x{self.weight}"
+        return f"{self.mode} {self.tensor}"
+
+    def of(self, base: ParallelConfig) -> ParallelConfig:
+        """Its section of a configuration: `base` in these sizes."""
+        weight = base.weight if self.mode.facts.gathers_weights else WeightConfig()
+        return ParallelConfig(
+            tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
+            weight=replace(weight, size=self.weight),
+            sequence_2D=replace(
+                base.sequence_2D,
+                enable=self.context > 1,
+                head_size=None,
+                context_size=self.context,
+            ),
+            sequence_scan=base.sequence_scan,
+            pipeline=self.pipeline,
+        )
+
+
+def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
+    """Why the model cannot be split so; empty if it can."""
+    try:
+        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def layouts_of(

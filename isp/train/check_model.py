@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from isp.parallel import ParallelConfig
-from isp.train.check import TOKENS, Check, Verdict
-from isp.train.check_layouts import layouts_of, most_stages
+from isp.train.check import Check, Verdict
+from isp.train.check_layouts import TOKENS, layouts_of, most_stages
 from isp.train.check_reference import Subject
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.train.check_table import HEAD, heading, line, summary

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import isp
 from isp.traced.tiny import tiny_config
-from isp.train.check import CASES, Case, Check, Differences, Layout, worst_of
+from isp.train.check import CASES, Case, Check, Differences, worst_of
+from isp.train.check_layouts import Layout
 from isp.train.check_subjects import HuggingFaceSubject
 from tests.ranks import run_ranks
 from tests.traced import models

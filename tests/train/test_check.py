@@ -23,7 +23,8 @@ from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
 from isp.traced import passage
 from isp.traced.tiny import tiny_config
-from isp.train.check import Check, Layout
+from isp.train.check import Check
+from isp.train.check_layouts import Layout
 from isp.train.check_model import _subject_of
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.weights.plan import PlanCursor
