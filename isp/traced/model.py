@@ -78,7 +78,7 @@ class TracedModel:
         check_drivable(model)
         self._shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, for those who plan."""
-        shape = copy.deepcopy(self._shape).train()  # where it may read more than in evaluation
+        shape = copy.deepcopy(self._shape)
         self.host.connect(shape)
         self.trace = trace_model(shape, self.host.forward)
         self._leave_alone(self.trace.unused)

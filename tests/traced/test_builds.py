@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isp.comm import Channel
@@ -16,7 +14,6 @@ from isp.layers.factory import LayerFactory
 from isp.parallel import Mode
 from isp.traced.chunk import TracedChunk
 from isp.traced.model import TracedModel
-from isp.traced.tiny import tiny_model
 from isp.weights.wp import LocalWeights
 from tests.traced.models import tiny
 from tests.traced.own import Own
@@ -64,11 +61,3 @@ def test_models_leave_nothing_in_transformers_registry() -> None:
     for _ in range(3):
         _build(traced)
     assert set(ALL_ATTENTION_FUNCTIONS.keys()) == names
-
-
-def test_a_model_is_traced_as_it_trains() -> None:
-    """Catches weights cut that training alone reads: from_pretrained gives a model to evaluate."""
-    small = tiny_model(AutoConfig.for_model("gemma3n_text"))
-    ready, to_train = (TracedModel(copy.deepcopy(small).train(mode)) for mode in (False, True))
-    assert ready.trace.roles == to_train.trace.roles
-    assert ready.trace.calls == to_train.trace.calls
