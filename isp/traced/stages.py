@@ -147,7 +147,8 @@ def check_stages(
 @contextmanager
 def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) -> Iterator[None]:
     """In this context the model is a stage."""
-    own, unused = {*stage.parameters}, [n for n in trace.roles if n not in stage.parameters]
+    parameters = dict(model.named_parameters())
+    others = [parameters[name] for name in trace.roles if name not in stage.parameters]
     with ExitStack() as stack:
         for block in trace.blocks:
             module, form = model.get_submodule(block), trace.outputs.get(block)
@@ -159,12 +160,11 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
                 assert form is not None
                 ended = partial(_ended, module.forward, form.hidden_of)
                 stack.enter_context(replaced_forward(module, ended))
-        parameters = dict(model.named_parameters())
-        for name in unused:
-            if any(parameters[name].stride()):  # it has values
-                stack.callback(parameters[name].data.copy_, parameters[name].data.clone())
-                parameters[name].data.fill_(torch.nan)
-        stack.enter_context(_Nothing(parameters[n] for n in parameters if n not in own))
+        for parameter in others:
+            if any(parameter.stride()):  # it has values
+                stack.callback(parameter.data.copy_, parameter.data.clone())
+                parameter.data.fill_(torch.nan)
+        stack.enter_context(_Nothing(others))
         if stage.is_last and not stage.is_first and (tied := tied_weight(model, trace)):
             stack.enter_context(_Nothing([parameters[tied]], tables_alone=True))
         yield
