@@ -12,7 +12,7 @@ from torch.autograd import Variable
 
 from isp.autograd import after_gradients
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.layers.module import NamedParameter
 from isp.optim import DEFAULT_BUCKET_BYTES, BucketManager, MainGradients
 from isp.parallel import Axis
@@ -93,7 +93,7 @@ class _DataParallel(nn.Module):
         """Give every replica the weights and buffers of the channel's first rank."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         sent = [
-            channel.broadcast_(x.detach(), cargo=Cargo(Purpose.PUBLISHED_WEIGHT, name))
+            channel.broadcast_(x.detach(), tag=Tag(Purpose.PUBLISHED_WEIGHT, name))
             for name, x in tensors
         ]
         for pending in sent:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.host import HostMemory, Stored
 from isp.comm.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["HostInputs", "Keep", "Restore", "Segment", "in_parts"]
 
@@ -28,7 +28,7 @@ Keep = Callable[[Tensor], tuple[Any, Restore]]
 """What is held in place of a tensor, see [Note: Held in its place], and what restores that."""
 
 
-_CARGO = Cargo(Purpose.BLOCK_INPUT, tensor="block input")
+_TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
 
 
 def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
@@ -38,7 +38,7 @@ def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
     """
     shape = x.shape
     part = split_tensor_into_1d_equal_chunks(x, channel, new_buffer=True)
-    return part, lambda part: gather_split_1d_tensor(part, channel, cargo=_CARGO).view(shape)
+    return part, lambda part: gather_split_1d_tensor(part, channel, tag=_TAG).view(shape)
 
 
 class HostInputs:
@@ -64,7 +64,7 @@ class HostInputs:
         """See `Keep`."""
         if self._latest is not None and (latest := self._latest()) is not None:
             latest.leave()
-        stored = self._memory.store(x, cargo=_CARGO)
+        stored = self._memory.store(x, tag=_TAG)
         self._latest = weakref.ref(stored)
         if not self._passes:
             self.begin()

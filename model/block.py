@@ -23,7 +23,7 @@ from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
 from isp.parallel.head_groups import HeadGroups
 from isp.recompute import Recomputer
-from isp.weights.declare import DeclaredVisit
+from isp.weights.declare import DeclaredUse
 from isp.weights.trace import Passes
 from model.config import ModelConfig
 
@@ -234,7 +234,7 @@ class Block(nn.Module):
         y: Tensor = linear(part(x))
         return y
 
-    def weight_visits(self) -> tuple[DeclaredVisit, ...]:
+    def weight_uses(self) -> tuple[DeclaredUse, ...]:
         """The linears of the block in forward order, and where the next may be launched."""
         attention, mlp, at, config = self.attention, self.feed_forward, LaunchPoint, self.config
         norm_and_sum = Passes(between=5 * config.hidden_size)
@@ -243,7 +243,7 @@ class Block(nn.Module):
         attends_again = not grouped or (self.recomputed and not self.in_halves)
         mlp_call, attention_call = mlp if tiled else None, attention if grouped else None
         return (
-            DeclaredVisit(
+            DeclaredUse(
                 name="wqkv",
                 layer=attention.wqkv,
                 at=attention_call,
@@ -251,13 +251,13 @@ class Block(nn.Module):
                 in_recompute=attends_again,
                 passes=norm_and_sum._replace(inside=2 * turned),
             ),
-            DeclaredVisit(
+            DeclaredUse(
                 name="attn",
                 at=attention.core,
                 launch_point=at.ATTN,
                 in_recompute=attends_again and not self.keeps_attention,
             ),
-            DeclaredVisit(
+            DeclaredUse(
                 name="wo",
                 layer=attention.wo,
                 at=attention_call,
@@ -266,7 +266,7 @@ class Block(nn.Module):
                 with_previous=grouped,
                 passes=Passes(),
             ),
-            DeclaredVisit(
+            DeclaredUse(
                 name="w1",
                 layer=mlp.w13,
                 at=mlp_call,
@@ -274,7 +274,7 @@ class Block(nn.Module):
                 in_recompute=not tiled,
                 passes=norm_and_sum,
             ),
-            DeclaredVisit(
+            DeclaredUse(
                 name="w2",
                 layer=mlp.w2,
                 at=mlp_call,

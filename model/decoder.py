@@ -26,7 +26,7 @@ from isp.layers.rotary import RotaryEmbedding
 from isp.pipeline import split_layers
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import Passes, inputs_kept, recomputed_blocks
 from model.block import Block
 from model.config import ModelConfig
@@ -167,26 +167,26 @@ class Decoder(nn.Module):
         recomputed = tuple(block.recomputed for block in self.blocks())
         kept = inputs_kept(recomputed, self.config.checkpoint_segment)
         if self.is_first and self.embedding is not None:
-            table = DeclaredVisit(
+            table = DeclaredUse(
                 name="embedding", layer=self.embedding, weight_in_backward=False, passes=written
             )
-            declared.append(DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)))
+            declared.append(DeclaredBlock(name="embedding", module=self.embedding, uses=(table,)))
         declared += [
             DeclaredBlock(
                 name=f"layers.{self.span.start + i}",
                 module=block,
-                visits=block.weight_visits(),
+                uses=block.weight_uses(),
                 recomputed=block.recomputed,
                 input_kept=kept[i],
             )
             for i, block in enumerate(self.blocks())
         ]
         if self.norm is not None and self.head is not None:
-            visit = DeclaredVisit(
+            use = DeclaredUse(
                 name="head", layer=self.head, weight_in_backward=False, passes=written
             )
             last = nn.ModuleList((self.norm, self.head))
-            declared.append(DeclaredBlock(name="head", module=last, visits=(visit,)))
+            declared.append(DeclaredBlock(name="head", module=last, uses=(use,)))
         return tuple(declared)
 
 

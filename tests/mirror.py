@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.comm import Channel, CommLog, Mesh, Pending, streams
-from isp.comm.cargo import UNNAMED, Cargo
+from isp.comm.tag import UNNAMED, Tag
 from isp.parallel import Axis
 
 __all__ = ["MirrorMesh", "one_rank"]
@@ -51,15 +51,15 @@ class MirrorChannel(Channel):
         super().__init__(group, name=name, log=log, sum_locally=False)
         self.size, self.rank = size, rank
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+    def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         sent = x.reshape(1, -1).repeat(self.size, 1)
-        return self._to_itself(_all_gather, "all_gather", out, sent, cargo)
+        return self._to_itself(_all_gather, "all_gather", out, sent, tag)
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
         sent = x.reshape(self.size, -1)[self.rank].to(out.dtype) * self.size
-        return self._to_itself(_reduce_scatter, "reduce_scatter", out, sent, cargo)
+        return self._to_itself(_reduce_scatter, "reduce_scatter", out, sent, tag)
 
     def all_to_all_into(
         self,
@@ -68,19 +68,19 @@ class MirrorChannel(Channel):
         *,
         out_rows: Sequence[int] | None = None,
         in_rows: Sequence[int] | None = None,
-        cargo: Cargo = UNNAMED,
+        tag: Tag = UNNAMED,
     ) -> Pending:
         assert in_rows is None, "ranks that do the same send each other equal pieces"
         sent = x.reshape(self.size, -1)[self.rank].repeat(self.size)
-        return self._to_itself(dist.all_to_all_single, "all_to_all", out, sent, cargo)
+        return self._to_itself(dist.all_to_all_single, "all_to_all", out, sent, tag)
 
-    def all_reduce_(self, x: Tensor, *, op: str = "sum", cargo: Cargo = UNNAMED) -> Pending:
+    def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         if op == "sum":
             x.mul_(self.size)
         group = self.group
         return self._launch(
             "all_reduce",
-            cargo,
+            tag,
             x.nbytes,
             lambda: dist.all_reduce(x, group=group, async_op=True),
             x,
@@ -88,11 +88,11 @@ class MirrorChannel(Channel):
         )
 
     def _to_itself(
-        self, send: Callable[..., dist.Work], kind: str, out: Tensor, sent: Tensor, cargo: Cargo
+        self, send: Callable[..., dist.Work], kind: str, out: Tensor, sent: Tensor, tag: Tag
     ) -> Pending:
         return self._launch(
             kind,
-            cargo,
+            tag,
             sent.nbytes,
             lambda: send(out.view(-1), sent.view(-1), group=self.group, async_op=True),
             out,

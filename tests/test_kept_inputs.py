@@ -144,13 +144,13 @@ def test_passes_come_back_in_their_order() -> None:
     assert _copies(net) == ["from_host"] * 2  # the last one of the third is here
     losses[2].backward()
     assert _copies(net) == ["from_host"] * 2
-    wanted = Net(3)
+    expected = Net(3)
     torch.manual_seed(0)
-    for loss in [wanted.forward() for _ in range(3)]:
+    for loss in [expected.forward() for _ in range(3)]:
         loss.backward()
     assert net.weights.grad is not None
-    assert wanted.weights.grad is not None
-    assert torch.equal(net.weights.grad, wanted.weights.grad)
+    assert expected.weights.grad is not None
+    assert torch.equal(net.weights.grad, expected.weights.grad)
     assert net.host.leased_bytes == 0
     assert net.host.reserved_bytes == 3 * 3 * X_BYTES
 

@@ -73,8 +73,8 @@ class Net:
         return [t.detach() for t in (*found, *streams)], saved
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def plain(net: Net) -> Forward:
@@ -106,9 +106,9 @@ def test_a_recompute_is_the_forward_again(how: Callable[[Net], Forward], passes:
     that only work for the first of two backward passes.
     """
     net, other = Net(), Net()
-    wanted, _ = net.run(plain(net), passes=passes)
+    expected, _ = net.run(plain(net), passes=passes)
     found, _ = other.run(how(other), passes=passes)
-    assert same(found, wanted)
+    assert same(found, expected)
 
 
 def test_a_part_called_inside_a_fork() -> None:
@@ -122,11 +122,11 @@ def test_a_part_called_inside_a_fork() -> None:
         return run
 
     net = Net()
-    wanted, _ = net.run(in_fork(net, plain(net)))
+    expected, _ = net.run(in_fork(net, plain(net)))
     for how in (checkpointed, without_output):
         other = Net()
         found, _ = other.run(in_fork(other, how(other)))
-        assert same(found, wanted)
+        assert same(found, expected)
 
 
 def test_what_is_kept() -> None:
@@ -144,10 +144,10 @@ def _distributed(rank: int) -> tuple[int, list[str]]:
     channel = Channel(dist.group.WORLD)
     channel.log.collect()
     net, other, whole = Net(rank), Net(rank), Net(rank)
-    wanted, _ = net.run(plain(net))
+    expected, _ = net.run(plain(net))
     found, saved = other.run(checkpointed(other, channel))
-    assert same(found, wanted)
-    assert same(whole.run(checkpointed(whole))[0], wanted)
+    assert same(found, expected)
+    assert same(whole.run(checkpointed(whole))[0], expected)
     kinds = [t.kind for t in channel.log.take()]
 
     # Nobody else keeps the whole input of the second part alive.
@@ -195,16 +195,16 @@ def test_without_gradients_nothing_is_done(how: Callable[[Net], Forward]) -> Non
     net, other = Net(), Net()
     with torch.no_grad():
         torch.manual_seed(0)
-        wanted = plain(net)(net.x)
+        expected = plain(net)(net.x)
         torch.manual_seed(0)
         if how is checkpointed:
-            assert torch.equal(checkpointed(other)(other.x), wanted)
+            assert torch.equal(checkpointed(other)(other.x), expected)
             return
         part = CheckpointWithoutOutput(tracker=other.tracker)
         y = part.checkpoint(other.part, other.x)
         z = y @ other.w
         part.discard_output_and_register_recompute(z)
-        assert torch.equal(y @ other.w, wanted)
+        assert torch.equal(y @ other.w, expected)
 
 
 class Phases:
@@ -386,7 +386,7 @@ def test_data_parallel_sees_one_backward(drop: bool) -> None:
 def test_a_part_inside_a_recomputed_whole() -> None:
     """Catches an output dropped in a recompute: backward would read memory that is not there."""
     net, other = Net(), Net()
-    wanted, _ = net.run(lambda x: plain(net)(x).sin(), passes=2)
+    expected, _ = net.run(lambda x: plain(net)(x).sin(), passes=2)
 
     def inside(x: Tensor) -> Tensor:
         return without_output(other)(x).sin()  # saves more, so the recompute goes on past the part
@@ -394,7 +394,7 @@ def test_a_part_inside_a_recomputed_whole() -> None:
     found, saved = other.run(
         lambda x: checkpoint(inside, False, x, tracker=other.tracker), passes=2
     )
-    assert same(found, wanted)
+    assert same(found, expected)
     assert saved == X_BYTES
 
 
@@ -402,9 +402,9 @@ def test_inside_a_recomputed_whole_nothing_is_dropped() -> None:
     """Catches a part that is dropped within a whole whose recompute would not restore it."""
     net, other = Net(), Net()
     again = Recomputer(tracker=other.tracker)
-    wanted, _ = net.run(plain(net))
+    expected, _ = net.run(plain(net))
     found, saved = other.run(
         lambda x: again(lambda x: again.without_output(other.part, lambda y: y @ other.w, x), x)
     )
-    assert same(found, wanted)
+    assert same(found, expected)
     assert saved == X_BYTES

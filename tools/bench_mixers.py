@@ -181,7 +181,7 @@ class MixersBench(Bench):
     def _received(self) -> int:
         """By the rank that receives most in a forward: what it sends back, by the log.
 
-        Every trip there has its transpose, so the second half of the transfers is backward's.
+        Every transfer there has its transpose, so the second half of the transfers is backward's.
         """
         transfers = self.log.take()
         return int(self._slowest([sum(t.sent_bytes for t in transfers[len(transfers) // 2 :])])[0])

@@ -54,7 +54,7 @@ from overlap_rows import (
     traffic,
 )
 
-from isp.comm import Channel, CommLog, Link, Transfer
+from isp.comm import Channel, CommLog, Link, TimedTransfer
 from isp.parallel import Axis
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
@@ -93,7 +93,7 @@ class Bench:
         self.channel = self.mesh[Axis.WEIGHT]
         self.alone = compute_alone(self.compute)
         self.rows = [self.alone, *self._size_one(), *self._ours(), *self._theirs()]
-        self.traces: dict[str, tuple[float, float, float, list[Transfer]]] = {}
+        self.traces: dict[str, tuple[float, float, float, list[TimedTransfer]]] = {}
 
     def run(self) -> None:
         """Check, calibrate, and print a table for each ratio."""
@@ -153,10 +153,10 @@ class Bench:
         """Every row computes the same loss and the same gradients."""
         compare(self.alone, [row for row in self.rows[1:] if "one rank" not in row.name], 1e-5)
 
-    def _calibrate(self, moves: list[Transfer], wanted: float) -> float:
-        """Make `moves` alone take `wanted` seconds; the speed, in bytes per second."""
+    def _calibrate(self, moves: list[TimedTransfer], expected: float) -> float:
+        """Make `moves` alone take `expected` seconds; the speed, in bytes per second."""
         sent = sum(t.sent_bytes for t in moves)
-        speed = sent / max(0.1 * wanted, wanted - self.latency * len(moves))
+        speed = sent / max(0.1 * expected, expected - self.latency * len(moves))
         if self.link is not None:
             self.link.bytes_per_second, self.link.latency_seconds = speed, self.latency
             return speed
@@ -164,9 +164,9 @@ class Bench:
         for _ in range(2):  # headers and the bucket's first megabyte: as measured
             self.wires.limit(self.rank, speed)
             seconds = [self._clock(lambda: move(moves, self.channel)) for _ in range(3)]
-            speed *= statistics.median(seconds) / wanted
+            speed *= statistics.median(seconds) / expected
         self.wires.limit(self.rank, speed)
-        return sent / wanted
+        return sent / expected
 
     def _clock(self, act: Callable[[], object]) -> float:
         dist.barrier()
@@ -225,7 +225,7 @@ class Bench:
     # -- printing ----------------------------------------------------------------------------
 
     def _print_table(
-        self, samples: dict[str, list[Sample]], moves: list[Transfer], speed: float
+        self, samples: dict[str, list[Sample]], moves: list[TimedTransfer], speed: float
     ) -> None:
         alone = samples[self.alone.name]
         forward = statistics.median(s.forward for s in alone)
@@ -266,10 +266,12 @@ class Bench:
         peak = row.pool.peak_leased_bytes
         return f"{peak / unit_bytes(self.compute.model):.2f}"
 
-    def _bound(self, moves: list[Transfer], forward: float, backward: float, speed: float) -> float:
+    def _bound(
+        self, moves: list[TimedTransfer], forward: float, backward: float, speed: float
+    ) -> float:
         """Seconds that no order of transfers could hide."""
 
-        def seconds(transfers: list[Transfer]) -> float:
+        def seconds(transfers: list[TimedTransfer]) -> float:
             return sum(t.sent_bytes / speed + self.latency for t in transfers)
 
         gathers = [t for t in moves if t.kind == "all_gather"]

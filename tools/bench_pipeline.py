@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from paced import Paced
 
-from isp.comm import Link, Mesh, Transfer
+from isp.comm import Link, Mesh, TimedTransfer
 from isp.data.batch import MicroBatch
 from isp.layers.linear import ParallelLinear
 from isp.models.build import build_model
@@ -90,7 +90,7 @@ class Contestant:
         tokens = torch.randint(32, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         self.batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:], positions, None)] * micro
 
-    def timed(self) -> tuple[float, list[Transfer]]:
+    def timed(self) -> tuple[float, list[TimedTransfer]]:
         """Seconds of a step on the slowest rank, and this rank's transfers of it."""
         world = self.mesh[Axis.WORLD]
         world.all_reduce(torch.zeros(1)).wait()
@@ -142,7 +142,7 @@ class Exposure(NamedTuple):
     """Exposed time of gathers over their time."""
 
 
-def exposure(transfers: list[Transfer]) -> Exposure:
+def exposure(transfers: list[TimedTransfer]) -> Exposure:
     """What is exposed of the gathers among `transfers`."""
     gathers = [t for t in transfers if t.kind == "all_gather" and t.channel == Axis.WEIGHT]
     waited = [t for t in gathers if t.exposed > t.duration / 20]

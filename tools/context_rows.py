@@ -18,7 +18,7 @@ from isp.attention import CpuAttention, DistributedAttention
 from isp.attention.context import ContextAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel, CommLog, Link, Pending
-from isp.comm.cargo import UNNAMED, Cargo
+from isp.comm.tag import UNNAMED, Tag
 from isp.parallel.context import ContextPlan, Slice
 
 __all__ = ["BothWaysChannel", "BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
@@ -113,11 +113,11 @@ class BothWaysChannel(Channel):
         *,
         out_rows: Sequence[int] | None = None,
         in_rows: Sequence[int] | None = None,
-        cargo: Cargo = UNNAMED,
+        tag: Tag = UNNAMED,
     ) -> Pending:
         if out_rows is not None and isinstance(self.link, BothWaysLink):
             self.link.more_comes = max(0, out.nbytes - x.nbytes)  # own rows are in both
-        return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, cargo=cargo)
+        return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, tag=tag)
 
     def permute(self, x: Tensor) -> Pending:
         """x of the rank before this one, as torch's ring asks for it: by all-to-all."""

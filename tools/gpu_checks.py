@@ -28,8 +28,8 @@ from torch import Tensor
 
 from isp.attention import AttentionMask, make_local_attention
 from isp.comm import Channel, CommLog, Mesh, World, cuda
-from isp.comm.cargo import UNNAMED
 from isp.comm.channel import _all_gather
+from isp.comm.tag import UNNAMED
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops

@@ -154,12 +154,12 @@ def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
     """The steps to run, in order; what cannot run on the machine is told and left out."""
     picked = []
     for step in STEPS:
-        wanted = step.name in names if names else step.default
-        if wanted and machine.device == "cuda" and machine.gpus < step.gpus:
+        expected = step.name in names if names else step.default
+        if expected and machine.device == "cuda" and machine.gpus < step.gpus:
             print(f"{step.name}: left out, needs {step.gpus} GPUs and there is {machine.gpus}")
-        elif wanted and machine.device == "cpu" and not step.toy:
+        elif expected and machine.device == "cpu" and not step.toy:
             print(f"{step.name}: left out, reads what only a GPU leaves")
-        elif wanted:
+        elif expected:
             picked.append(step)
     return picked
 

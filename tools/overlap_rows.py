@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from isp.attention import CpuAttention, DistributedAttention, LocalAttention
-from isp.comm import Channel, Mesh, Pending, Transfer
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm import Channel, Mesh, Pending, TimedTransfer
+from isp.comm.tag import Purpose, Tag
 from isp.layers.factory import LayerFactory
 from isp.layers.head import VocabParallelHead
 from isp.layers.module import init_weights, named_parameters
@@ -103,7 +103,7 @@ class Compute:
         if isinstance(layer.communicator, EmbeddingWeightParallelCommunicator):
             return 0.0
         rows, columns = layer.layouts["weight"].global_shape
-        if isinstance(layer, VocabParallelHead):  # three products in one visit and one gradient
+        if isinstance(layer, VocabParallelHead):  # three products in one use and one gradient
             rows = 3 * rows // 2
         return 2e-9 * rows * columns * self.paced_tokens / self.paced_gflops  # type: ignore[no-any-return]
 
@@ -168,7 +168,7 @@ def compute_alone(compute: Compute) -> Row:
     return Row("compute alone", step, gradients)
 
 
-def traffic(alone: Row, moves: Sequence[Transfer], channel: Channel) -> Row:
+def traffic(alone: Row, moves: Sequence[TimedTransfer], channel: Channel) -> Row:
     """Compute alone, while the same bytes move beside it and nobody waits for them."""
 
     def step() -> StepResult:
@@ -182,7 +182,7 @@ def traffic(alone: Row, moves: Sequence[Transfer], channel: Channel) -> Row:
     return Row("compute alone, traffic beside it", step, alone.gradients)
 
 
-def move(moves: Sequence[Transfer], channel: Channel, at_once: int = 4) -> None:
+def move(moves: Sequence[TimedTransfer], channel: Channel, at_once: int = 4) -> None:
     """The same transfers one after another, `at_once` in flight."""
     flying: list[Pending] = []
     for transfer in moves:
@@ -263,8 +263,8 @@ class _Gather(_ThroughChannel):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        cargo = Cargo(Purpose.WEIGHT, "unit")
-        pending = self.channel.all_gather_into(output_tensor, input_tensor, cargo=cargo)
+        tag = Tag(Purpose.WEIGHT, "unit")
+        pending = self.channel.all_gather_into(output_tensor, input_tensor, tag=tag)
         if async_op:
             return _Arriving(pending)
         pending.wait()
@@ -281,8 +281,8 @@ class _ReduceScatter(_ThroughChannel):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        cargo = Cargo(Purpose.WEIGHT_GRADIENT, "unit", "grad")
-        pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, cargo=cargo)
+        tag = Tag(Purpose.WEIGHT_GRADIENT, "unit", "grad")
+        pending = self.channel.reduce_scatter_into(output_tensor, input_tensor, tag=tag)
         if self.deferred is None:
             pending.wait()
         else:

@@ -15,7 +15,7 @@ from isp.comm import Mesh, World
 from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names, init_weights
 from isp.parallel import Axis, LaunchPoint, Mode, ParallelConfig, Topology, WeightConfig
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 
 
 class Block(nn.Module):
@@ -28,10 +28,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
 
-    def visits(self) -> tuple[DeclaredVisit, ...]:
+    def uses(self) -> tuple[DeclaredUse, ...]:
         """Where a forward reads weights, in order; the next block's are requested before `down`."""
-        up = DeclaredVisit(name="up", layer=self.up)
-        return up, DeclaredVisit(name="down", layer=self.down, launch_point=LaunchPoint.WO)
+        up = DeclaredUse(name="up", layer=self.up)
+        return up, DeclaredUse(name="down", layer=self.down, launch_point=LaunchPoint.WO)
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         bind_names(model)
         init_weights(model, seed=1)  # the same weights on any number of ranks
         blocks = [
-            DeclaredBlock(name=name, module=block, visits=block.visits())
+            DeclaredBlock(name=name, module=block, uses=block.uses())
             for name, block in model.named_children()
         ]
         communicator.declare([blocks])

@@ -31,10 +31,10 @@ class Paced(WPCommunicator):
         return self.communicator.communication_mode
 
     @contextmanager
-    def visit(
+    def unshard(
         self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> Iterator[FullWeights]:
-        with self.communicator.visit(module, phase, weight, bias) as full:
+        with self.communicator.unshard(module, phase, weight, bias) as full:
             yield full
             time.sleep(self.seconds(module))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["Chosen", "given", "seen_by"]
 
@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
 
     def gathered(self, channel: Channel) -> Pending:
         """The numbers of all ranks' queries, [B, S/p, G, n] -> [B, S, G, n]."""
-        return channel.all_gather(self.numbers, 1, cargo=Cargo(Purpose.HEADS, tensor="indices"))
+        return channel.all_gather(self.numbers, 1, tag=Tag(Purpose.HEADS, tensor="indices"))
 
 
 def seen_by(numbers: Tensor, run: int, num_keys: int) -> Tensor:

@@ -36,7 +36,7 @@ from isp.attention.mask import AttentionMask
 from isp.attention.ring import Ring, ring_attention
 from isp.attention.route import Route, gather_route, ring_routes
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.context import ContextPlan, Windows
 
 __all__ = ["ContextAttention"]
@@ -118,14 +118,14 @@ class ContextAttention:
         """Attend stripe by stripe, while the next one travels."""
         number = 1 if tokens.chosen is not None else self._num_stripes(tokens.k, route)
         stripes = tokens.stripes(number)
-        route, outs, trips = route.on(tokens.k.device), [], []
+        route, outs, transfers = route.on(tokens.k.device), [], []
         for number, (_, k, v, *_) in enumerate(stripes):
-            cargo = Cargo(Purpose.KEYS, tensor=f"attention.kv.{number}")
-            exchange = KeyExchange(self.channel, route, cargo)
-            trips.append(launch(exchange, (torch.stack((k, v), 1),)))
+            tag = Tag(Purpose.KEYS, tensor=f"attention.kv.{number}")
+            exchange = KeyExchange(self.channel, route, tag)
+            transfers.append(launch(exchange, (torch.stack((k, v), 1),)))
             if number:
-                outs.append(self._attend_arrived(stripes[number - 1], trips[number - 1], route))
-        outs.append(self._attend_arrived(stripes[-1], trips[-1], route))
+                outs.append(self._attend_arrived(stripes[number - 1], transfers[number - 1], route))
+        outs.append(self._attend_arrived(stripes[-1], transfers[-1], route))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _num_stripes(self, k: Tensor, route: Route) -> int:

@@ -8,7 +8,7 @@ p ranks, B batch, S sequence, H query heads, K KV heads, h and k those of this r
 Every rank attends with some heads over the whole sequence, so packed documents, windows and
 positions are what they are on one device. `HeadPlan` says which heads.
 
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint trips are ours.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint transfers are ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import Channel, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["DistributedAttention"]
 
@@ -46,7 +46,7 @@ class DistributedAttention:
     (separate), `from_qkv` and `from_kv` (packed).
 
     `together_below_bytes`: up to this size on a rank q, k and v travel as one message, which saves
-    launches; above it each on its own, and packing one overlaps the trip of the one before.
+    launches; above it each on its own, and packing one overlaps the transfer of the one before.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class DistributedAttention:
             together = self.exchange((plan.query, plan.kv, plan.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
-            trips = [
+            transfers = [
                 launch(self.exchange((heads,), length, label), (x,))
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
             ]
-            q, k, v = (arrive()[0] for arrive in trips)
+            q, k, v = (arrive()[0] for arrive in transfers)
         if chosen is not None and numbers is not None:
             chosen = chosen._replace(numbers=numbers.wait())
         return self._attend(q, k, v, plan, mask, sinks, chosen)
@@ -111,15 +111,15 @@ class DistributedAttention:
         return self(q, k, v, mask=mask)
 
     def exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
-        """The trip by which tensors spread their `heads` and join their tokens, S = `length`."""
+        """The exchange that spreads the `heads` of tensors and joins their tokens, S = `length`."""
         key = label, length, heads
         if key not in self._exchanges:
             if len(self._exchanges) == _MAX_EXCHANGES:
                 self._exchanges.clear()
             spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
             sequence = Cut.even(_SEQUENCE, length, self.channel.size)
-            cargo = Cargo(Purpose.HEADS, tensor=f"attention.{label}")
-            self._exchanges[key] = Exchange(self.channel, spread, sequence, cargo)
+            tag = Tag(Purpose.HEADS, tensor=f"attention.{label}")
+            self._exchanges[key] = Exchange(self.channel, spread, sequence, tag)
         return self._exchanges[key]
 
     def _attend(

@@ -2,12 +2,12 @@
 
 p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T tokens
 
-[Note: A trip is two autograd nodes]
-Departure packs and launches, arrival waits and unpacks; between them the trip is a `Pending`. In
-backward the arrival node launches the gradient's trip and the departure node waits for it, so what
-can run while x travels has its gradient computed while dx travels. Between the two nodes autograd
-sees only an empty ticket; every gradient goes through the trip. The synchronous form is one node
-that does both at once each way, hence the same bits.
+[Note: A transfer is two autograd nodes]
+Departure packs and launches, arrival waits and unpacks; between them the transfer is a `Pending`.
+In backward the arrival node launches the gradient's transfer and the departure node waits for it,
+so what can run while x travels has its gradient computed while dx travels. Between the two nodes
+autograd sees only an empty ticket; every gradient goes through the transfer. The synchronous form
+is one node that does both at once each way, hence the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = [
     "Arrival",
@@ -38,7 +38,7 @@ __all__ = [
     "launch",
 ]
 
-_HEADS = Cargo(Purpose.HEADS, tensor="all_to_all")
+_HEADS = Tag(Purpose.HEADS, tensor="all_to_all")
 
 Arrival = Callable[[], tuple[Tensor, ...]]
 """Gives the tensors of an exchange, when they are there."""
@@ -82,7 +82,7 @@ class Cut:
 
 
 class _Messages(NamedTuple):
-    """The messages of one trip, by the rank that they go to or come from."""
+    """The messages of one transfer, by the rank that they go to or come from."""
 
     sent: list[list[int]]
     """Shapes."""
@@ -108,7 +108,7 @@ class Exchange:
     channel: Channel
     spread: tuple[Cut, ...]
     join: Cut
-    cargo: Cargo = _HEADS
+    tag: Tag = _HEADS
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
         """Spread xs and join them along `join.dim`."""
@@ -166,7 +166,7 @@ class Exchange:
             send,
             out_rows=out_rows,
             in_rows=in_rows,
-            cargo=self.cargo,
+            tag=self.tag,
         )
         return lambda: unpack(pending.wait())
 
@@ -275,48 +275,48 @@ class _Trip:
         self._arrival = self._back(dys)
 
     def arrive(self) -> tuple[Tensor, ...]:
-        assert self._arrival is not None, "a trip arrives once for each departure"
+        assert self._arrival is not None, "a transfer arrives once for each departure"
         arrival, self._arrival = self._arrival, None
         return arrival()
 
 
 class _Depart(Function):
     @staticmethod
-    def forward(ctx: Any, trip: _Trip, *xs: Tensor) -> Tensor:
-        ctx.trip = trip
-        trip.depart(xs)
+    def forward(ctx: Any, transfer: _Trip, *xs: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.depart(xs)
         return xs[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.trip.arrive()
+        return None, *ctx.transfer.arrive()
 
 
 class _Arrive(Function):
     @staticmethod
-    def forward(ctx: Any, trip: _Trip, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.trip = trip
-        return trip.arrive()
+    def forward(ctx: Any, transfer: _Trip, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        return transfer.arrive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor]:
-        ctx.trip.depart_back(dys)
+        ctx.transfer.depart_back(dys)
         return None, dys[0].new_empty(0)
 
 
 def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
     """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
 
-    See the note [A trip is two autograd nodes]. The result must be called once, and every rank's
-    backward must reach what it gave.
+    See the note [A transfer is two autograd nodes]. The result must be called once, and the
+    backward of every rank must reach what it gave.
     """
     if exchange.channel.size == 1:
         return lambda: tuple(xs)
-    trip = _Trip(exchange, reverse=reverse)
-    ticket = _Depart.apply(trip, *xs)
-    return lambda: _Arrive.apply(trip, ticket)
+    transfer = _Trip(exchange, reverse=reverse)
+    ticket = _Depart.apply(transfer, *xs)
+    return lambda: _Arrive.apply(transfer, ticket)
 
 
 class _Exchanged(Function):
@@ -333,7 +333,7 @@ class _Exchanged(Function):
 
 
 def exchanged(exchange: RoundTrip, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
-    """xs, sent and arrived: as `launch`, in one node [Note: A trip is two autograd nodes]."""
+    """xs, sent and arrived: as `launch`, in one node [Note: A transfer is two autograd nodes]."""
     if exchange.channel.size == 1:
         return xs
     ys: tuple[Tensor, ...] = _Exchanged.apply(exchange, reverse, *xs)

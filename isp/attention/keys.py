@@ -14,14 +14,14 @@ from torch import Tensor
 from isp.attention.exchange import Arrival
 from isp.attention.route import Route
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 
 __all__ = ["KeyExchange", "wide"]
 
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The trip of keys and values [T, ..] to where they are needed, laid out there as [L, ..].
+    """The transfer of keys and values [T, ..] to where they are needed, laid out there as [L, ..].
 
     Back, copies are summed where they were laid out, and what comes from the ranks where it
     belongs: both in float32 at least, in one order.
@@ -29,7 +29,7 @@ class KeyExchange:
 
     channel: Channel
     route: Route
-    cargo: Cargo
+    tag: Tag
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
         """Own rows to all who need them."""
@@ -39,7 +39,7 @@ class KeyExchange:
             x.index_select(0, route.send),
             out_rows=route.received,
             in_rows=route.sent,
-            cargo=self.cargo,
+            tag=self.tag,
         )
         return lambda: (pending.wait().index_select(0, route.layout),)
 
@@ -66,7 +66,7 @@ class KeyExchange:
             total.to(y.dtype),
             out_rows=route.sent,
             in_rows=route.received,
-            cargo=self.cargo,
+            tag=self.tag,
         )
 
     def add_to(self, total: Tensor, received: Tensor) -> None:

@@ -23,7 +23,7 @@ from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
 from isp.comm import Channel, streams
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
@@ -128,7 +128,7 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return AttentionBackend.SDPA
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
-    slowest = everyone.all_reduce(slowest, op="max", cargo=Cargo(tensor="attention")).wait()
+    slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
     times = dict(zip(times, slowest.tolist(), strict=True))
     able = {backend: times[backend] for backend in candidates if times[backend] < math.inf}
     chosen = _fastest(able)

@@ -31,7 +31,7 @@ from isp.attention.lse import LseKernel
 from isp.attention.route import Route
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["Ring", "ring_attention"]
 
@@ -53,7 +53,7 @@ class Ring:
             KeyExchange(
                 channel if step else Channel.solo(),
                 route.on(device),
-                Cargo(Purpose.KEYS, tensor=f"attention.kv.{step}"),
+                Tag(Purpose.KEYS, tensor=f"attention.kv.{step}"),
             )
             for step, route in enumerate(routes)
         )

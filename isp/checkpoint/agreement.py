@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from isp.checkpoint.plain import Plain, from_tensor, to_tensor
 from isp.comm import Channel
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 
 __all__ = ["CheckpointError", "attempt", "attempt_first", "exchange"]
 
@@ -29,10 +29,10 @@ def exchange(channel: Channel, value: Plain) -> list[Any]:
     """The values of all ranks, in rank order."""
     data = to_tensor(value)
     length = torch.tensor([data.numel()])
-    lengths = channel.all_gather(length, cargo=Cargo(tensor="lengths")).wait().tolist()
+    lengths = channel.all_gather(length, tag=Tag(tensor="lengths")).wait().tolist()
     padded = data.new_zeros(max(lengths))
     padded[: data.numel()] = data
-    rows = channel.all_gather(padded, cargo=Cargo(tensor="values")).wait().view(channel.size, -1)
+    rows = channel.all_gather(padded, tag=Tag(tensor="values")).wait().view(channel.size, -1)
     return [from_tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
 
 

@@ -1,15 +1,14 @@
 """Collectives as pending tensors, and the log of what they cost."""
 
 from isp.comm import streams
-from isp.comm.cargo import Cargo, CollectiveError, Purpose
 from isp.comm.channel import Channel
-from isp.comm.log import CommLog, CommTotals, DeviceClock, Transfer
+from isp.comm.log import CommLog, CommTotals, DeviceClock, TimedTransfer
 from isp.comm.mesh import Mesh, World
 from isp.comm.pending import Link, Pending
 from isp.comm.roll_call import CollectiveTimeout, RollCall
+from isp.comm.tag import CollectiveError, Purpose, Tag
 
 __all__ = [
-    "Cargo",
     "Channel",
     "CollectiveError",
     "CollectiveTimeout",
@@ -21,7 +20,8 @@ __all__ = [
     "Pending",
     "Purpose",
     "RollCall",
-    "Transfer",
+    "Tag",
+    "TimedTransfer",
     "World",
     "streams",
 ]

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.comm import streams
-from isp.comm.cargo import UNNAMED, Cargo, Collective, CollectiveError, Trip
 from isp.comm.log import CommLog
 from isp.comm.pending import Link, Pending
+from isp.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
 
 __all__ = ["Channel", "DryChannel", "Listener"]
 
@@ -87,16 +87,16 @@ class Channel:
 
     # -- collectives along a dimension -------------------------------------------------------
 
-    def all_gather(self, x: Tensor, dim: int = 0, *, cargo: Cargo = UNNAMED) -> Pending:
+    def all_gather(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
         """Join the ranks' slices: x [.., N/p, ..] -> [.., N, ..], split along `dim`."""
         if self.size == 1:
             return Pending.ready(x)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        pending = self.all_gather_into(out, x, cargo=cargo)
+        pending = self.all_gather_into(out, x, tag=tag)
         return pending.then(lambda out: _join(out, dim))
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0, *, cargo: Cargo = UNNAMED) -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
         """Sum over the ranks and keep this rank's slice: x [.., N, ..] -> [.., N/p, ..].
 
         Raises ValueError if N is not a multiple of the channel's size.
@@ -105,11 +105,9 @@ class Channel:
             return Pending.ready(x)
         chunks = self._split(x, dim)  # [p, .., N/p, ..]
         out = torch.empty_like(chunks[0])
-        return self.reduce_scatter_into(out, chunks, cargo=cargo)
+        return self.reduce_scatter_into(out, chunks, tag=tag)
 
-    def all_to_all(
-        self, x: Tensor, *, scatter: int, gather: int, cargo: Cargo = UNNAMED
-    ) -> Pending:
+    def all_to_all(self, x: Tensor, *, scatter: int, gather: int, tag: Tag = UNNAMED) -> Pending:
         """Split dim `scatter` over the ranks and join dim `gather`, which was split before.
 
         x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; its dual swaps the two dims.
@@ -119,25 +117,25 @@ class Channel:
             return Pending.ready(x)
         chunks = self._split(x, scatter)  # [p, .., N/p, .., M/p, ..]
         out = torch.empty_like(chunks)
-        pending = self.all_to_all_into(out, chunks, cargo=cargo)
+        pending = self.all_to_all_into(out, chunks, tag=tag)
         return pending.then(lambda out: _join(out, gather))
 
-    def all_reduce(self, x: Tensor, *, op: str = "sum", cargo: Cargo = UNNAMED) -> Pending:
+    def all_reduce(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         """The sum (or `op="max"`) over the ranks, in a new tensor of the shape of x."""
         if self.size == 1:
             return Pending.ready(x)
-        return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, cargo=cargo)
+        return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, tag=tag)
 
     # -- collectives into given buffers ------------------------------------------------------
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+    def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         """Write the ranks' x [n, ..], joined in rank order, into `out` [p n, ..] or [p, n, ..]."""
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
         joined = out if out.dim() == x.dim() else out.flatten(0, 1)
         return self._launch(
             "all_gather",
-            cargo,
+            tag,
             x.nbytes * (self.size - 1),
             partial(_all_gather, self.group, joined, x),
             out,
@@ -145,7 +143,7 @@ class Channel:
         )
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
         """Write this rank's slice of the sum of x [p n, ..] or [p, n, ..] into `out` [n, ..].
 
@@ -159,7 +157,7 @@ class Channel:
             parts = torch.empty_like(x) if received is None else received
             return self._launch(
                 "reduce_scatter",
-                cargo,
+                tag,
                 x.nbytes // self.size * (self.size - 1),
                 partial(_all_to_all, self.group, parts, x, [], []),
                 parts,
@@ -170,7 +168,7 @@ class Channel:
             wide = wide.to(out.dtype)
         return self._launch(
             "reduce_scatter",
-            cargo,
+            tag,
             wide.nbytes // self.size * (self.size - 1),
             partial(_reduce_scatter, self.group, out, wide),
             out,
@@ -184,7 +182,7 @@ class Channel:
         *,
         out_rows: Sequence[int] | None = None,
         in_rows: Sequence[int] | None = None,
-        cargo: Cargo = UNNAMED,
+        tag: Tag = UNNAMED,
     ) -> Pending:
         """Send slice i of dim 0 of x to rank i, and write what rank i sends into slice i of `out`.
 
@@ -197,14 +195,14 @@ class Channel:
             own = x.nbytes // max(1, x.shape[0]) * in_rows[self.rank]
         return self._launch(
             "all_to_all",
-            cargo,
+            tag,
             x.nbytes - own,
             partial(_all_to_all, self.group, out, x, list(out_rows or ()), list(in_rows or ())),
             out,
             keep=(x, out),
         )
 
-    def all_reduce_(self, x: Tensor, *, op: str = "sum", cargo: Cargo = UNNAMED) -> Pending:
+    def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         """Replace x by the sum (or `op="max"`) over the ranks."""
         if self.size == 1:
             return Pending.ready(x)
@@ -212,21 +210,21 @@ class Channel:
         sent = x.nbytes * 2 * (self.size - 1) // self.size
         return self._launch(
             "all_reduce",
-            cargo,
+            tag,
             sent,
             lambda: dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True),
             x,
             keep=(x,),
         )
 
-    def broadcast_(self, x: Tensor, *, source: int = 0, cargo: Cargo = UNNAMED) -> Pending:
+    def broadcast_(self, x: Tensor, *, source: int = 0, tag: Tag = UNNAMED) -> Pending:
         """Replace x by that of the channel's rank `source`."""
         if self.size == 1:
             return Pending.ready(x)
         sent = x.nbytes if self.rank == source else 0
         return self._launch(
             "broadcast",
-            cargo,
+            tag,
             sent,
             lambda: dist.broadcast(x, group=self.group, group_src=source, async_op=True),
             x,
@@ -235,12 +233,12 @@ class Channel:
 
     # -- between two ranks -------------------------------------------------------------------
 
-    def send(self, x: Tensor, target: int, *, cargo: Cargo = UNNAMED) -> Pending:
+    def send(self, x: Tensor, target: int, *, tag: Tag = UNNAMED) -> Pending:
         """Send x to the channel's rank `target`, which receives as often as this one sends."""
         x = x.contiguous()
         return self._launch(
             "send",
-            cargo,
+            tag,
             x.nbytes,
             lambda: dist.isend(x, group=self.group, group_dst=target),
             x,
@@ -248,11 +246,11 @@ class Channel:
             pair=(self.rank, target),
         )
 
-    def recv(self, out: Tensor, source: int, *, cargo: Cargo = UNNAMED) -> Pending:
+    def recv(self, out: Tensor, source: int, *, tag: Tag = UNNAMED) -> Pending:
         """Replace `out`, which is contiguous, by what the channel's rank `source` sends."""
         return self._launch(
             "recv",
-            cargo,
+            tag,
             0,
             lambda: dist.irecv(out, group=self.group, group_src=source),
             out,
@@ -275,7 +273,7 @@ class Channel:
     def _launch(
         self,
         kind: str,
-        cargo: Cargo,
+        tag: Tag,
         sent_bytes: int,
         start: Callable[[], dist.Work | None],
         out: Tensor,
@@ -291,25 +289,25 @@ class Channel:
             assert work is not None, "this rank is in its group"
             wait = work.wait
         else:
-            wait = self._start(Trip(kind, self.name, cargo, sent_bytes), start, pair)
+            wait = self._start(Transfer(kind, self.name, tag, sent_bytes), start, pair)
         return Pending(wait, result=out, keep=keep)
 
     def _start(
-        self, trip: Trip, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
+        self, of: Transfer, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
     ) -> Callable[[], object]:
         """Start a transfer; what is returned waits for it, and the log has its times."""
-        transfer = self.log.start(*trip)
+        transfer = self.log.start(*of)
         if not self._on_streams:
-            arrival = 0.0 if self.link is None else self.link.book(trip.sent_bytes)
+            arrival = 0.0 if self.link is None else self.link.book(of.sent_bytes)
             work = _ours(start())
-            wait = partial(self._wait_on_host, work, trip, pair, self._launched[pair])
+            wait = partial(self._wait_on_host, work, of, pair, self._launched[pair])
             return transfer.timed_on_host(work, wait, arrival, listens=self.log.listens)
         if self.log.clock is not None:
             self._ends = self._ends or streams.new(self.log.clock.device)
         return self.log.timed_on_device(transfer, lambda: _ours(start()), self._ends)
 
     def _wait_on_host(
-        self, work: dist.Work, trip: Trip, pair: tuple[int, ...], number: int
+        self, work: dist.Work, transfer: Transfer, pair: tuple[int, ...], number: int
     ) -> None:
         try:
             if pair:  # gloo counts their time from here, and has to be told how long
@@ -317,7 +315,7 @@ class Channel:
             else:
                 work.wait()
         except RuntimeError as error:
-            collective = self._collective(trip.kind, str(trip.cargo), pair, number)
+            collective = self._collective(transfer.kind, str(transfer.tag), pair, number)
             raise CollectiveError(collective, str(error)) from error
 
     def _collective(self, kind: str, label: str, pair: tuple[int, ...], number: int) -> Collective:
@@ -336,7 +334,7 @@ class Channel:
 class Listener(Protocol):
     """A listener to what dry channels do."""
 
-    def launched(self, trip: Trip) -> Callable[[], object]:
+    def launched(self, transfer: Transfer) -> Callable[[], object]:
         """A transfer sets off; what is returned is called when it is waited for."""
 
 
@@ -355,8 +353,8 @@ class DryChannel(Channel):
         self.rank = rank
         self.listener = listener
 
-    def _start(self, trip: Trip, *_: object) -> Callable[[], object]:
-        return self.listener.launched(trip)
+    def _start(self, transfer: Transfer, *_: object) -> Callable[[], object]:
+        return self.listener.launched(transfer)
 
 
 def _ours(work: dist.Work | None) -> dist.Work:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from isp.comm import host_memory, streams
-from isp.comm.cargo import Cargo, Trip
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
 from isp.comm.pending import Pending
+from isp.comm.tag import Tag, Transfer
 
 __all__ = [
     "FROM_HOST",
@@ -66,7 +66,7 @@ class HostChannel(Channel):
         self._device = device
         self._stream: streams.Stream | None = None
 
-    def copy(self, out: Tensor, x: Tensor, *, kind: str, cargo: Cargo) -> Pending:
+    def copy(self, out: Tensor, x: Tensor, *, kind: str, tag: Tag) -> Pending:
         """Write x, which is there when what is queued now is over, into `out`."""
         if self._stream is None:
             self._stream = streams.new(self._device)
@@ -78,7 +78,7 @@ class HostChannel(Channel):
                 streams.in_use(out, x)
                 return _Copy(streams.mark(self._device))
 
-        return self._launch(kind, cargo, x.nbytes, start, out, keep=())
+        return self._launch(kind, tag, x.nbytes, start, out, keep=())
 
     def forget(self, pending: Pending) -> None:
         """Nobody but this channel, on which all is in order, will wait for `pending`."""
@@ -91,9 +91,9 @@ class HostChannel(Channel):
             self._stream.synchronize()
 
     def _start(
-        self, trip: Trip, start: Callable[[], Any], pair: tuple[int, ...]
+        self, of: Transfer, start: Callable[[], Any], pair: tuple[int, ...]
     ) -> Callable[[], object]:
-        transfer = self.log.start(*trip)
+        transfer = self.log.start(*of)
         if self._stream is not None:
             return self.log.timed_on_device(transfer, start, self._stream)
         start()
@@ -137,9 +137,9 @@ class HostMemory:
         told = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
         return f"{told} of {pinned}host memory in {self.num_buffers} buffers"
 
-    def store(self, x: Tensor, *, cargo: Cargo) -> Stored:
+    def store(self, x: Tensor, *, tag: Tag) -> Stored:
         """Set a copy of x on its way to the host. Raises HostMemoryError if there is no room."""
-        return Stored(self, x, cargo)
+        return Stored(self, x, tag)
 
     def _lend(self, x: Tensor) -> Tensor:
         free = self._free[x.dtype]
@@ -181,14 +181,14 @@ class Stored:
     The buffer is given back when nobody holds this any more.
     """
 
-    def __init__(self, memory: HostMemory, x: Tensor, cargo: Cargo) -> None:
-        self._channel, self._cargo = memory.channel, cargo
+    def __init__(self, memory: HostMemory, x: Tensor, tag: Tag) -> None:
+        self._channel, self._tag = memory.channel, tag
         self._here: Pending | None = Pending.ready(x)
         buffer = memory._lend(x)
         weakref.finalize(self, memory._take_back, buffer).atexit = False
         self._buffer = buffer[: x.numel()].view(x.shape)
         self._device = x.device
-        self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, cargo=cargo))
+        self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, tag=tag))
 
     def leave(self) -> None:
         """Drop what the device has of it."""
@@ -198,7 +198,7 @@ class Stored:
         """Set it on its way back, unless it is there, or under way."""
         if self._here is None:
             out = torch.empty_like(self._buffer, device=self._device)
-            self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, cargo=self._cargo)
+            self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, tag=self._tag)
 
     def get(self) -> Tensor:
         """The tensor on the device, which has it as long as somebody holds this."""

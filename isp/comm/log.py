@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 
 from isp.comm import streams
-from isp.comm.cargo import BETWEEN_TWO, Cargo
+from isp.comm.tag import BETWEEN_TWO, Tag
 from isp.parallel.phase import Phase
 
-__all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "Transfer", "covered"]
+__all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "TimedTransfer", "covered"]
 
 _RENEWED_AFTER_MS = 1000.0
 """CUDA gives times between events in float32: their resolution falls with their length."""
 
 
 @dataclass(slots=True)
-class Transfer:
-    """A `Trip` and its times, in seconds of `time.perf_counter`.
+class TimedTransfer:
+    """A `Transfer` and its times, in seconds of `time.perf_counter`.
 
     On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
 
     kind: str
     channel: str
-    cargo: Cargo
+    tag: Tag
     sent_bytes: int
     launched: float
     ended: float = 0.0
@@ -49,8 +49,8 @@ class Transfer:
 
     @property
     def label(self) -> str:
-        """The cargo, for people, e.g. `layers.3.attention.wo.weight`."""
-        return str(self.cargo)
+        """The tag, for people, e.g. `layers.3.attention.wo.weight`."""
+        return str(self.tag)
 
     @property
     def is_between_two(self) -> bool:
@@ -145,7 +145,7 @@ class DeviceClock:
 class Observer(Protocol):
     """Somebody who is told what happens to a log, as it happens."""
 
-    def launched(self, transfer: Transfer) -> None:
+    def launched(self, transfer: TimedTransfer) -> None:
         """A transfer set off; its later times are filled in as they come about."""
 
     def entered(self, phase: Phase, block: str) -> None:
@@ -155,7 +155,7 @@ class Observer(Protocol):
 class _Timed(NamedTuple):
     """The device's events of a transfer that has been waited for."""
 
-    transfer: Transfer
+    transfer: TimedTransfer
     clock: DeviceClock
     launch: streams.Event
     end: streams.Event
@@ -186,7 +186,7 @@ class CommLog:
     Until `collect` or `watch` is called nothing is kept, and nothing is timed on a device.
     """
 
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[TimedTransfer] = field(default_factory=list)
     """Those kept since the last `take`."""
     phase: Phase = Phase.OTHER
     """The phase of the step."""
@@ -221,9 +221,9 @@ class CommLog:
         if not self._collects:
             self.clock, self._timed = None, []
 
-    def start(self, kind: str, channel: str, cargo: Cargo, sent_bytes: int) -> Transfer:
+    def start(self, kind: str, channel: str, tag: Tag, sent_bytes: int) -> TimedTransfer:
         """A new record, launched now."""
-        transfer = Transfer(kind, channel, cargo, sent_bytes, time.perf_counter())
+        transfer = TimedTransfer(kind, channel, tag, sent_bytes, time.perf_counter())
         transfer.phase, transfer.block = self.phase, self.block
         if self._collects:
             self.transfers.append(transfer)
@@ -238,7 +238,7 @@ class CommLog:
             self.observer.entered(phase, block)
 
     def timed_on_device(
-        self, transfer: Transfer, start: Callable[[], dist.Work], ends: streams.Stream | None
+        self, transfer: TimedTransfer, start: Callable[[], dist.Work], ends: streams.Stream | None
     ) -> Callable[[], None]:
         """Start the transfer; the result makes the stream that is current then wait, not the host.
 
@@ -278,7 +278,7 @@ class CommLog:
             timed.settle()
         self._timed = []
 
-    def take(self) -> list[Transfer]:
+    def take(self) -> list[TimedTransfer]:
         """All transfers since the last call, with device times (synchronises on CUDA).
 
         Raises RuntimeError if nobody has called `collect`.
@@ -288,7 +288,7 @@ class CommLog:
         taken, self.transfers = self.transfers, []
         return taken
 
-    def take_waited(self) -> list[Transfer]:
+    def take_waited(self) -> list[TimedTransfer]:
         """As `take`, of those that have been waited for; the others are left for a later call.
 
         What travels between two steps so belongs to the step that waits for it. On CUDA nothing
@@ -304,7 +304,7 @@ class CommLog:
         self._timed = under_way
         unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
-        complete: list[Transfer] = []
+        complete: list[TimedTransfer] = []
         for transfer in taken:
             done = transfer.waited and id(transfer) not in unsettled
             (complete if done else self.transfers).append(transfer)
@@ -320,7 +320,7 @@ class CommLog:
             raise RuntimeError("nothing was kept of what crossed: call collect() before it does")
 
     @staticmethod
-    def totals(transfers: list[Transfer]) -> CommTotals:
+    def totals(transfers: list[TimedTransfer]) -> CommTotals:
         """Count, bytes and exposed time summed over `transfers`, and the time they cover."""
         return CommTotals(
             num_transfers=len(transfers),

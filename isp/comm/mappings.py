@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.channel import Channel
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.partition import chunk_range, divide
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
     "split_tensor_into_1d_equal_chunks",
 ]
 
-_CARGO = Cargo(Purpose.ACTIVATION, tensor="mapping")
+_TAG = Tag(Purpose.ACTIVATION, tensor="mapping")
 
 
 class _Cut(NamedTuple):
@@ -88,7 +88,7 @@ def _stay(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """The sum over the ranks."""
-    return channel.all_reduce(x, cargo=_CARGO).wait()
+    return channel.all_reduce(x, tag=_TAG).wait()
 
 
 def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
@@ -105,7 +105,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """
     dim, sizes = cut.dim, cut.received
     if sizes is None:
-        return channel.all_gather(x, dim, cargo=_CARGO).wait()
+        return channel.all_gather(x, dim, tag=_TAG).wait()
     if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
         raise ValueError(
             f"split sizes {list(sizes)} are not those of {channel.size} ranks, of which number"
@@ -113,7 +113,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         )
     longest = max(sizes)
     padded = pad_rows(x.movedim(dim, 0), longest)
-    joined = channel.all_gather(padded, cargo=_CARGO).wait()  # [p * longest, ..]
+    joined = channel.all_gather(padded, tag=_TAG).wait()  # [p * longest, ..]
     parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
     return torch.cat(parts).movedim(0, dim)
 
@@ -125,10 +125,10 @@ def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """
     dim, sizes = cut.dim, cut.sent
     if sizes is None:
-        return channel.reduce_scatter(x, dim, cargo=_CARGO).wait()
+        return channel.reduce_scatter(x, dim, tag=_TAG).wait()
     parts, longest = _parts(x, dim, sizes, channel), max(sizes)
     padded = torch.cat([pad_rows(part.movedim(dim, 0), longest) for part in parts])
-    summed = channel.reduce_scatter(padded, cargo=_CARGO).wait()  # [longest, ..]
+    summed = channel.reduce_scatter(padded, tag=_TAG).wait()  # [longest, ..]
     return summed[: sizes[channel.rank]].clone().movedim(0, dim)
 
 
@@ -143,7 +143,7 @@ def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         sent = sent or [divide(x.shape[0], channel.size)] * channel.size
         received = received or [divide(num_rows, channel.size)] * channel.size
     return channel.all_to_all_into(
-        out, x.contiguous(), in_rows=sent, out_rows=received, cargo=_CARGO
+        out, x.contiguous(), in_rows=sent, out_rows=received, tag=_TAG
     ).wait()
 
 
@@ -294,6 +294,6 @@ def split_tensor_into_1d_equal_chunks(
 
 
 @torch.no_grad()
-def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, cargo: Cargo = _CARGO) -> Tensor:
+def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _TAG) -> Tensor:
     """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
-    return channel.all_gather(chunk.reshape(-1), cargo=cargo).wait()
+    return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

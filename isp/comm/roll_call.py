@@ -24,8 +24,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from isp.comm.cargo import Cargo, Collective, CollectiveError
 from isp.comm.channel import Channel
+from isp.comm.tag import Collective, CollectiveError, Tag
 
 __all__ = ["CollectiveTimeout", "RollCall"]
 
@@ -68,7 +68,7 @@ class RollCall:
         if host.group is not None:
             # Restarted ranks may find the store of those before them.
             token = torch.tensor([secrets.randbits(62)])
-            host.broadcast_(token, cargo=Cargo(tensor="roll call")).wait()
+            host.broadcast_(token, tag=Tag(tensor="roll call")).wait()
             name = f"roll_call/{token.item()}"
             self._store = PrefixStore(name, _get_default_store())
 

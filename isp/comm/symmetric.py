@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from isp.comm.cargo import Cargo
 from isp.comm.channel import Channel
+from isp.comm.tag import Tag
 
 __all__ = ["SymmetricRows", "why_no_symmetric_rows"]
 
@@ -75,14 +75,14 @@ class SymmetricRows:
         self._group_name = channel.group.group_name
         self._ops = torch.ops.symm_mem
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, _: Cargo) -> None:
+    def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Sum the ranks' x [n, D], the first of `rows`; write this rank's part: out [n/p, D]."""
         self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
 
-    def all_gather(self, x: Tensor, out: Tensor, _: Cargo) -> None:
+    def all_gather(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Join the ranks' x [n/p, D], each its part already, in the first of `rows`: out [n, D]."""
         self._ops.multimem_all_gather_out(x, self._group_name, out)
 
-    def all_reduce(self, x: Tensor, _: Cargo) -> None:
+    def all_reduce(self, x: Tensor, _: Tag) -> None:
         """Replace x [n, D], the first of `rows`, by the sum over the ranks."""
         self._ops.multimem_all_reduce_(x, "sum", self._group_name)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["broadcast_data"]
 
-_CARGO = Cargo(Purpose.DATA, tensor="broadcast_data")
+_TAG = Tag(Purpose.DATA, tensor="broadcast_data")
 
 _MAX_DIMS = 8
 _CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def broadcast_data(
     else:
         payload = torch.empty(sum(sizes), dtype=dtype, device=device)
     if payload.numel():  # as bytes, which every backend can send
-        channel.broadcast_(payload.view(torch.uint8), cargo=_CARGO).wait()
+        channel.broadcast_(payload.view(torch.uint8), tag=_TAG).wait()
     parts = zip(keys, payload.split(sizes), shapes, strict=True)
     return {key: part.view(shape) for key, part, shape in parts}
 
@@ -109,7 +109,7 @@ def _shared(
     table = torch.zeros(count, 2 + _MAX_DIMS, dtype=torch.int64)
     if channel.rank == 0:
         table = torch.tensor([(h.kind, h.num_dims, *h.dims) for h in headers])
-    table = channel.broadcast_(table.to(device), cargo=_CARGO).wait()
+    table = channel.broadcast_(table.to(device), tag=_TAG).wait()
     return [_Header(kind, num_dims, tuple(dims)) for kind, num_dims, *dims in table.tolist()]
 
 

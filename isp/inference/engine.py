@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
 from isp.models.decoding import decoding_layout
@@ -113,7 +113,7 @@ class Engine:
     def agree(self, tokens: Tensor) -> Tensor:
         """The tokens [n] of the first rank, on all ranks; in place."""
         channel = self._decodes.mesh[Axis.TENSOR]
-        return channel.broadcast_(tokens, cargo=Cargo(tensor="tokens")).wait()
+        return channel.broadcast_(tokens, tag=Tag(tensor="tokens")).wait()
 
 
 class _Layout:
@@ -176,7 +176,7 @@ class _Layout:
         )
         losses = self._chunk.losses(self._chunk(tokens, positions, None), labels)
         if self._sliced:
-            losses = tensor.all_gather(losses, dim=1, cargo=Cargo(tensor="losses")).wait()
+            losses = tensor.all_gather(losses, dim=1, tag=Tag(tensor="losses")).wait()
         return losses[:, :num_tokens]
 
     def _given(self, *rows: Tensor, padding: int) -> list[Tensor]:
@@ -197,7 +197,7 @@ class _Layout:
         elsewhere = (own < 0) | (own >= size)
         found = x.index_select(1, own.masked_fill(elsewhere, 0))
         found = found.masked_fill(elsewhere.view(1, -1, 1), 0)
-        return tensor.all_reduce(found, cargo=Cargo(Purpose.ACTIVATION, tensor="rows")).wait()
+        return tensor.all_reduce(found, tag=Tag(Purpose.ACTIVATION, tensor="rows")).wait()
 
     def _whole(self, logits: Tensor) -> Tensor:
         """The logits [1, n, V] of which a rank has [1, n, V'], the last ones maybe fewer."""
@@ -205,6 +205,6 @@ class _Layout:
         share = -(-vocab_size // tensor.size)
         logits = F.pad(logits, (0, share - logits.shape[-1])).contiguous()
         gathered: Tensor = tensor.all_gather(
-            logits, dim=2, cargo=Cargo(Purpose.LOGITS, tensor="logits")
+            logits, dim=2, tag=Tag(Purpose.LOGITS, tensor="logits")
         ).wait()
         return gathered[..., :vocab_size]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 
 __all__ = ["CompileWhen", "compiles", "lazily_compiled", "widened"]
 
@@ -69,7 +69,7 @@ def compiles(when: CompileWhen, device: torch.device, everyone: Channel) -> bool
         return False
     fault = _fault_on(device)
     failed = torch.tensor(bool(fault), dtype=torch.int32)
-    if not everyone.all_reduce(failed, op="max", cargo=Cargo(tensor="compilers")).wait():
+    if not everyone.all_reduce(failed, op="max", tag=Tag(tensor="compilers")).wait():
         return True
     where = f"here ({fault})" if fault else "on another rank"
     compiler = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler"

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.autograd import Function, once_differentiable, writable
-from isp.comm.cargo import Cargo, Purpose
-from isp.layers.linear import Moves, Wanted, wanted
+from isp.comm.tag import Purpose, Tag
+from isp.layers.linear import Moves, NeedsGrad, needs_grad
 from isp.layers.module import MasterStream, ParallelModule
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -47,25 +47,25 @@ class _Embedding(Function):
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
             ids = (ids - start).masked_fill(foreign, 0)
-        with layer.communicator.visit(layer, Phase.FORWARD, weight) as full:
+        with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
             table = full.weight
             ctx.layer, ctx.num_rows = layer, table.shape[0]
             y = F.embedding(ids, table)
         if foreign is not None:
             y = y.masked_fill(foreign.unsqueeze(-1), 0)
         ctx.save_for_backward(ids, foreign)
-        y = layer.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, layer.name, "y")).wait()
+        y = layer.moves.y(y, tag=Tag(Purpose.ACTIVATION, layer.name, "y")).wait()
         return writable(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: TableLayer = ctx.layer
-        _, want = wanted(ctx, 2)
-        if not want:
+        _, needs = needs_grad(ctx, 2)
+        if not needs:
             return None, None, None
         ids, foreign = ctx.saved_tensors
-        dy = layer.moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
+        dy = layer.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
         if foreign is not None:
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
         padding = layer.padding_idx
@@ -76,7 +76,7 @@ class _Embedding(Function):
                 dw[padding] = 0
         else:
             dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
-        returned = want is Wanted.VALUE
+        returned = needs is NeedsGrad.VALUE
         return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
 
 
@@ -87,7 +87,7 @@ def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """ids [B, S] -> [B, S, D] (S moved as the mode wants), the table split by vocabulary rows.
+    """ids [B, S] -> [B, S, D] (S moved as the mode needs), the table split by vocabulary rows.
 
     Where the communicator gathers weights the whole table is looked up; elsewhere each rank looks
     up the ids it holds and the moves of y add the parts up.

@@ -37,8 +37,8 @@ from isp.attention import AttentionMask, DistributedAttention
 from isp.attention.exchange import Arrival
 from isp.attention.heads import HeadPlan
 from isp.autograd import Function, once_differentiable
-from isp.comm.cargo import Cargo, Purpose
-from isp.layers.linear import ParallelLinear, Wanted, wanted
+from isp.comm.tag import Purpose, Tag
+from isp.layers.linear import NeedsGrad, ParallelLinear, needs_grad
 from isp.layers.norm import RMSNorm
 from isp.layers.parts import SummedGradient, deliver, keep, kept
 from isp.layers.rotary import apply_rotary
@@ -145,22 +145,22 @@ class _Groups(Function):
         ctx.call = call
         layer: GroupedAttention = call.layer
         column, row = layer.column, layer.row
-        with ExitStack() as visits:
+        with ExitStack() as uses:
             n = _moved(layer, layer.norm(x), Purpose.ACTIVATION)
-            up = visits.enter_context(
-                column.communicator.visit(column, Phase.FORWARD, column.weight, column.bias)
+            up = uses.enter_context(
+                column.communicator.unshard(column, Phase.FORWARD, column.weight, column.bias)
             )
 
             @cache
             def down() -> Tensor:  # reached after the first attention, as it is declared
-                visit = row.communicator.visit(row, Phase.FORWARD, row.weight)
-                return visits.enter_context(visit).weight
+                use = row.communicator.unshard(row, Phase.FORWARD, row.weight)
+                return uses.enter_context(use).weight
 
             way = _Forward(call, n, up.weight, up.bias, down)
             way.run()
             assert way.y is not None
             y = way.y
-        arriving = row.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, row.name, "y"))
+        arriving = row.moves.y(y, tag=Tag(Purpose.ACTIVATION, row.name, "y"))
         return x + arriving.wait()
 
     @staticmethod
@@ -168,33 +168,33 @@ class _Groups(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         layer, column, row = call.layer, call.layer.column, call.layer.row
-        wants = wanted(ctx, len(ctx.needs_input_grad) - 1)
+        needs = needs_grad(ctx, len(ctx.needs_input_grad) - 1)
         x = kept(call.node)
-        leaves = [x.detach().requires_grad_(), layer.norm.weight][: 1 + bool(wants[1])]
+        leaves = [x.detach().requires_grad_(), layer.norm.weight][: 1 + bool(needs[1])]
         with torch.enable_grad():
             normed = layer.norm(leaves[0])
-        dy = row.moves.dy(dout, cargo=Cargo(Purpose.OUTPUT_GRADIENT, row.name, "dy"))
+        dy = row.moves.dy(dout, tag=Tag(Purpose.OUTPUT_GRADIENT, row.name, "dy"))
         n = _moved(layer, normed.detach(), Purpose.REGATHERED_ACTIVATION)
         with (
-            row.communicator.visit(row, Phase.BACKWARD, row.weight) as down,
-            column.communicator.visit(column, Phase.BACKWARD, column.weight, column.bias) as up,
+            row.communicator.unshard(row, Phase.BACKWARD, row.weight) as down,
+            column.communicator.unshard(column, Phase.BACKWARD, column.weight, column.bias) as up,
         ):
-            way = _Backward(call, n, up.weight, up.bias, dy.wait(), down.weight, wants)
+            way = _Backward(call, n, up.weight, up.bias, dy.wait(), down.weight, needs)
             way.run()
-        cargo = Cargo(Purpose.INPUT_GRADIENT, column.name, "dx")
+        tag = Tag(Purpose.INPUT_GRADIENT, column.name, "dx")
         assert way.dn is not None
-        dn = column.moves.dx(way.dn, cargo=cargo)
-        d_column = deliver(column, way.d_column, wants[2])
-        d_row = deliver(row, way.d_row, wants[3])
+        dn = column.moves.dx(way.dn, tag=tag)
+        d_column = deliver(column, way.d_column, needs[2])
+        d_row = deliver(row, way.d_row, needs[3])
         optional = [norm.take() for norm in way.d_norms]
         if column.bias is not None:
-            optional.append(deliver(column, way.d_bias, wants[-1], is_bias=True))
+            optional.append(deliver(column, way.d_bias, needs[-1], is_bias=True))
         dx, *d_norm = torch.autograd.grad(normed, leaves, dn.wait())
         return dx.add_(dout), d_norm[0] if d_norm else None, d_column, d_row, *optional, None
 
 
 def _moved(layer: GroupedAttention, n: Tensor, purpose: Purpose) -> Tensor:
-    return layer.column.moves.x(n, cargo=Cargo(purpose, layer.column.name, "x")).wait()
+    return layer.column.moves.x(n, tag=Tag(purpose, layer.column.name, "x")).wait()
 
 
 class _Steps:
@@ -321,7 +321,7 @@ class _Backward(_Steps):
     """The gradients of n and of the linears' weights, from that of y.
 
     The gradients of norms, rotation and attention are autograd's, of graphs that end where they
-    begin ([Note: Not reentrant] in `isp.recompute`); the trips lie between them.
+    begin ([Note: Not reentrant] in `isp.recompute`); the transfers lie between them.
     """
 
     def __init__(
@@ -332,24 +332,24 @@ class _Backward(_Steps):
         bias: Tensor | None,
         dy: Tensor,
         down: Tensor,
-        wants: Sequence[Wanted],
+        needs: Sequence[NeedsGrad],
     ) -> None:
         super().__init__(call, n, up, bias)
         self.dy, self.down = dy, down
-        _, _, want_column, want_row, *optional = wants
+        _, _, needs_column, needs_row, *optional = needs
         wide = self.layer.column.communicator.gradient_dtype(dy.dtype)
-        self.d_column = dy.new_empty(up.shape, dtype=wide) if want_column else None
-        self.d_row = dy.new_empty(down.shape, dtype=wide) if want_row else None
+        self.d_column = dy.new_empty(up.shape, dtype=wide) if needs_column else None
+        self.d_row = dy.new_empty(down.shape, dtype=wide) if needs_row else None
         self.d_bias = None if bias is None or not optional[-1] else dy.new_empty(bias.shape)
         norms = [norm for norm in (self.layer.q_norm, self.layer.k_norm) if norm is not None]
-        self.d_norms = [SummedGradient(want) for want in optional[: len(norms)]]
+        self.d_norms = [SummedGradient(need) for need in optional[: len(norms)]]
         self.dn: Tensor | None = None
         self.fused: dict[tuple[HeadGroup, str], tuple[Tensor, Sequence[Tensor]]] = {}
         """Outputs of the column linear, and q, or k and v, with the graph between them."""
         self.taken: dict[tuple[HeadGroup, str], Arrival] = {}
         self.found: dict[HeadGroup, _Found] = {}
         self.k, self.v = n, n
-        self.dk, self.dv = SummedGradient(Wanted.FLOW), SummedGradient(Wanted.FLOW)
+        self.dk, self.dv = SummedGradient(NeedsGrad.FLOW), SummedGradient(NeedsGrad.FLOW)
 
     def prepare(self, group: HeadGroup) -> None:
         fused = self.project(self.layer.rows_of_q, group).requires_grad_()

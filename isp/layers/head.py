@@ -17,8 +17,8 @@ from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
-from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Wanted, wanted
+from isp.comm.tag import Purpose, Tag
+from isp.layers.linear import LinearLayer, Moves, NeedsGrad, ParallelLinear, needs_grad
 from isp.layers.loss import losses_and_gradient
 from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
@@ -38,7 +38,7 @@ class _ChunkedLoss(Function):
     backward  dx and dW, times dloss / expected; dW to the communicator
 
     Here the gradient of a loss is known with the loss, as soon as its own gradient is: `expected`.
-    So there are three products a token, as without chunks, the weight is read in one visit, and the
+    So there are three products a token, as without chunks, the weight is read in one use, and the
     one dW leaves once. A chunk's x is gathered while the one before is computed, and its dx travels
     while its dW is.
 
@@ -71,7 +71,7 @@ class _ChunkedLoss(Function):
         dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
         dw_dtype = communicator.gradient_dtype(x.dtype)
         loss, dw, db = torch.zeros((), dtype=torch.float64, device=x.device), None, None
-        with communicator.visit(head, Phase.FORWARD, shard, bias) as full:
+        with communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target, dx_part in zip(
                 _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
             ):
@@ -81,8 +81,8 @@ class _ChunkedLoss(Function):
                     continue
                 arriving = None
                 if dx_part is not None:
-                    cargo = Cargo(Purpose.INPUT_GRADIENT, head.name, "dx")
-                    arriving = moves.dx(dy @ full.weight.to(dy.dtype), cargo=cargo)
+                    tag = Tag(Purpose.INPUT_GRADIENT, head.name, "dx")
+                    arriving = moves.dx(dy @ full.weight.to(dy.dtype), tag=tag)
                 if need_w:
                     wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dw_dtype
                     flat_x = own_x.flatten(0, 1).to(dy.dtype)  # no name but `dy` holds the logits
@@ -102,33 +102,36 @@ class _ChunkedLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        want_x, want_w, want_b = wanted(ctx, 3)
+        needs_x, needs_w, needs_b = needs_grad(ctx, 3)
         dx, dw, db, expected = ctx.saved_tensors
         head, communicator = ctx.head, ctx.head.communicator
         factor = dloss / expected  # 1, unless somebody has done something else with the loss
-        # No weight is read: the visit says that backward has come here.
-        visit = communicator.visit(head, Phase.BACKWARD, head.weight) if want_x else nullcontext()
+        # No weight is read: the use says that backward has come here.
+        use = communicator.unshard(head, Phase.BACKWARD, head.weight) if needs_x else nullcontext()
 
-        def delivered(gradient: Tensor, want: Wanted, is_bias: bool) -> Tensor | None:
-            if not want:
+        def delivered(gradient: Tensor, needs: NeedsGrad, is_bias: bool) -> Tensor | None:
+            if not needs:
                 return None
             found: Tensor | None = communicator.grad_hook(
-                gradient.mul_(factor), module=head, is_bias=is_bias, returned=want is Wanted.VALUE
+                gradient.mul_(factor),
+                module=head,
+                is_bias=is_bias,
+                returned=needs is NeedsGrad.VALUE,
             )
             return found
 
-        with visit:
-            dw, db = delivered(dw, want_w, False), delivered(db, want_b, True)
-        dx = dx.mul_(factor) if want_x else None
+        with use:
+            dw, db = delivered(dw, needs_w, False), delivered(db, needs_b, True)
+        dx = dx.mul_(factor) if needs_x else None
         return dx, dw, db, None, None, None, None, None, None
 
 
 def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
     """The pieces of x as they are multiplied; the next one is on its way by then."""
-    cargo = Cargo(Purpose.ACTIVATION, layer, "x")
+    tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None
     for piece in pieces:
-        arriving = moves.x(piece.contiguous(), cargo=cargo)  # one product for all rows
+        arriving = moves.x(piece.contiguous(), tag=tag)  # one product for all rows
         if before is not None:
             yield before.wait()
         before = arriving
@@ -185,7 +188,7 @@ def chunked_losses(
 
 
 class VocabParallelHead(ParallelLinear):
-    """The linear to the logits, split by vocabulary as its mode wants; and the loss of them."""
+    """The linear to the logits, split by vocabulary as its mode needs; and the loss of them."""
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class VocabParallelHead(ParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """As `ChunkLoss`, with the moves of the logits."""
         logits = F.linear(x, full.weight)
-        y = self.moves.y(logits, cargo=Cargo(Purpose.ACTIVATION, self.name, "y")).wait()
+        y = self.moves.y(logits, tag=Tag(Purpose.ACTIVATION, self.name, "y")).wait()
         del logits
         losses, dy = losses_and_gradient(
             y,
@@ -237,6 +240,6 @@ class VocabParallelHead(ParallelLinear):
         )
         del y
         if dy is not None:
-            cargo = Cargo(Purpose.OUTPUT_GRADIENT, self.name, "dy")
-            dy = self.moves.dy(dy, cargo=cargo).wait()
+            tag = Tag(Purpose.OUTPUT_GRADIENT, self.name, "dy")
+            dy = self.moves.dy(dy, tag=tag).wait()
         return losses, dy

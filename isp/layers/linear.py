@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.layers.module import MasterStream, ParallelModule
 from isp.layers.weight_gradients import gradient_of
 from isp.parallel import Mode
@@ -42,21 +42,21 @@ from isp.weights.wp import WPCommunicator
 __all__ = [
     "LinearLayer",
     "Moves",
+    "NeedsGrad",
     "ParallelLinear",
     "Role",
-    "Wanted",
     "WeightGradientRoute",
     "linears_of",
     "moves_for",
     "multiply",
-    "wanted",
+    "needs_grad",
 ]
 
 Collective = Callable[..., Pending]
-"""Called with a tensor and its `cargo`."""
+"""Called with a tensor and its `tag`."""
 
 
-def _stay(x: Tensor, *, cargo: Cargo) -> Pending:
+def _stay(x: Tensor, *, tag: Tag) -> Pending:
     return Pending.ready(x)
 
 
@@ -103,7 +103,7 @@ def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1)
     raise AssertionError((mode, role))
 
 
-class Wanted(IntEnum):
+class NeedsGrad(IntEnum):
     """A backward pass's use for an input's gradient; false if it has none."""
 
     NOTHING = 0
@@ -114,8 +114,8 @@ class Wanted(IntEnum):
     """It flows on, to the function that made the input or into the sum that the leaf keeps."""
 
 
-def wanted(ctx: Any, count: int) -> list[Wanted]:
-    """Say what the backward pass under way wants of the first `count` inputs of `ctx`'s function.
+def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
+    """Say what the backward pass under way needs of the first `count` inputs of `ctx`'s function.
 
     `ctx.needs_input_grad` only says what could have a gradient; `autograd.grad(y, x)` and
     `backward(inputs=[x])` leave out the rest. Of these all but the last have to be tensors.
@@ -131,7 +131,7 @@ def wanted(ctx: Any, count: int) -> list[Wanted]:
 
 
 # Python 3.11 looks a member up as slowly as a function is called.
-_NOTHING, _VALUE, _FLOW = Wanted
+_NOTHING, _VALUE, _FLOW = NeedsGrad
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 _X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
 _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
@@ -163,11 +163,11 @@ class LinearLayer(WeightHolder, Protocol):
 
 
 def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
-    """The linears that the blocks of `chunks` declare; one that is visited twice, twice."""
-    for visit in (visit for blocks in chunks for block in blocks for visit in block.visits):
+    """The linears that the blocks of `chunks` declare; one that is used twice, twice."""
+    for use in (use for blocks in chunks for block in blocks for use in block.uses):
         # Not isinstance: with a protocol that sees no parameter of a module since Python 3.12.
-        if hasattr(visit.layer, "weight_gradients"):
-            yield cast(LinearLayer, visit.layer)
+        if hasattr(use.layer, "weight_gradients"):
+            yield cast(LinearLayer, use.layer)
 
 
 class _Linear(Function):
@@ -176,7 +176,7 @@ class _Linear(Function):
     wgrad     dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), to the communicator
 
     [Note: Order of the gradients] The gradient that has to travel is computed first, so that
-    computing the other hides its trip: dW first where the weights are gathered, dx first elsewhere.
+    computing the other hides its transfer: dW where weights are gathered, dx elsewhere.
     dW needs no weight, so in the first case the gather has that much longer to arrive.
 
     [Note: Autocast] It narrows the product in forward and does not reach backward: there the other
@@ -189,7 +189,7 @@ class _Linear(Function):
     ) -> Tensor:
         moves, communicator = layer.moves, layer.communicator
         full_x = _moved(moves.x, x, layer, _X)
-        with communicator.visit(layer, _FORWARD, weight, bias) as full:
+        with communicator.unshard(layer, _FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
         # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
@@ -202,26 +202,26 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
-        want_x, want_w, want_b = wanted(ctx, 3)
+        needs_x, needs_w, needs_b = needs_grad(ctx, 3)
         x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
-        visit = communicator.visit(layer, _BACKWARD, weight) if want_x else _NO_VISIT
+        use = communicator.unshard(layer, _BACKWARD, weight) if needs_x else _NOTHING_READ
         dx = dw = db = dx_arriving = None
-        with visit as full:
+        with use as full:
             dy = _moved(moves.dy, dy, layer, _DY)
             x_arriving = None
-            if moves.regather_x and want_w:
-                again = Cargo(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
-                x_arriving = moves.x(x, cargo=again)
+            if moves.regather_x and needs_w:
+                again = Tag(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
+                x_arriving = moves.x(x, tag=again)
             if full is not None and not communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
-                dx_arriving = moves.dx(dx, cargo=Cargo(Purpose.INPUT_GRADIENT, layer.name, "dx"))
-            if want_w:
+                dx_arriving = moves.dx(dx, tag=Tag(Purpose.INPUT_GRADIENT, layer.name, "dx"))
+            if needs_w:
                 full_x = x if x_arriving is None else x_arriving.wait()
-                dw = _weight_gradient(dy, full_x, layer, ctx.parameter, want_w)
-            if want_b:
+                dw = _weight_gradient(dy, full_x, layer, ctx.parameter, needs_w)
+            if needs_b:
                 db = dy.flatten(0, -2).sum(0)
-                returned = want_b is _VALUE
+                returned = needs_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
@@ -229,7 +229,7 @@ class _Linear(Function):
         return dx if dx_arriving is None else dx_arriving.wait(), dw, db, None
 
 
-_NO_VISIT = nullcontext()
+_NOTHING_READ = nullcontext()
 
 
 def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
@@ -237,7 +237,7 @@ def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose,
     if move is _stay:
         return x
     purpose, name = what
-    return move(x, cargo=Cargo(purpose, layer.name, name)).wait()
+    return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,25 +251,25 @@ def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
 
 
 def _weight_gradient(
-    dy: Tensor, x: Tensor, layer: LinearLayer, parameter: nn.Parameter | None, want: Wanted
+    dy: Tensor, x: Tensor, layer: LinearLayer, parameter: nn.Parameter | None, needs: NeedsGrad
 ) -> Tensor | None:
     """dy^T x of all tokens [Note: Autocast], or None if it is taken care of."""
     flat_dy, flat_x = dy.flatten(0, -2), _in(x.flatten(0, -2), dy.dtype)
     left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
     route = layer.weight_gradients
-    if route is None or parameter is None or want is not _FLOW:
+    if route is None or parameter is None or needs is not _FLOW:
         dw: Tensor | None = gradient_of(layer, left, right)
     else:
         dw = route(layer, parameter, left, right)
     if dw is None:
         return None
-    return layer.communicator.grad_hook(dw, module=layer, returned=want is _VALUE)
+    return layer.communicator.grad_hook(dw, module=layer, returned=needs is _VALUE)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
     """`_Linear`'s forward alone."""
     x = _moved(layer.moves.x, x, layer, _X)
-    with layer.communicator.visit(layer, _FORWARD, weight, bias) as full:
+    with layer.communicator.unshard(layer, _FORWARD, weight, bias) as full:
         y = F.linear(x, full.weight.T if layer.transposed else full.weight, full.bias)
     return _moved(layer.moves.y, y, layer, _Y)
 
@@ -283,7 +283,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer)
 
 
 class ParallelLinear(ParallelModule):
-    """y = x W^T + b, its weight a shard and its activations moved as the mode wants.
+    """y = x W^T + b, its weight a shard and its activations moved as the mode needs.
 
     x [B, S, I] -> y [B, S, O], before and after the moves of x and y. A bias that is split like
     the outputs is added inside; one that is `bias_after_move` (replicated, because y is a sum over

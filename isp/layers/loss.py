@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 
 __all__ = ["IGNORED", "losses_and_gradient", "vocab_parallel_cross_entropy"]
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 _MAX, _TARGET, _SUM = (
-    Cargo(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
+    Tag(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
 )
 
 
@@ -50,7 +50,7 @@ def _losses(
     reuse_logits: bool,
 ) -> tuple[Tensor, _Softmax]:
     wide = torch.promote_types(logits.dtype, torch.float32)
-    top = channel.all_reduce(logits.amax(-1).to(wide), op="max", cargo=_MAX).wait()
+    top = channel.all_reduce(logits.amax(-1).to(wide), op="max", tag=_MAX).wait()
     shifted = logits.detach() if reuse_logits else logits
     shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
     valid = target != IGNORED
@@ -60,16 +60,16 @@ def _losses(
     own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
     vocab_size = torch.zeros((), device=logits.device)
     if smoothing == 0:
-        minuend = channel.all_reduce(own, cargo=_TARGET).wait()
+        minuend = channel.all_reduce(own, tag=_TARGET).wait()
     else:
         size = own.new_full((1,), logits.shape[-1])
         parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
-        parts = channel.all_reduce(parts, cargo=_TARGET).wait()
+        parts = channel.all_reduce(parts, tag=_TARGET).wait()
         vocab_size = parts[-1]
         own, summed = parts[:-1].view(2, *target.shape)
         minuend = own.lerp(summed / vocab_size, smoothing)
     exp = shifted.exp_()
-    total = channel.all_reduce(exp.sum(-1), cargo=_SUM).wait()
+    total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
     loss = (total.log() - minuend).masked_fill(~valid, 0)
     return loss, _Softmax(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
 

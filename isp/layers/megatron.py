@@ -74,8 +74,8 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
     """y = x W^T + b with the outputs split: x [S, B, I] -> y [S, B, O/p], W [O/p, I], b [O/p].
 
     forward   x as it is, or all-gathered along S (`sequence_parallel`: x is [S/p, B, I])
-    backward  dx all-reduced, or reduce-scattered along S; its trip, and that of x which is gathered
-              again rather than kept, are hidden behind the weight gradient
+    backward  dx all-reduced, or reduce-scattered along S; its transfer, and that of x which is
+              gathered again rather than kept, are hidden behind the weight gradient
 
     `gather_output` gives [S, B, O] on every rank. `segments` are the sizes of fused outputs (q, k
     and v in one), each of which is split by itself; `stride` is short for that many equal ones.

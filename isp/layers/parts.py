@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isp.autograd import Function
-from isp.layers.linear import ParallelLinear, Wanted
+from isp.layers.linear import NeedsGrad, ParallelLinear
 from isp.layers.weight_gradients import weight_gradient
 
 __all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
@@ -53,7 +53,7 @@ def kept(node: Any) -> Tensor:
 class SummedGradient:
     """A gradient that comes in parts: summed in float32 at least, and rounded once."""
 
-    def __init__(self, want: Wanted) -> None:
+    def __init__(self, want: NeedsGrad) -> None:
         self.want = want
         self._total: Tensor | None = None
         self._dtype = torch.float32
@@ -80,7 +80,7 @@ class SummedProduct(SummedGradient):
     the factors of all parts.
     """
 
-    def __init__(self, layer: ParallelLinear, want: Wanted) -> None:
+    def __init__(self, layer: ParallelLinear, want: NeedsGrad) -> None:
         super().__init__(want)
         self._layer = layer
 
@@ -101,13 +101,13 @@ class SummedProduct(SummedGradient):
 
 
 def deliver(
-    layer: ParallelLinear, gradient: Tensor | None, want: Wanted, *, is_bias: bool = False
+    layer: ParallelLinear, gradient: Tensor | None, want: NeedsGrad, *, is_bias: bool = False
 ) -> Tensor | None:
     """A linear's full gradient as that of its shard, None if the communicator brings it later."""
     if gradient is None or not want:
         return None
     return layer.communicator.grad_hook(
-        gradient, module=layer, is_bias=is_bias, returned=want is Wanted.VALUE
+        gradient, module=layer, is_bias=is_bias, returned=want is NeedsGrad.VALUE
     )
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Pending
-from isp.comm.cargo import Cargo, Purpose
-from isp.layers.linear import ParallelLinear, Wanted, wanted
+from isp.comm.tag import Purpose, Tag
+from isp.layers.linear import NeedsGrad, ParallelLinear, needs_grad
 from isp.layers.norm import RMSNorm
 from isp.layers.parts import SummedGradient, SummedProduct, keep, kept
 from isp.parallel.phase import Phase
@@ -80,16 +80,16 @@ class _Tiles(Function):
         ctx.mlp, ctx.node = mlp, node
         column, row, out = mlp.column, mlp.row, torch.empty_like(x)
         with (
-            column.communicator.visit(column, Phase.FORWARD, column_weight) as up,
-            row.communicator.visit(row, Phase.FORWARD, row_weight) as down,
+            column.communicator.unshard(column, Phase.FORWARD, column_weight) as up,
+            row.communicator.unshard(row, Phase.FORWARD, row_weight) as down,
         ):
             arriving: tuple[slice, Pending] | None = None
             for tile in mlp.tiles(x):
                 n = _moved(mlp, mlp.norm(x[:, tile]), Purpose.ACTIVATION).wait()
                 y = F.linear(mlp.activation(F.linear(n, up.weight)), down.weight)
-                leaving = tile, row.moves.y(y, cargo=Cargo(Purpose.ACTIVATION, row.name, "y"))
+                leaving = tile, row.moves.y(y, tag=Tag(Purpose.ACTIVATION, row.name, "y"))
                 del n, y
-                _settle(out, x, arriving)  # the trip of a tile hides behind the next one
+                _settle(out, x, arriving)  # the transfer of a tile hides behind the next one
                 arriving = leaving
             _settle(out, x, arriving)
         return out
@@ -99,17 +99,17 @@ class _Tiles(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         mlp: TiledMLP = ctx.mlp
         column, row = mlp.column, mlp.row
-        want_x, want_norm, want_column, want_row = wanted(ctx, 4)
-        x = kept(ctx.node)  # ahead of the visits: what is recomputed for it has visits of its own
-        dx = torch.empty_like(x) if want_x else None
-        d_norm = SummedGradient(want_norm)
-        d_column, d_row = SummedProduct(column, want_column), SummedProduct(row, want_row)
+        needs_x, needs_norm, needs_column, needs_row = needs_grad(ctx, 4)
+        x = kept(ctx.node)  # ahead of the uses: what is recomputed for it has uses of its own
+        dx = torch.empty_like(x) if needs_x else None
+        d_norm = SummedGradient(needs_norm)
+        d_column, d_row = SummedProduct(column, needs_column), SummedProduct(row, needs_row)
         with (
-            row.communicator.visit(row, Phase.BACKWARD, row.weight) as down,
-            column.communicator.visit(column, Phase.BACKWARD, column.weight) as up,
+            row.communicator.unshard(row, Phase.BACKWARD, row.weight) as down,
+            column.communicator.unshard(column, Phase.BACKWARD, column.weight) as up,
         ):
             for tile in mlp.tiles(x):
-                backward = _TileBackward(mlp, x[:, tile], up.weight, want_norm)
+                backward = _TileBackward(mlp, x[:, tile], up.weight, needs_norm)
                 dy = dout[:, tile]
                 dn = backward.through_linears(dy, down.weight, d_row, d_column)
                 dx_tile, dw_norm = backward.through_norm(dn)
@@ -127,9 +127,9 @@ class _TileBackward:
     pass of somebody else's ends in them ([Note: Not reentrant] in `isp.recompute`).
     """
 
-    def __init__(self, mlp: TiledMLP, x: Tensor, up: Tensor, want_norm: Wanted) -> None:
+    def __init__(self, mlp: TiledMLP, x: Tensor, up: Tensor, needs_norm: NeedsGrad) -> None:
         self._mlp, self._up = mlp, up
-        self._leaves = (x.detach().requires_grad_(), *([mlp.norm.weight] if want_norm else []))
+        self._leaves = (x.detach().requires_grad_(), *([mlp.norm.weight] if needs_norm else []))
         with torch.enable_grad():
             self._normed = mlp.norm(self._leaves[0])
         self._arriving = _moved(mlp, self._normed.detach(), Purpose.REGATHERED_ACTIVATION)
@@ -139,7 +139,7 @@ class _TileBackward:
     ) -> Tensor:
         """The gradient of the norm's output; those of the weights are added to their sums."""
         column, row = self._mlp.column, self._mlp.row
-        going = row.moves.dy(dy, cargo=Cargo(Purpose.OUTPUT_GRADIENT, row.name, "dy"))
+        going = row.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, row.name, "dy"))
         n = self._arriving.wait()
         fused = F.linear(n, self._up).requires_grad_()
         with torch.enable_grad():
@@ -148,8 +148,8 @@ class _TileBackward:
         d_row.add_product(dy, h.detach())
         (da,) = torch.autograd.grad(h, fused, dy @ down.to(dy.dtype))
         del h, fused
-        cargo = Cargo(Purpose.INPUT_GRADIENT, column.name, "dx")
-        dn = column.moves.dx(da @ self._up.to(da.dtype), cargo=cargo)
+        tag = Tag(Purpose.INPUT_GRADIENT, column.name, "dx")
+        dn = column.moves.dx(da @ self._up.to(da.dtype), tag=tag)
         d_column.add_product(da, n)
         return dn.wait()
 
@@ -160,7 +160,7 @@ class _TileBackward:
 
 
 def _moved(mlp: TiledMLP, n: Tensor, purpose: Purpose) -> Pending:
-    return mlp.column.moves.x(n, cargo=Cargo(purpose, mlp.column.name, "x"))
+    return mlp.column.moves.x(n, tag=Tag(purpose, mlp.column.name, "x"))
 
 
 def _settle(out: Tensor, x: Tensor, arriving: tuple[slice, Pending] | None) -> None:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.symmetric import SymmetricRows, why_no_symmetric_rows
+from isp.comm.tag import Purpose, Tag
 from isp.layers.norm import norm_into
 
 __all__ = ["InferenceWorkspace", "Norm", "Residual"]
@@ -60,13 +60,13 @@ class _Exchange(Protocol):
 
     rows: Tensor
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+    def reduce_scatter(self, x: Tensor, out: Tensor, tag: Tag) -> None:
         """Sum the ranks' x [n, D] and write this rank's part: out [n/p, D]."""
 
-    def all_gather(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+    def all_gather(self, x: Tensor, out: Tensor, tag: Tag) -> None:
         """Join the ranks' x [n/p, D], each its part of out already: out [n, D]."""
 
-    def all_reduce(self, x: Tensor, cargo: Cargo) -> None:
+    def all_reduce(self, x: Tensor, tag: Tag) -> None:
         """Replace x [n, D] by the sum over the ranks."""
 
 
@@ -76,15 +76,15 @@ class _ByChannel:
     def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
         self.channel, self.rows, self._received = channel, rows, received
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
+    def reduce_scatter(self, x: Tensor, out: Tensor, tag: Tag) -> None:
         received = None if self._received is None else self._received[: len(x)]
-        self.channel.reduce_scatter_into(out, x, received=received, cargo=cargo).wait()
+        self.channel.reduce_scatter_into(out, x, received=received, tag=tag).wait()
 
-    def all_gather(self, x: Tensor, out: Tensor, cargo: Cargo) -> None:
-        self.channel.all_gather_into(out, x, cargo=cargo).wait()
+    def all_gather(self, x: Tensor, out: Tensor, tag: Tag) -> None:
+        self.channel.all_gather_into(out, x, tag=tag).wait()
 
-    def all_reduce(self, x: Tensor, cargo: Cargo) -> None:
-        self.channel.all_reduce_(x, cargo=cargo).wait()
+    def all_reduce(self, x: Tensor, tag: Tag) -> None:
+        self.channel.all_reduce_(x, tag=tag).wait()
 
 
 class InferenceWorkspace:
@@ -155,11 +155,11 @@ class InferenceWorkspace:
         """The sum of the ranks' `partial`, of this rank's tokens [S/p B, D] or of all."""
         views = self._views_of(tokens)
         if self.group.size > 1:
-            cargo = Cargo(Purpose.ACTIVATION, layer, "y")
+            tag = Tag(Purpose.ACTIVATION, layer, "y")
             if views.splits:
-                self._exchange.reduce_scatter(views.partial, views.summed, cargo)
+                self._exchange.reduce_scatter(views.partial, views.summed, tag)
             else:
-                self._exchange.all_reduce(views.partial, cargo)
+                self._exchange.all_reduce(views.partial, tag)
         return views.summed
 
     def add_norm(
@@ -180,8 +180,8 @@ class InferenceWorkspace:
         views = self._views_of(residual.tokens)
         self._norm(views, norm)
         if views.splits:
-            cargo = Cargo(Purpose.ACTIVATION, layer, "normed y")
-            self._exchange.all_gather(views.normed, views.partial, cargo)
+            tag = Tag(Purpose.ACTIVATION, layer, "normed y")
+            self._exchange.all_gather(views.normed, views.partial, tag)
         return views.out
 
     def output(self, slot: object, features: int, rows: int) -> Tensor:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.attention.keys import KeyExchange
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.mixers.placement import Placement
 
 __all__ = ["Indexer", "choose"]
@@ -60,8 +60,8 @@ def choose(indexer: Indexer, placement: Placement) -> Tensor:
     """The numbers of the keys that each token attends to, [T, G, n], within its document."""
     keys, route = indexer.keys.flatten(0, 1), placement.earlier
     if not route.stays:
-        cargo = Cargo(Purpose.KEYS, tensor="indexer.k")
-        exchange = KeyExchange(placement.channel, route.on(keys.device), cargo)
+        tag = Tag(Purpose.KEYS, tensor="indexer.k")
+        exchange = KeyExchange(placement.channel, route.on(keys.device), tag)
         (keys,) = exchange.go_out((keys.contiguous(),))()
     most = indexer.most(max(placement.document_lengths))
     parts, token = [keys.new_empty((0, indexer.num_choices, most), dtype=torch.int32)], 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from isp.attention.exchange import exchanged
 from isp.attention.keys import KeyExchange
 from isp.comm import host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.mixers import kernels
 from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
@@ -91,8 +91,8 @@ def convolve(
         return _convolved(x[None], weight, bias, dilation)[0]
     route = placement.halo(reach)
     if not route.stays:
-        cargo = Cargo(Purpose.HALO, tensor="convolution.halo")
-        exchange = KeyExchange(placement.channel, route.on(x.device), cargo)
+        tag = Tag(Purpose.HALO, tensor="convolution.halo")
+        exchange = KeyExchange(placement.channel, route.on(x.device), tag)
         (x,) = exchanged(exchange, x.contiguous())
     if not len(x):
         return joined(x, weight, bias)

@@ -25,7 +25,7 @@ from isp.attention.exchange import Cut, Exchange, exchanged
 from isp.attention.heads import HeadPlan
 from isp.attention.keys import KeyExchange
 from isp.comm import Channel, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
@@ -115,8 +115,8 @@ def _joined_heads(y: Tensor, heads: tuple[range, ...], channel: Channel) -> Tens
     """y [T, h, ..] of each rank's `heads` -> [T, H, ..]; shorter ones travel with padding."""
     most = max(map(len, heads))
     padded = torch.cat((y, y.new_zeros(len(y), most - y.shape[1], *y.shape[2:])), 1)
-    cargo = Cargo(Purpose.SCAN_HEADS, tensor="scan.out")
-    found = channel.all_gather(padded, dim=1, cargo=cargo).wait().split(most, 1)
+    tag = Tag(Purpose.SCAN_HEADS, tensor="scan.out")
+    found = channel.all_gather(padded, dim=1, tag=tag).wait().split(most, 1)
     return torch.cat([x[:, : len(r)] for x, r in zip(found, heads, strict=True)], 1)
 
 
@@ -129,8 +129,8 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
     if placement.is_whole:
         return joined(x, *others)
     route, summaries = placement.states, _summaries(recurrence, inputs, placement)
-    cargo = Cargo(Purpose.STATES, tensor="scan.states")
-    exchange = KeyExchange(placement.channel, route.on(summaries.device), cargo)
+    tag = Tag(Purpose.STATES, tensor="scan.states")
+    exchange = KeyExchange(placement.channel, route.on(summaries.device), tag)
     (seen,) = exchanged(exchange, joined(summaries, x, *others))
     if not lengths:
         return joined(x, seen)
@@ -187,9 +187,9 @@ def _to_heads(
     rank, found = placement.channel.rank, dict[int, Tensor]()
     for dtype in dict.fromkeys(x.dtype for x in xs):
         of_dtype = [i for i, x in enumerate(xs) if x.dtype is dtype]
-        trip = partial(_exchange, placement)
+        transfer = partial(_exchange, placement)
         cuts = [(heads[i], _width(xs[i])) for i in of_dtype]
-        there = exchanged(trip(cuts, "inputs"), *(xs[i].flatten(1) for i in of_dtype))
+        there = exchanged(transfer(cuts, "inputs"), *(xs[i].flatten(1) for i in of_dtype))
         for i, x in zip(of_dtype, there, strict=True):
             if placement.inverse is not None:
                 x = x.index_select(0, host_memory.send(placement.inverse, x.device))
@@ -202,8 +202,8 @@ def _to_tokens(y: Tensor, heads: tuple[range, ...], placement: Placement) -> Ten
     flat = y.flatten(1) if y.dim() > 2 else y
     if placement.order is not None:
         flat = flat.index_select(0, host_memory.send(placement.order, y.device))
-    trip = _exchange(placement, [(heads, _width(y))], "out")
-    (out,) = exchanged(trip, flat, reverse=True)
+    transfer = _exchange(placement, [(heads, _width(y))], "out")
+    (out,) = exchanged(transfer, flat, reverse=True)
     return out.unflatten(1, (heads[-1].stop, *y.shape[2:])) if y.dim() > 2 else out
 
 
@@ -224,5 +224,5 @@ def _exchange(
         for heads, width in cuts
     )
     join = Cut(0, tuple(range(a, b) for a, b in pairwise(placement.ends)))
-    cargo = Cargo(Purpose.SCAN_HEADS, tensor=f"scan.{what}")
-    return Exchange(placement.channel, spread, join, cargo)
+    tag = Tag(Purpose.SCAN_HEADS, tensor=f"scan.{what}")
+    return Exchange(placement.channel, spread, join, tag)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.layers.module import NamedParameter
 from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
@@ -57,7 +57,7 @@ class _GradientBucket:
 
     flat: Tensor
     channel: Channel
-    cargo: Cargo
+    tag: Tag
     widths: list[int]
     """Elements of a part of each parameter, in order."""
     parts: int
@@ -74,13 +74,13 @@ class _GradientBucket:
     def launch(self, index: int) -> None:
         """Set the sum on its way, of part `index` where it is cut."""
         if self.parts == 1:
-            self.pending = self.channel.all_reduce_(self.flat, cargo=self.cargo)
+            self.pending = self.channel.all_reduce_(self.flat, tag=self.tag)
             return
         pieces = self.flat.view(self.parts, -1)  # [p, L]
         if len(self.widths) > 1:
             members = [x.view(self.parts, -1) for x in self.flat.split(self.sizes)]
             pieces.copy_(torch.cat(members, dim=1))
-        self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, cargo=self.cargo)
+        self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, tag=self.tag)
 
 
 class BucketManager:
@@ -96,7 +96,7 @@ class BucketManager:
 
     [Note: Some of the replicas] Where `rows_of` are not all the ranks that are summed over, all get
     all sums. A reduce-scatter among some and an all-reduce across them would move less, too, but
-    costs a communicator more, and a second trip for every bucket.
+    costs a communicator more, and a second transfer for every bucket.
 
     [Note: Launch order] Buckets are launched strictly in their order, whatever order they become
     ready in: the ranks' readiness may differ (a parameter that one of them did not use), and
@@ -165,7 +165,7 @@ class BucketManager:
         bucket, view = place.bucket, place.view
         if bucket.parts == 1:
             return view
-        gathered = bucket.channel.all_gather(place.part, cargo=bucket.cargo).wait()
+        gathered = bucket.channel.all_gather(place.part, tag=bucket.tag).wait()
         return gathered[: view.numel()].view(view.shape)
 
     def mark_ready(self, place: Place) -> None:
@@ -220,7 +220,7 @@ class BucketManager:
                 device=first.parameter.device,
             ),
             channel=channel,
-            cargo=Cargo(
+            tag=Tag(
                 Purpose.REPLICA_GRADIENT, tensor=f"gradients {first.name} .. {members[-1].name}"
             ),
             widths=widths,

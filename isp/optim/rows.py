@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending, streams
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import Interval
 
@@ -77,7 +77,7 @@ class _WeightBucket:
 
     slots: list[_Slot]
     length: int
-    cargo: Cargo
+    tag: Tag
     pending: Pending | None = None
     arrived: streams.Event | None = None
 
@@ -85,7 +85,7 @@ class _WeightBucket:
         sent = self.slots[0].flat.new_empty(self.length)  # [L]
         _copy(copy for slot in self.slots for copy in slot.packing(sent, channel.rank))
         gathered = sent.new_empty(channel.size, self.length)  # [p, L]
-        self.pending = channel.all_gather_into(gathered, sent, cargo=self.cargo).then(self._unpack)
+        self.pending = channel.all_gather_into(gathered, sent, tag=self.tag).then(self._unpack)
         return self.pending
 
     def wait(self) -> None:
@@ -154,7 +154,7 @@ class Publisher:
             slots.append(_Slot(parameter.detach().view(-1), length, width))
             length += width
         what = f"weights {members[0].name} .. {members[-1].name}"
-        bucket = _WeightBucket(slots, length, Cargo(Purpose.PUBLISHED_WEIGHT, tensor=what))
+        bucket = _WeightBucket(slots, length, Tag(Purpose.PUBLISHED_WEIGHT, tensor=what))
         self._buckets.append(bucket)
         self._bucket_of.update({member.parameter: bucket for member in members})
 

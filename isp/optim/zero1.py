@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Pending
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.layers.module import NamedParameter
 from isp.optim.buckets import Channels
 from isp.optim.grad_scaler import GradScaler
@@ -224,7 +224,7 @@ class Zero1Optimizer:
                 counted = [x for grad in counted for x in _pieces(grad)]
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
-        squares = channels[Axis.WORLD].all_reduce_(squares, cargo=Cargo(tensor="grad norm")).wait()
+        squares = channels[Axis.WORLD].all_reduce_(squares, tag=Tag(tensor="grad norm")).wait()
         return squares.sqrt().item() / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed.pipelining as torch_pipelining
 
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.config import PipelineConfig
 from isp.weights.trace import Action, ActionKind, sequential_actions
 
@@ -242,10 +242,10 @@ class Hop:
         return self.source + (1 if self.made_in is ActionKind.FORWARD else -1)
 
     @property
-    def cargo(self) -> Cargo:
+    def tag(self) -> Tag:
         what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
         text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
-        return Cargo(Purpose.STAGE_ACTIVATION, tensor=text)
+        return Tag(Purpose.STAGE_ACTIVATION, tensor=text)
 
 
 Program = tuple[Action | Hop, ...]

@@ -106,13 +106,13 @@ class Pipeline:
         """Launch a send or a receive. One send at a time is under way of each kind and stage."""
         if hop.target in self._stages:
             buffer, source = self._work.between(hop.micro_batch), self._order.rank_of(hop.source)
-            self._coming[hop] = self._channel.recv(buffer, source, cargo=hop.cargo)
+            self._coming[hop] = self._channel.recv(buffer, source, tag=hop.tag)
             return
         key = hop.made_in, hop.source
         if key in self._sent:
             self._sent.pop(key).wait()
         target = self._order.rank_of(hop.target)
-        self._sent[key] = self._channel.send(self._made.pop(hop), target, cargo=hop.cargo)
+        self._sent[key] = self._channel.send(self._made.pop(hop), target, tag=hop.tag)
 
     def _hand_on(self, hop: Hop, x: Tensor) -> None:
         if hop.target in self._stages:

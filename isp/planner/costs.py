@@ -1,4 +1,4 @@
-"""Seconds of compute of each visit of a step on one rank.
+"""Seconds of compute of each use of a step on one rank.
 
 Products take 2 FLOPs for each pair of token and parameter forward, as many for each of the two
 gradients. Attention over a causal document of n tokens has n^2 / 2 pairs of 4 d FLOPs a head; its
@@ -59,20 +59,20 @@ class Costs:
         return self._over_memory(num_bytes)
 
     def before(self, block: Block, number: int) -> float:
-        """Seconds of what precedes the product of a visit of a block in forward.
+        """Seconds of what precedes the product of a use of a block in forward.
 
-        Passes over memory, and with the first visit of a layer the gaps between its kernels.
+        Passes over memory, and with the first use of a layer the gaps between its kernels.
         Raises ValueError if the model does not say what passes there.
         """
-        visit = block.visits[number]
-        if visit.passes is None:
+        use = block.uses[number]
+        if use.passes is None:
             raise ValueError(
-                f"the time of {visit.name} in {block.name} cannot be planned: its DeclaredVisit"
+                f"the time of {use.name} in {block.name} cannot be planned: its DeclaredUse"
                 f" does not say what `passes` over memory before it"
             )
-        case, (between, inside) = self.case, visit.passes
+        case, (between, inside) = self.case, use.passes
         numbers = case.tokens_between * between + case.tokens_inside * inside // case.feature_parts
-        gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.visits) > 1 else 0.0
+        gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.uses) > 1 else 0.0
         return self._over_memory(case.rows * numbers * case.item_bytes) + gaps
 
     @cached_property

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import FROM_HOST, TO_HOST
+from isp.comm.tag import Purpose, Tag, Transfer
 from isp.parallel import Axis, SequenceScan
 from isp.planner.case import Case, Coordinates
 from isp.planner.declared import shape_of
@@ -24,7 +24,7 @@ __all__ = [
     "Count",
     "Traffic",
     "between_stages",
-    "block_trips",
+    "block_transfers",
     "gathers",
     "gradients_of",
     "neighbours_of",
@@ -57,21 +57,23 @@ class Traffic(NamedTuple):
 def traffic(case: Case, rank: int) -> Traffic:
     """The transfers `rank` sends in a step, from the data's broadcast to the published weights."""
     place = case.place(rank)
-    found: Counter[Trip] = Counter()
+    found: Counter[Transfer] = Counter()
     blocks = [block for chunk in shape_of(case, place.stage).chunks for block in chunk]
     tapes = tapes_of(case, place, blocks)
     for block in blocks:
-        for trip in block_trips(tapes[block.name]):
-            found[trip] += case.micro_num
-    found.update(_recompute_trips(case, place, tapes))
+        for transfer in block_transfers(tapes[block.name]):
+            found[transfer] += case.micro_num
+    found.update(_recompute_transfers(case, place, tapes))
     send = between_stages(case)
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
         found[hop] += case.micro_num * sum(sum(ends) for ends in neighbours_of(case, place.stage))
-    found.update(_weight_trips(case, place, blocks, tapes))
+    found.update(_weight_transfers(case, place, blocks, tapes))
     found.update(_ends_of_step(case, place))
     return Traffic(
-        _sum(((trip.kind, trip.channel), trip, n) for trip, n in found.items() if n),
-        _sum((trip.cargo.purpose, trip, n) for trip, n in found.items() if n),
+        _sum(
+            ((transfer.kind, transfer.channel), transfer, n) for transfer, n in found.items() if n
+        ),
+        _sum((transfer.tag.purpose, transfer, n) for transfer, n in found.items() if n),
     )
 
 
@@ -85,35 +87,41 @@ def scans(case: Case) -> str:
     return f"by {found}{why}" if found else ""
 
 
-def _sum(items: Iterable[tuple[K, Trip, int]]) -> dict[K, Count]:
+def _sum(items: Iterable[tuple[K, Transfer, int]]) -> dict[K, Count]:
     found: dict[K, Count] = {}
-    for key, trip, n in items:
+    for key, transfer, n in items:
         calls, sent = found.get(key, Count(0, 0))
-        found[key] = Count(calls + n, sent + n * trip.sent_bytes)
+        found[key] = Count(calls + n, sent + n * transfer.sent_bytes)
     return found
 
 
-def block_trips(tapes: Tapes) -> Iterator[Trip]:
-    """The trips of one micro-batch in a block, besides weights and their gradients."""
-    yield from _trips((*tapes.forward, *tapes.backward))
+def block_transfers(tapes: Tapes) -> Iterator[Transfer]:
+    """The transfers of one micro-batch in a block, besides weights and their gradients."""
+    yield from _transfers((*tapes.forward, *tapes.backward))
 
 
-def _trips(events: Iterable[Event]) -> Iterator[Trip]:
-    return (event.trip for event in events if isinstance(event, Launch))
+def _transfers(events: Iterable[Event]) -> Iterator[Transfer]:
+    return (event.transfer for event in events if isinstance(event, Launch))
 
 
-def _recompute_trips(case: Case, place: Coordinates, tapes: dict[str, Tapes]) -> Counter[Trip]:
-    """The trips of blocks that are computed again for the next one, and of inputs from the host."""
-    found: Counter[Trip] = Counter()
+def _recompute_transfers(
+    case: Case, place: Coordinates, tapes: dict[str, Tapes]
+) -> Counter[Transfer]:
+    """Transfers of blocks that are recomputed for the next one, and of inputs from the host."""
+    found: Counter[Transfer] = Counter()
     for c, chunk in enumerate(shape_of(case, place.stage).chunks):
         spans = trace((chunk,), sequential_actions(1))
         for block in (chunk[span.block] for span in spans if span.computes_again):
-            for trip in _trips(tapes[block.name].again):
-                found[trip] += case.micro_num
-        trips = [trip for block in chunk for trip in _trips(tapes[block.name].forward)]
-        back = [trip._replace(kind=FROM_HOST) for trip in trips if trip.kind == TO_HOST]
-        for trip in back:
-            found[trip] += case.micro_num
+            for transfer in _transfers(tapes[block.name].again):
+                found[transfer] += case.micro_num
+        transfers = [
+            transfer for block in chunk for transfer in _transfers(tapes[block.name].forward)
+        ]
+        back = [
+            transfer._replace(kind=FROM_HOST) for transfer in transfers if transfer.kind == TO_HOST
+        ]
+        for transfer in back:
+            found[transfer] += case.micro_num
         if back:
             found[back[-1]] -= _never_left(case, place, c)
     return found
@@ -138,24 +146,24 @@ def gradients_of(block: Block, tapes: Tapes) -> list[str]:
     found = []
     for event in tapes.backward:
         if isinstance(event, Gradient):
-            visit = block.visits[event.visit]
-            name = visit.bias if event.is_bias else visit.weight
+            use = block.uses[event.use]
+            name = use.bias if event.is_bias else use.weight
             assert name is not None
             found.append(name)
     return found
 
 
-def between_stages(case: Case) -> Trip:
-    """The trip of a micro-batch to the next stage, whose gradient comes back."""
+def between_stages(case: Case) -> Transfer:
+    """The transfer of a micro-batch to the next stage, whose gradient comes back."""
     sent = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
-    return Trip("send", Axis.PIPELINE.value, Cargo(Purpose.STAGE_ACTIVATION), sent)
+    return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
 
-def _weight_trips(
+def _weight_transfers(
     case: Case, place: Coordinates, blocks: list[Block], tapes: dict[str, Tapes]
-) -> Counter[Trip]:
+) -> Counter[Transfer]:
     """Weights gathered, and their gradients summed."""
-    found: Counter[Trip] = Counter()
+    found: Counter[Transfer] = Counter()
     if not case.gathers_weights:
         return found
     heard = Heard()
@@ -180,8 +188,8 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def _ends_of_step(case: Case, place: Coordinates) -> Counter[Trip]:
-    """The trips once a step: data, gradients of replicas, the norm, the weights, the loss."""
+def _ends_of_step(case: Case, place: Coordinates) -> Counter[Transfer]:
+    """The transfers once a step: data, gradients of replicas, the norm, the weights, the loss."""
     heard = Heard()
     rank = DryRank(case, place, heard)
     rank.share_batch()

@@ -21,7 +21,7 @@ from isp.parallel import Axis, Mode
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Coordinates
 from isp.settings.section import KeyRole, defaults_of
-from isp.weights.trace import Block, Visit
+from isp.weights.trace import Block, Use
 from model.config import ModelConfig
 
 __all__ = ["BlockKind", "all_blocks", "bare", "kind_of", "kinds_of", "local_parameters", "shape_of"]
@@ -89,19 +89,19 @@ def _local_parameters(
     return tuple(found)
 
 
-BlockKind = tuple[bool, tuple[tuple[Visit, tuple[int, ...]], ...]]
-"""A block's kind: whether it is recomputed, its visits, and the weights' shapes."""
+BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]
+"""A block's kind: whether it is recomputed, its uses, and the weights' shapes."""
 
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
     """The kind of a block, its weights being of these global shapes."""
 
-    def alike(visit: Visit) -> Visit:
-        again = visit.in_recompute or not block.recomputed
-        return visit._replace(weight=None, bias=visit.bias and "", in_recompute=again)
+    def alike(use: Use) -> Use:
+        again = use.in_recompute or not block.recomputed
+        return use._replace(weight=None, bias=use.bias and "", in_recompute=again)
 
-    visits = ((alike(visit), shapes.get(visit.weight or "", ())) for visit in block.visits)
-    return block.recomputed, tuple(visits)
+    uses = ((alike(use), shapes.get(use.weight or "", ())) for use in block.uses)
+    return block.recomputed, tuple(uses)
 
 
 def kinds_of(case: Case, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:

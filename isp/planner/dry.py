@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
-from isp.comm.cargo import Trip
 from isp.comm.host import TO_HOST, HostChannel
+from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer
 from isp.layers.norm import RMSNorm
@@ -73,15 +73,15 @@ class DryWeights(WPCommunicator):
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return master_dtype(dtype) if self._wide_gradients else dtype
 
-    def visit(
+    def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        return nullcontext(_Visit(self._recorder, module, phase, weight, bias))
+        return nullcontext(_Use(self._recorder, module, phase, weight, bias))
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
-        self._recorder.note(Gradient(self._recorder.visit_of(module), is_bias))
+        self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
 
@@ -109,10 +109,10 @@ class DryProducts:
 
     def __call__(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         weight_gradient(dy, x, into=self._main.get(weight), add=True)
-        self._recorder.note(Gradient(self._recorder.visit_of(layer), is_bias=False))
+        self._recorder.note(Gradient(self._recorder.use_of(layer), is_bias=False))
 
 
-class _Visit:
+class _Use:
     """Shards that stand for full tensors; notes when the weight is read."""
 
     def __init__(
@@ -124,15 +124,15 @@ class _Visit:
         bias: Tensor | None,
     ) -> None:
         self.bias = bias
-        self._recorder, self._visit, self._weight = recorder, recorder.visit_of(module), weight
+        self._recorder, self._unshard, self._weight = recorder, recorder.use_of(module), weight
         if phase is Phase.BACKWARD:  # a forward is reached when the layer is called
-            recorder.note(Reach(self._visit, phase))
+            recorder.note(Reach(self._unshard, phase))
         elif recorder.is_inside(module):
-            recorder.note(Reach(self._visit, recorder.phase))
+            recorder.note(Reach(self._unshard, recorder.phase))
 
     @cached_property
     def weight(self) -> Tensor:
-        self._recorder.note(Read(self._visit, self._recorder.phase))
+        self._recorder.note(Read(self._unshard, self._recorder.phase))
         return self._weight
 
 
@@ -143,9 +143,9 @@ class DryHost(HostChannel):
         super().__init__(META)
         self._recorder = recorder
 
-    def _start(self, trip: Trip, *_: object) -> Callable[[], object]:
-        if trip.kind == TO_HOST:
-            self._recorder.offload(trip)
+    def _start(self, transfer: Transfer, *_: object) -> Callable[[], object]:
+        if transfer.kind == TO_HOST:
+            self._recorder.offload(transfer)
         return lambda: None
 
 

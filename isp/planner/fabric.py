@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from isp.comm.cargo import Trip
 from isp.comm.host import FROM_HOST, TO_HOST
+from isp.comm.tag import Transfer
 from isp.config import ConfigError
 from isp.config.faults import describe_faults
 from isp.config.keys import KeyTable
@@ -160,28 +160,28 @@ class Fabric:
             return Spread(size, size)
         return Spread(size, max(1, node // stride))
 
-    def seconds(self, case: Case, trip: Trip) -> float:
+    def seconds(self, case: Case, transfer: Transfer) -> float:
         """The time of a transfer with nothing else under way.
 
         Ring collectives between nodes are as fast as the links of all the group's ranks in a node
         together, but no faster than inside; an all-to-all sends by each rank's own link.
         """
-        if trip.kind in (TO_HOST, FROM_HOST):
-            return trip.sent_bytes / (self.host.gb_per_second * 1e9)
-        spread = Spread(2, 2) if trip.kind == "send" else self.spread(case, axis_of(trip))
-        if trip.kind == "send" and case.topology.stage >= self.devices_per_node:
+        if transfer.kind in (TO_HOST, FROM_HOST):
+            return transfer.sent_bytes / (self.host.gb_per_second * 1e9)
+        spread = Spread(2, 2) if transfer.kind == "send" else self.spread(case, axis_of(transfer))
+        if transfer.kind == "send" and case.topology.stage >= self.devices_per_node:
             spread = Spread(2, 1)
-        latency, inside = self.latency(spread, trip.kind), self.inside
+        latency, inside = self.latency(spread, transfer.kind), self.inside
         if spread.size == spread.per_node:
-            return latency + trip.sent_bytes / inside.bytes_per_second
+            return latency + transfer.sent_bytes / inside.bytes_per_second
         assert self.between is not None, "checked before"
-        if trip.kind == "all_to_all":
+        if transfer.kind == "all_to_all":
             away = (spread.size - spread.per_node) / (spread.size - 1)
-            there = trip.sent_bytes * away / self.between.bytes_per_second
-            here = trip.sent_bytes * (1 - away) / inside.bytes_per_second
+            there = transfer.sent_bytes * away / self.between.bytes_per_second
+            here = transfer.sent_bytes * (1 - away) / inside.bytes_per_second
             return latency + max(there, here)
         rate = min(inside.bytes_per_second, spread.per_node * self.between.bytes_per_second)
-        return latency + trip.sent_bytes / rate
+        return latency + transfer.sent_bytes / rate
 
     def latency(self, spread: Spread, kind: str) -> float:
         """Seconds of the hops that a transfer of no bytes takes.
@@ -220,9 +220,9 @@ def _doublings(size: int) -> int:
     return math.ceil(math.log2(size))
 
 
-def axis_of(trip: Trip) -> Axis:
+def axis_of(transfer: Transfer) -> Axis:
     """The axis along which a transfer goes."""
-    return Axis.WEIGHT if trip.channel == "weight_reduce" else Axis(trip.channel)
+    return Axis.WEIGHT if transfer.channel == "weight_reduce" else Axis(transfer.channel)
 
 
 def _stride(case: Case, axis: Axis) -> int:

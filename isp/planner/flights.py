@@ -89,8 +89,8 @@ def gather_pool(case: Case, place: Coordinates) -> int:
         return 0
     chunks = shape_of(case, place.stage).chunks
     layouts = {item.name: item.layout for item in local_parameters(case, place)}
-    visits = (visit for block in _blocks(case, place) for visit in block.visits)
-    names = {name for v in visits for name in (v.weight, v.bias) if name is not None}
+    uses = (use for block in _blocks(case, place) for use in block.uses)
+    names = {name for v in uses for name in (v.weight, v.bias) if name is not None}
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
     actions = case.order.actions(place.stage, case.few_micro_batches)
     reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)

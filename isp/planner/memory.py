@@ -318,7 +318,7 @@ def _streamed(case: Case, place: Coordinates) -> int:
 def _published(case: Case, place: Coordinates) -> int:
     size, heard = case.topology.zero1, Heard()
     DryRank(case, place, heard).publisher.launch()
-    return sum(trip.sent_bytes for trip in heard) // max(1, size - 1) * (size + 1)
+    return sum(transfer.sent_bytes for transfer in heard) // max(1, size - 1) * (size + 1)
 
 
 def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
@@ -326,5 +326,5 @@ def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
     if case.gathers_weights:
         return 0
     numbers = {item.name: item.parameter.numel() for item in local_parameters(case, place)}
-    weights = (visit.weight for visit in block.visits if visit.weight is not None)
+    weights = (use.weight for use in block.uses if use.weight is not None)
     return max((numbers[weight] for weight in weights), default=0) * case.item_bytes

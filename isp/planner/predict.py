@@ -169,6 +169,6 @@ def _put_off(block: Block, tapes: Tapes) -> Iterator[int]:
     waits = True
     for event in tapes.forward:
         if isinstance(event, Read):
-            waits = block.visits[event.visit].in_recompute
+            waits = block.uses[event.use].in_recompute
         elif isinstance(event, Product) and waits:
             yield event.flops

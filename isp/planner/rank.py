@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.channel import DryChannel, Listener
+from isp.comm.tag import Purpose, Tag, Transfer
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
@@ -28,12 +28,12 @@ __all__ = ["DryRank", "Heard"]
 META = torch.device("meta")
 
 
-class Heard(list[Trip]):
-    """A listener that keeps the trips."""
+class Heard(list[Transfer]):
+    """A listener that keeps the transfers."""
 
-    def launched(self, trip: Trip) -> Callable[[], object]:
+    def launched(self, transfer: Transfer) -> Callable[[], object]:
         """A transfer sets off."""
-        self.append(trip)
+        self.append(transfer)
         return lambda: None
 
 
@@ -116,19 +116,19 @@ class DryRank:
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""
         number = torch.empty((), dtype=torch.float64, device=META)
-        self[axis].all_reduce_(number, cargo=Cargo(tensor="metrics")).wait()
+        self[axis].all_reduce_(number, tag=Tag(tensor="metrics")).wait()
 
     def share_batch(self) -> None:
         """Send tokens, labels and positions of a step to the ranks of a sequence."""
         case = self.case
         shape = (case.micro_num, 3, case.rows, case.tokens)
         batch = torch.empty(shape, dtype=torch.int64, device=META)
-        self[Axis.TENSOR].broadcast_(batch, cargo=Cargo(Purpose.DATA, tensor="batch")).wait()
+        self[Axis.TENSOR].broadcast_(batch, tag=Tag(Purpose.DATA, tensor="batch")).wait()
 
     def add_tied(self, name: str) -> None:
         """Sum the gradient of a table that two stages have."""
         gradient = self.gradients.summed(self.parameters[name])
-        self[Axis.EMBEDDING].all_reduce_(gradient, cargo=Cargo(Purpose.REPLICA_GRADIENT, name))
+        self[Axis.EMBEDDING].all_reduce_(gradient, tag=Tag(Purpose.REPLICA_GRADIENT, name))
 
     def _sharded(self, name: str) -> ShardedParameter:
         return ShardedParameter(name, "weight", self.parameters[name], self.layouts[name])

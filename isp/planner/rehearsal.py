@@ -92,9 +92,9 @@ def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[st
 
 def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
     """The tapes of blocks of `kind` at `place`."""
-    recomputed, visits = kind
+    recomputed, uses = kind
     found = rehearsal(case, place, recomputed=recomputed).tapes
-    assert kind in found, f"no block with {[visit.name for visit, _ in visits]} was rehearsed"
+    assert kind in found, f"no block with {[use.name for use, _ in uses]} was rehearsed"
     return found[kind]
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from operator import attrgetter
 
-from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import TO_HOST
+from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
 from isp.parallel import ContextExchange, Mode, Sequence2DConfig, Topology
 from isp.parallel.config import PipelineSchedule
@@ -386,8 +386,8 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
     seconds = 0.0
     for event in (*tapes.forward, *tapes.backward):
         match event:
-            case Launch(_, trip) if trip.kind != TO_HOST:  # behind the forward
-                seconds += fabric.seconds(case, trip)
+            case Launch(_, transfer) if transfer.kind != TO_HOST:  # behind the forward
+                seconds += fabric.seconds(case, transfer)
             case Product(flops):
                 seconds += costs.product(flops)
             case Attend():
@@ -398,9 +398,9 @@ def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes
                 seconds += costs.sweep(num_bytes)
             case Loss():
                 seconds += costs.loss
-            case Reach(visit, phase) if block.visits[visit].weight is not None:
+            case Reach(use, phase) if block.uses[use].weight is not None:
                 passes = 2 if phase is Phase.BACKWARD else 1
-                seconds += passes * costs.before(block, visit)
+                seconds += passes * costs.before(block, use)
     return seconds
 
 
@@ -408,7 +408,7 @@ def _weight_seconds(case: Case, fabric: Fabric, kind: BlockKind) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
     numbers = sum(math.prod(shape) for _, shape in kind[1] if shape)
     sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
-    return 3 * fabric.seconds(case, Trip("all_gather", "weight", Cargo(Purpose.WEIGHT), sent))
+    return 3 * fabric.seconds(case, Transfer("all_gather", "weight", Tag(Purpose.WEIGHT), sent))
 
 
 def _gradient_seconds(case: Case, fabric: Fabric) -> float:
@@ -418,5 +418,5 @@ def _gradient_seconds(case: Case, fabric: Fabric) -> float:
         return 0.0
     own = case.language_model.num_parameters / topology.weight / topology.pipeline
     sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
-    cargo = Cargo(Purpose.REPLICA_GRADIENT)
-    return fabric.seconds(case, Trip("all_reduce", "weight_data", cargo, sent))
+    tag = Tag(Purpose.REPLICA_GRADIENT)
+    return fabric.seconds(case, Transfer("all_reduce", "weight_data", tag, sent))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.cargo import Purpose, Trip
+from isp.comm.tag import Purpose, Transfer
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     """A transfer sets off."""
 
     number: int
-    trip: Trip
+    transfer: Transfer
 
 
 class Arrive(NamedTuple):
@@ -49,16 +49,16 @@ class Arrive(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """A visit begins; in backward only that of a layer whose input has a gradient."""
+    """A use begins; in backward only that of a layer whose input has a gradient."""
 
-    visit: int
+    use: int
     phase: Phase
 
 
 class Read(NamedTuple):
-    """The weight of a visit is read."""
+    """The weight of a use is read."""
 
-    visit: int
+    use: int
     phase: Phase
 
 
@@ -101,9 +101,9 @@ class Sweep(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of the weight, or bias, of a visit is there."""
+    """The gradient of the weight, or bias, of a use is there."""
 
-    visit: int
+    use: int
     is_bias: bool
 
 
@@ -162,7 +162,7 @@ class Tapes(NamedTuple):
 
 
 def _is_of_input(event: Event) -> bool:
-    return isinstance(event, Launch) and event.trip.cargo.purpose is Purpose.BLOCK_INPUT
+    return isinstance(event, Launch) and event.transfer.tag.purpose is Purpose.BLOCK_INPUT
 
 
 @dataclass(slots=True)
@@ -195,21 +195,21 @@ class TapeRecorder:
         """Whether local attention runs."""
         self._block = 0
         self._ahead = 0
-        """The block that what is kept belongs to: the next from a block's last visit on."""
+        """The block that what is kept belongs to: the next from a block's last use on."""
         self._launched = 0
         self._next: dict[int, int] = {}
         """The block that is run behind each."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
-        """Blocks and visits that forward has come to."""
+        """Blocks and uses that forward has come to."""
         self._kept: dict[int, _Kept] = {}
         """By the storage."""
         self._places: dict[int, tuple[int, int]] = {}
-        """Block and visit, by the id of the module that is called there."""
+        """Block and use, by the id of the module that is called there."""
         self._lasts: set[int] = set()
-        """Those of the last visits of blocks."""
+        """Those of the last uses of blocks."""
         self._inside: set[int] = set()
-        """The ids of layers that are visited in a call that began with another visit."""
+        """The ids of layers that are used in a call that began with another use."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
         self._again: defaultdict[tuple[int, bool], list[_Again]] = defaultdict(list)
@@ -228,21 +228,21 @@ class TapeRecorder:
         """Bytes in the host's memory, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock], run: Sequence[int]) -> None:
-        """Note when a visit of `blocks` is reached, of which those at `run` are."""
+        """Note when a use of `blocks` is reached, of which those at `run` are."""
         self._next = dict(zip(run, [*run[1:], len(blocks)], strict=True))
         for b, block in ((b, blocks[b]) for b in run):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
             called: set[int] = set()
-            for v, visit in enumerate(block.visits):
-                module = visit.layer if visit.at is None else visit.at
-                assert isinstance(module, nn.Module), f"nothing is called at {visit.name}"
+            for v, use in enumerate(block.uses):
+                module = use.layer if use.at is None else use.at
+                assert isinstance(module, nn.Module), f"nothing is called at {use.name}"
                 if id(module) in called:
-                    self._places[id(visit.layer)] = b, v
-                    self._inside.add(id(visit.layer))
+                    self._places[id(use.layer)] = b, v
+                    self._inside.add(id(use.layer))
                     continue
-                assert id(module) not in self._places, f"{visit.name} is called twice"
-                self._places[id(module)] = self._places[id(visit.layer)] = b, v
+                assert id(module) not in self._places, f"{use.name} is called twice"
+                self._places[id(module)] = self._places[id(use.layer)] = b, v
                 called.add(id(module))
                 module.register_forward_pre_hook(self._begins)
                 module.register_forward_hook(self._ends)
@@ -272,25 +272,25 @@ class TapeRecorder:
         self._again[self._block, self.phase is Phase.FORWARD].append(again)
         self._launched += times * step
 
-    def launched(self, trip: Trip) -> Callable[[], None]:
+    def launched(self, transfer: Transfer) -> Callable[[], None]:
         """A transfer sets off."""
         self._launched += 1
         number = self._launched
-        self.note(Launch(number, trip))
+        self.note(Launch(number, transfer))
         return lambda: self.note(Arrive(number))
 
-    def offload(self, trip: Trip) -> None:
+    def offload(self, transfer: Transfer) -> None:
         """What the block that comes next is given goes to the host."""
         self._launched += 1
-        self._events[self._ahead, True].append(Launch(self._launched, trip))
-        self._offloaded[self._ahead] += trip.sent_bytes
+        self._events[self._ahead, True].append(Launch(self._launched, transfer))
+        self._offloaded[self._ahead] += transfer.sent_bytes
 
-    def visit_of(self, layer: WeightHolder) -> int:
-        """The visit of a layer in its block."""
+    def use_of(self, layer: WeightHolder) -> int:
+        """The use of a layer in its block."""
         return self._places[id(layer)][1]
 
     def is_inside(self, layer: WeightHolder) -> bool:
-        """Whether the visit of a layer is no call of its own."""
+        """Whether the use of a layer is no call of its own."""
         return id(layer) in self._inside
 
     def tapes(self, block: int, saved: Saved) -> Tapes:
@@ -372,22 +372,22 @@ class TapeRecorder:
             self._block = block
 
     def _leaves(self, block: int, module: nn.Module, _: Any, y: Any) -> None:
-        """A block that is computed again may be so before a visit's gradient is there."""
+        """A block that is computed again may be so before a use's gradient is there."""
         y = y[0] if isinstance(y, tuple) else y
         if self.phase is Phase.FORWARD and y.requires_grad:
             y.register_hook(lambda _: self._goes_back(block))
 
     def _begins(self, module: nn.Module, _: Any) -> None:
-        block, visit = self._places[id(module)]
+        block, use = self._places[id(module)]
         if self.phase is Phase.FORWARD:
-            if (block, visit) in self._reached:  # a loss that runs what is behind the head again
+            if (block, use) in self._reached:  # a loss that runs what is behind the head again
                 return
-            self._reached.add((block, visit))
+            self._reached.add((block, use))
         self._enters(block)
-        self.note(Reach(visit, self.phase))
+        self.note(Reach(use, self.phase))
 
     def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
-        """A block goes back from the moment at which the gradient of a visit's result is there."""
+        """A block goes back from the moment at which the gradient of a use's result is there."""
         if self.phase is not Phase.FORWARD or not y.requires_grad:
             return  # within a layer that computes its own gradient it requires none
         block, _ = self._places[id(module)]

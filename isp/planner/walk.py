@@ -1,4 +1,4 @@
-"""A rank's step in time: its tapes, block by block, with what its plan has to do at each visit.
+"""A rank's step in time: its tapes, block by block, with what its plan has to do at each use.
 
 What a block does, and in which order, is on its tapes (`isp.planner.rehearsal`); what travels with
 the weights is launched by those who do it in a run (`isp.planner.rank`). Here is added what the
@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from isp.comm.cargo import Cargo, Purpose, Trip
 from isp.comm.host import FROM_HOST, HOST
+from isp.comm.tag import Purpose, Tag, Transfer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import Case
@@ -107,7 +107,7 @@ class Clock:
 
 
 Acts = dict[tuple[Phase, int], tuple[Act, ...]]
-"""The plan's acts before the visits of a block, by phase and visit."""
+"""The plan's acts before the uses of a block, by phase and use."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Walk:
         self.overlap = case.parallel.weight.overlap
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
         self._seconds: dict[tuple[str, str, int], float] = {}
-        self._gathers: dict[Act, list[Trip]] = {}
+        self._gathers: dict[Act, list[Transfer]] = {}
         self._number = 0
         self._published: dict[str | None, Hashable] = {}
         """The transfer with which a block's weights are there, by weight."""
@@ -138,8 +138,8 @@ class Walk:
         """The inputs that have set off from the host, by action and block."""
         self._last = self._travels = False
         """Whether no later backward goes through this chunk; whether buckets may travel."""
-        visits = [visit for chunk in self.chunks for block in chunk for visit in block.visits]
-        names = [name for visit in visits for name in (visit.weight, visit.bias)]
+        uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
+        names = [name for use in uses for name in (use.weight, use.bias)]
         self._uses = Counter(name for name in names if name is not None)
         """The number of a parameter's gradients in the last backward passes."""
 
@@ -175,7 +175,7 @@ class Walk:
         following = iter(steps)
         for span in trace(self.chunks, actions):
             own = (next(following) for _ in span.sites)
-            yield span, {(step.site.phase, step.site.visit): step.before for step in own}
+            yield span, {(step.site.phase, step.site.use): step.before for step in own}
 
     # -- a block -----------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class Walk:
         tapes = self.tapes[block.name]
         forward = span.action.kind is ActionKind.FORWARD
         if forward:
-            for visit in block.visits:
-                self.clock.wait(self._published.get(visit.weight))
+            for use in block.uses:
+                self.clock.wait(self._published.get(use.weight))
         elif self._last and not self._travels:
             self._travels = True
             self.dry.expect_last(self._uses)
@@ -210,19 +210,19 @@ class Walk:
         key = span.action, following
         if following is not None and key not in self._fetched:
             self._fetched.add(key)
-            self._launch(key, Trip(FROM_HOST, HOST, Cargo(Purpose.BLOCK_INPUT), sizes[following]))
+            self._launch(key, Transfer(FROM_HOST, HOST, Tag(Purpose.BLOCK_INPUT), sizes[following]))
 
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
         clock = self.clock
         match event:
-            case Launch(number, trip):
-                self._launch(("tape", number), trip)
+            case Launch(number, transfer):
+                self._launch(("tape", number), transfer)
             case Arrive(number):
                 clock.wait(("tape", number))
-            case Reach(visit, phase):
-                self._reach(block, visit, phase, acts.get((phase, visit), ()))
-            case Read(visit, phase):
-                self._read(phase, acts.get((phase, visit), ()))
+            case Reach(use, phase):
+                self._reach(block, use, phase, acts.get((phase, use), ()))
+            case Read(use, phase):
+                self._read(phase, acts.get((phase, use), ()))
             case Product(flops):
                 clock.compute(self.costs.product(flops))
             case Attend():
@@ -233,18 +233,18 @@ class Walk:
                 clock.compute(self.costs.sweep(num_bytes))
             case Loss():
                 clock.compute(self.costs.loss)
-            case Gradient(visit, is_bias):
-                self._pass_back((block, visit))
-                name = block.visits[visit].bias if is_bias else block.visits[visit].weight
+            case Gradient(use, is_bias):
+                self._pass_back((block, use))
+                name = block.uses[use].bias if is_bias else block.uses[use].weight
                 assert name is not None
                 self._reduce(name)
 
-    def _reach(self, block: Block, visit: int, phase: Phase, acts: tuple[Act, ...]) -> None:
-        reads = block.visits[visit].weight is not None
+    def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[Act, ...]) -> None:
+        reads = block.uses[use].weight is not None
         if phase is Phase.BACKWARD:
-            self._pass_back((block, visit))
+            self._pass_back((block, use))
         elif reads:
-            self.clock.compute(self.costs.before(block, visit))
+            self.clock.compute(self.costs.before(block, use))
         if not reads or (phase is Phase.BACKWARD and self.overlap):
             self._gather(acts)
 
@@ -257,37 +257,37 @@ class Walk:
         if self.overlap and phase is not Phase.BACKWARD:
             self._gather(acts)
 
-    def _pass_back(self, visit: tuple[Block, int] | None) -> None:
-        """Go back through what lies before the visit that was reached last, and on to `visit`."""
-        if self._reached is not None and self._reached != visit:
+    def _pass_back(self, use: tuple[Block, int] | None) -> None:
+        """Go back through what lies before the use that was reached last, and on to `unshard`."""
+        if self._reached is not None and self._reached != use:
             self.clock.compute(2 * self.costs.before(*self._reached))
-        self._reached = visit
+        self._reached = use
 
     # -- transfers ---------------------------------------------------------------------------
 
-    def launched(self, trip: Trip) -> Callable[[], None]:
+    def launched(self, transfer: Transfer) -> Callable[[], None]:
         """A transfer of the dry rank sets off."""
         self._number += 1
         number = self._number
-        self._launch(number, trip)
+        self._launch(number, transfer)
         return lambda: self.clock.wait(number)
 
-    def _launch(self, key: Hashable, trip: Trip, behind: Hashable | None = None) -> None:
-        like = trip.kind, trip.channel, trip.sent_bytes
+    def _launch(self, key: Hashable, transfer: Transfer, behind: Hashable | None = None) -> None:
+        like = transfer.kind, transfer.channel, transfer.sent_bytes
         seconds = self._seconds.get(like)
         if seconds is None:
-            seconds = self._seconds[like] = self.fabric.seconds(self.case, trip)
-        wire = HOST if trip.channel == HOST else self._wires[axis_of(trip)]
+            seconds = self._seconds[like] = self.fabric.seconds(self.case, transfer)
+        wire = HOST if transfer.channel == HOST else self._wires[axis_of(transfer)]
         self.clock.launch(key, wire, seconds, behind=behind)
 
     def _gather(self, acts: Iterable[Act]) -> None:
         for act in (act for act in acts if act.kind is ActKind.GATHER):
             if act not in self._gathers:
-                self._gathers[act] = self._trips_of(act.parameters)
-            for trip in self._gathers[act]:
-                self._launch(act.weight, trip, behind=self._published.get(act.weight))
+                self._gathers[act] = self._transfers_of(act.parameters)
+            for transfer in self._gathers[act]:
+                self._launch(act.weight, transfer, behind=self._published.get(act.weight))
 
-    def _trips_of(self, names: Iterable[str]) -> list[Trip]:
+    def _transfers_of(self, names: Iterable[str]) -> list[Transfer]:
         heard = Heard()
         rank = DryRank(self.case, self.place, heard)
         for name in names:
@@ -311,7 +311,7 @@ class Walk:
         buckets = enumerate(self.dry.publisher.members, start=1)  # numbered as they are launched
         keys = {item.name: number for number, bucket in buckets for item in bucket}
         for block in (block for chunk in self.chunks for block in chunk):
-            weights = [visit.weight for visit in block.visits if visit.weight is not None]
+            weights = [use.weight for use in block.uses if use.weight is not None]
             self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
 
     def _end(self) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from isp.comm import Channel, Transfer
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm import Channel, TimedTransfer
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.phase import Phase
 from isp.profile.recorder import Mark, RankRecord
 from isp.profile.schema import Collective, Cost
@@ -44,15 +44,15 @@ def clock_lead(host: Channel) -> float:
     """
     if host.size == 1:
         return 0.0
-    machines = host.all_gather(torch.tensor([_machine()]), cargo=Cargo(tensor="clock")).wait()
+    machines = host.all_gather(torch.tensor([_machine()]), tag=Tag(tensor="clock")).wait()
     if len(set(machines.tolist())) == 1:
         return 0.0
     readings = []
     for _ in range(_ROUNDS):
-        host.all_reduce(torch.zeros(1), cargo=Cargo(tensor="clock")).wait()
+        host.all_reduce(torch.zeros(1), tag=Tag(tensor="clock")).wait()
         readings.append(time.perf_counter())
     own = torch.tensor([readings], dtype=torch.float64)
-    of_ranks = host.all_gather(own, cargo=Cargo(tensor="clock")).wait()  # [p, rounds]
+    of_ranks = host.all_gather(own, tag=Tag(tensor="clock")).wait()  # [p, rounds]
     leads: list[float] = (of_ranks[host.rank] - of_ranks[0]).tolist()
     return statistics.median(leads)
 
@@ -136,7 +136,7 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
 
 
 def _collective(
-    transfer: Transfer,
+    transfer: TimedTransfer,
     phase: Phase,
     parts: Iterable[str],
     launch: float,
@@ -144,7 +144,7 @@ def _collective(
     end: float,
     wait: float,
 ) -> Collective:
-    purpose, layer, _ = transfer.cargo
+    purpose, layer, _ = transfer.tag
     named = [part for part in parts if f"{layer}.".startswith(f"{part}.")]
     several = purpose in (Purpose.REPLICA_GRADIENT, Purpose.PUBLISHED_WEIGHT)
     stamped = "" if several or Cost.of(purpose) is Cost.OUTSIDE else transfer.block

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from isp.comm import CommLog, DeviceClock, Transfer, streams
+from isp.comm import CommLog, DeviceClock, TimedTransfer, streams
 from isp.metrics import MemoryMeter, peak_memory_gib
 from isp.parallel.phase import Phase
 
@@ -26,7 +26,7 @@ class Mark:
     phase: Phase
     block: str
     site: str = ""
-    """The visit of the block, such as `wo`, where one was reached; else the block was entered."""
+    """The use of the block, such as `wo`, where one was reached; else the block was entered."""
     memory_gib: float = 0.0
     """In use at this moment; read where no site was reached."""
 
@@ -37,7 +37,7 @@ class RankRecord:
 
     begins: tuple[float, ...]
     """Start of each recorded step, and end of the last one."""
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TimedTransfer, ...]
     """Those that were waited for, in order of launch."""
     marks: tuple[Mark, ...]
     """In order of time."""
@@ -61,7 +61,7 @@ class _Moment(NamedTuple):
 class Recorder:
     """Keeps what happens to `log` within it; a context.
 
-    `parts` are the modules that a forward calls in turn, by name; `sites` the visits within them.
+    `parts` are the modules that a forward calls in turn, by name; `sites` the uses within them.
     Hooks on them are there only within the context. Times on CUDA are those of events on the
     streams; nothing waits for the device until `record` is asked for.
     """
@@ -71,7 +71,7 @@ class Recorder:
     parts: Mapping[str, nn.Module]
     sites: Iterable[tuple[str, nn.Module]] = ()
     _clock: DeviceClock | None = field(default=None, init=False)
-    _transfers: list[Transfer] = field(default_factory=list, init=False)
+    _transfers: list[TimedTransfer] = field(default_factory=list, init=False)
     _moments: list[_Moment] = field(default_factory=list, init=False)
     _begins: list[_Moment] = field(default_factory=list, init=False)
     _handles: list[RemovableHandle] = field(default_factory=list, init=False)
@@ -113,7 +113,7 @@ class Recorder:
             peak_memory_gib=peak_memory_gib(self.device),
         )
 
-    def launched(self, transfer: Transfer) -> None:
+    def launched(self, transfer: TimedTransfer) -> None:
         self._transfers.append(transfer)
 
     def entered(self, phase: Phase, block: str) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from isp.comm.cargo import BETWEEN_TWO, Purpose
+from isp.comm.tag import BETWEEN_TWO, Purpose
 from isp.parallel.phase import Phase
 from isp.settings.result_file import Result
 

@@ -18,8 +18,8 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
-from isp.comm.cargo import Purpose
 from isp.comm.log import covered
+from isp.comm.tag import Purpose
 from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig
 from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
@@ -52,7 +52,7 @@ class _RankStep:
     rank: int
     collectives: tuple[Collective, ...]
     sites: list[Mark]
-    """The visits going forward."""
+    """The uses going forward."""
 
     @classmethod
     def of(cls, rank: int, times: RankTimes, step: int) -> _RankStep:

@@ -1,6 +1,6 @@
 """The prefetch plan of a step: when each block's weights are on their way, and when they are there.
 
-Time is counted in visits, the places of a step where a weight is read or a launch point lies: the
+Time is counted in uses, the places of a step where a weight is read or a launch point lies: the
 plan knows no milliseconds.
 """
 
@@ -43,15 +43,15 @@ from isp.weights.trace import trace
 
 __all__ = ["Stay", "plan_section", "stays"]
 
-_MOST_VISITS = 400
+_MOST_USES = 400
 """More cannot be told apart in a picture."""
 _LAUNCH = 0.4
-"""Place in a visit for launching gathers: behind the wait for the visit's own weight."""
+"""Place in a use for launching gathers: behind the wait for the use's own weight."""
 _ON_ITS_WAY, _THERE, _EXPOSED = Look(SKY, "////"), Look(BLUE), Look(VERMILLION)
 
 
 class Stay(NamedTuple):
-    """A weight from its gather to its free, in visits from the beginning of the step."""
+    """A weight from its gather to its free, in uses from the beginning of the step."""
 
     row: int
     """Of the block that declares it first, counted over all chunks."""
@@ -63,7 +63,7 @@ class Stay(NamedTuple):
     waited: float
     freed: float
     ahead: int
-    """Visits between the gather and the wait; 0 if nothing can hide it."""
+    """Uses between the gather and the wait; 0 if nothing can hide it."""
 
 
 def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
@@ -75,8 +75,8 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
         config.language_model, config.parallel, config.data.num_micro_batches
     )
     where = f" on {first.title}, one of {len(others) + 1} pipeline ranks" if others else ""
-    is_cut = len(first.plan.steps) > _MOST_VISITS
-    cut = f" Only the first {_MOST_VISITS} visits are shown." if is_cut else ""
+    is_cut = len(first.plan.steps) > _MOST_USES
+    cut = f" Only the first {_MOST_USES} uses are shown." if is_cut else ""
     rows = len(_row_names(first))
     weight = config.parallel.weight
     once = "" if weight.reshard_after_forward else ", and once a step"
@@ -85,7 +85,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
         caption=f"When the weights of each block are on their way and when they are there{where}."
         f" F and B are the forward and backward of a micro-batch; the frame is the block that"
         f" runs.{cut}",
-        alt="Grid of blocks over the visits of a step, with bars from gather to free",
+        alt="Grid of blocks over the uses of a step, with bars from gather to free",
         draw=partial(_draw, first),
         wide=Size(1080, 130 + 30 * rows, 12),
         phone=Size(360, 170 + 24 * rows, 11),
@@ -93,7 +93,7 @@ def plan_section(profile: Profile, mode: ModeProfile) -> Section | None:
     text = (
         f"What is asked for ahead, so that compute hides it: per {weight.forward_overlap_per},"
         f" launched before {weight.launch_allgather_before}{once}. The table names each"
-        " place of the step (“ahead” is the number of visits from the gather to the wait); `isp"
+        " place of the step (“ahead” is the number of uses from the gather to the wait); `isp"
         " prefetch CONFIG` prints it of any configuration."
     )
     return Section(
@@ -127,7 +127,7 @@ def stays(own: RankPlan) -> Iterator[Stay]:
                 gathered[act.weight] = number + _LAUNCH
             elif act.kind is ActKind.WAIT:
                 begin = max(float(number), gathered[act.weight])
-                waited[act.weight] = begin, next(lookaheads).visits
+                waited[act.weight] = begin, next(lookaheads).uses
             else:
                 wait, ahead = waited.pop(act.weight)
                 begin = gathered.pop(act.weight)
@@ -139,7 +139,7 @@ def _places(own: RankPlan) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     blocks = [block for chunk in own.chunks for block in chunk]
     for row, block in enumerate(blocks):
-        names = dict.fromkeys(v.weight for v in block.visits if v.weight is not None)
+        names = dict.fromkeys(v.weight for v in block.uses if v.weight is not None)
         new = [name for name in names if name not in places]
         places |= {name: (row, lane) for lane, name in enumerate(new)}
     return places
@@ -150,8 +150,8 @@ def _row_names(own: RankPlan) -> list[str]:
 
 
 def _draw(own: RankPlan, size: Size) -> Figure:
-    names, shown = _row_names(own), min(_MOST_VISITS, len(own.plan.steps))
-    figure, axes = new_lanes(size, names, xlabel="visits since the step began", top=1.2)
+    names, shown = _row_names(own), min(_MOST_USES, len(own.plan.steps))
+    figure, axes = new_lanes(size, names, xlabel="uses since the step began", top=1.2)
     axes.set_xlim(-1.2, shown)
     num_lanes = Counter(row for row, _ in _places(own).values())
     drawn = [stay for stay in stays(own) if stay.gathered < shown]
@@ -168,9 +168,7 @@ def _draw(own: RankPlan, size: Size) -> Figure:
 def _draw_stay(axes: Axes, stay: Stay, num_lanes: int) -> None:
     height = 0.8 / num_lanes
     top = stay.row - 0.4 + stay.lane * height
-    hover = (
-        f"{stay.weight}: asked for {stay.ahead} visits ahead, there until visit {stay.freed:.0f}"
-    )
+    hover = f"{stay.weight}: asked for {stay.ahead} uses ahead, there until use {stay.freed:.0f}"
     on_its_way = max(stay.waited, stay.gathered + _LAUNCH)
     for begin, end, look in (
         (stay.gathered, on_its_way, _ON_ITS_WAY if stay.ahead else _EXPOSED),
@@ -180,7 +178,7 @@ def _draw_stay(axes: Axes, stay: Stay, num_lanes: int) -> None:
 
 
 def _draw_spans(axes: Axes, own: RankPlan, size: Size, shown: int) -> None:
-    """A frame around the block that runs, and the name of each action above its visits."""
+    """A frame around the block that runs, and the name of each action above its uses."""
     rows = {
         (c, b): row
         for row, (c, b) in enumerate(
@@ -191,14 +189,14 @@ def _draw_spans(axes: Axes, own: RankPlan, size: Size, shown: int) -> None:
     for action, group in groupby(trace(own.chunks, own.actions), key=lambda span: span.action):
         first = begin
         for span in group:
-            row, visits = rows[span.unit], len(span.sites)
+            row, uses = rows[span.unit], len(span.sites)
             if begin >= shown:
                 return
             frame = Rectangle(
-                (begin, row - 0.46), visits, 0.92, fill=False, edgecolor="black", linewidth=1.4
+                (begin, row - 0.46), uses, 0.92, fill=False, edgecolor="black", linewidth=1.4
             )
             axes.add_patch(frame)
-            begin += visits
+            begin += uses
         axes.axvline(begin, color=GREY, linewidth=0.8)
         if first < shown and (begin - first) * size.width / shown > 40:
             axes.text((first + min(begin, shown)) / 2, -0.85, str(action), ha="center", va="center")

@@ -28,10 +28,10 @@ from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.traced.calls import Call, ForwardEnd, Kind
 from isp.traced.experts import Place, SwappedExperts
+from isp.traced.forward_pass import ForwardPass, Masks, outer_calls
 from isp.traced.head import Given
 from isp.traced.hosts import Host, check_row
 from isp.traced.mixers import TracedMixers
-from isp.traced.passage import Masks, Passage, outer_calls
 from isp.traced.positions import at_positions, current_positions
 from isp.traced.random_numbers import random_numbers
 from isp.traced.region import Entrance
@@ -40,7 +40,7 @@ from isp.traced.stages import Stage
 from isp.traced.swap import InitialWeights, SwappedLinear, SwappedTable, shard_parameters
 from isp.traced.tensor_plan import TensorPlan, in_features
 from isp.traced.trace import ModelTrace, check_not_compiled
-from isp.traced.visits import parts_of, visits_of
+from isp.traced.uses import parts_of, uses_of
 from isp.weights.declare import DeclaredBlock
 from isp.weights.trace import inputs_kept
 from isp.weights.wp import FullWeights
@@ -113,7 +113,7 @@ class TracedChunk:
         self._outer_calls = tuple(outer_calls(trace))
         self._length_limits = host.length_limits(model)
         self._most_tokens = host.most_tokens(model)
-        self._passage: Passage | None = None
+        self._forward_pass: ForwardPass | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
@@ -133,18 +133,20 @@ class TracedChunk:
 
         All positions, [B, S], where the table leaves a rank its tokens.
         """
-        passage = Passage("the model", self._outer_calls, self._masks(positions, cu_seqlens))
+        forward_pass = ForwardPass(
+            "the model", self._outer_calls, self._masks(positions, cu_seqlens)
+        )
         self._recompute.begin()
         ends = {} if self._head is None else {self._head: _end}
         with (
-            self._passing(passage),
+            self._passing(forward_pass),
             random_numbers(self.model.training, self._layers),
             self._instead(ends),
         ):
             try:
                 return self._host.forward(self.model, x, positions)
             except ForwardEnd as end:
-                passage.end()
+                forward_pass.end()
                 return end.hidden
 
     def through_stage(
@@ -183,8 +185,10 @@ class TracedChunk:
         x, positions, cu_seqlens: those of a forward. The others' are not computed, if the model has
         a head. Where a region before the head joins the tokens of all ranks, `pick` is given these.
         """
-        passage = Passage("the model", self._outer_calls, self._masks(positions, cu_seqlens))
-        with self._passing(passage), random_numbers(self.model.training, self._layers):
+        forward_pass = ForwardPass(
+            "the model", self._outer_calls, self._masks(positions, cu_seqlens)
+        )
+        with self._passing(forward_pass), random_numbers(self.model.training, self._layers):
             if (name := self.trace.head) is None:
                 return pick(self._host.forward(self.model, x, positions))
             head = self._holders[name]
@@ -242,7 +246,7 @@ class TracedChunk:
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                visits=tuple(visits_of(self.model, calls, holders, self._points, forward_only)),
+                uses=tuple(uses_of(self.model, calls, holders, self._points, forward_only)),
                 recomputed=self._recomputed.get(name, False),
                 input_kept=self._input_kept.get(name, True),
             )
@@ -316,9 +320,9 @@ class TracedChunk:
 
         A recompute finds the documents of its own forward, whatever has run since.
         """
-        passage = self._under_way(block)
-        passage.arrive(Kind.BLOCK, block)
-        masks, where = passage.masks, current_positions()
+        forward_pass = self._under_way(block)
+        forward_pass.arrive(Kind.BLOCK, block)
+        masks, where = forward_pass.masks, current_positions()
 
         if not args:  # its input is the first of what it is called with
             first, *others = kwargs.items()
@@ -329,7 +333,7 @@ class TracedChunk:
             return x if form is None else form.around(x)
 
         def run(*args: Any) -> Any:
-            with self._passing(Passage(block, self._calls[block], masks)), at_positions(where):
+            with self._passing(ForwardPass(block, self._calls[block], masks)), at_positions(where):
                 return forward(*args, **kwargs)
 
         recomputed = self._recomputed[block] and torch.is_grad_enabled()
@@ -378,7 +382,7 @@ class TracedChunk:
         left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
         try:
             with (
-                self._passing(Passage("the model", self._outer_calls, Masks(None))),
+                self._passing(ForwardPass("the model", self._outer_calls, Masks(None))),
                 self._instead({**self._nothing_of(outside), self._head: lambda _: y}),
             ):
                 return self._host.forward(self.model, ids, positions)
@@ -409,7 +413,7 @@ class TracedChunk:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As `isp.attention.call.Attend`."""
         causal, window, scale, softcap, _, chunk, chosen, _ = options
-        passage, call = self._mixing(Kind.ATTENTION, q)
+        forward_pass, call = self._mixing(Kind.ATTENTION, q)
         sinks = options.of_heads(q.shape[2])
         explicit = sinks is not None or chosen is not None
         key = scale, softcap, explicit, q.shape[-1], q.shape[2] // k.shape[2]
@@ -417,42 +421,42 @@ class TracedChunk:
             local = self._local_attention(*key)
             self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
         parts = 1 if self._layers.splits_features else self._layers.tensor.size
-        mask = passage.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
+        mask = forward_pass.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
         out = self._cores[key](q, k, v, mask=mask, sinks=sinks, chosen=chosen)
         return out.clone() if call.written else out.contiguous()
 
-    def _mixing(self, kind: Kind, x: Tensor) -> tuple[Passage, Call]:
+    def _mixing(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
         """Follow a call that mixes tokens: the pass that it lies in, and the call."""
-        passage = self._under_way(kind)
-        call = passage.arrive(kind, passage.name)
-        self._points[passage.name, passage.passed - 1](x)
-        return passage, call
+        forward_pass = self._under_way(kind)
+        call = forward_pass.arrive(kind, forward_pass.name)
+        self._points[forward_pass.name, forward_pass.passed - 1](x)
+        return forward_pass, call
 
     def _passed(self, kind: Kind, module: str) -> None:
         self._under_way(module).arrive(kind, module)
 
     def _place(self) -> Place:
-        passage = self._under_way("experts")
-        return Place(passage.passed, self._recomputed[passage.name])
+        forward_pass = self._under_way("experts")
+        return Place(forward_pass.passed, self._recomputed[forward_pass.name])
 
-    def _under_way(self, called: str) -> Passage:
-        if self._passage is None:
+    def _under_way(self, called: str) -> ForwardPass:
+        if self._forward_pass is None:
             raise RuntimeError(
                 f"{called} was called outside of the forward that isp runs: a parallelised model is"
                 f" called by the run's `loss` alone, and recomputed by model.checkpoint, not by"
                 f" gradient checkpointing of its own"
             )
-        return self._passage
+        return self._forward_pass
 
     @contextmanager
-    def _passing(self, passage: Passage) -> Iterator[None]:
-        before, self._passage = self._passage, passage
+    def _passing(self, forward_pass: ForwardPass) -> Iterator[None]:
+        before, self._forward_pass = self._forward_pass, forward_pass
         try:
             with attend_by(self._attend), mix_by(self._mixers):
                 yield
-            passage.finish()
+            forward_pass.finish()
         finally:
-            self._passage = before
+            self._forward_pass = before
 
 
 def _by_name(forward: Callable[..., Any], name: str, /, x: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.autograd import Function, once_differentiable
-from isp.layers.linear import Wanted, wanted
+from isp.layers.linear import NeedsGrad, needs_grad
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
@@ -92,8 +92,8 @@ class SwappedExperts:
         """
         turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
         with ExitStack() as stack:
-            visits = [self.communicator.visit(w, phase, w.weight) for w in self.weights[turn]]
-            full = [stack.enter_context(visit) for visit in visits]
+            uses = [self.communicator.unshard(w, phase, w.weight) for w in self.weights[turn]]
+            full = [stack.enter_context(use) for use in uses]
             yield [one.weight for one in full][turn]
 
     @contextmanager
@@ -139,13 +139,13 @@ class SwappedExperts:
             )
         self._checked = True
 
-    def deliver(self, weight: ExpertWeight, dw: Tensor | None, want: Wanted) -> Tensor | None:
+    def deliver(self, weight: ExpertWeight, dw: Tensor | None, needs: NeedsGrad) -> Tensor | None:
         """The gradient of a shard for autograd, or None if the communicator brings it."""
-        if not want:
+        if not needs:
             return None
         if dw is None:  # the other ranks wait for this one's part
             dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
-        returned = want is Wanted.VALUE
+        returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,13 +209,13 @@ class _Graph(NamedTuple):
             ahead += [following for following, _ in node.next_functions]
         return False
 
-    def backward(self, dy: Tensor, wants: Sequence[Wanted]) -> list[Tensor | None]:
+    def backward(self, dy: Tensor, needs: Sequence[NeedsGrad]) -> list[Tensor | None]:
         """The gradients that are wanted, in the order of `begins`; None of what was not used."""
         if self.ends is None:
-            return [None] * len(wants)
-        begins = [b for b, want in zip(self.begins, wants, strict=True) if want and b is not None]
+            return [None] * len(needs)
+        begins = [b for b, needs in zip(self.begins, needs, strict=True) if needs and b is not None]
         found = iter(torch.autograd.grad([self.ends], begins, [dy], allow_unused=True))
-        return [next(found) if want else None for want in wants]
+        return [next(found) if needs else None for needs in needs]
 
 
 class _Part(NamedTuple):
@@ -318,10 +318,10 @@ class _Experts(Function):
         graph = ctx.graph
         if graph is None:
             graph = experts.recorded.pop(ctx.place.number)
-        wants = wanted(ctx, len(graph.begins))
+        needs = needs_grad(ctx, len(graph.begins))
         with experts.read_by_backward():
-            gradients = graph.backward(dy, wants)
-        of_weights = range(len(wants) - len(experts.weights), len(wants))
+            gradients = graph.backward(dy, needs)
+        of_weights = range(len(needs) - len(experts.weights), len(needs))
         for weight, i in zip(experts.weights[::-1], of_weights[::-1], strict=True):
-            gradients[i] = experts.deliver(weight, gradients[i], wants[i])
+            gradients[i] = experts.deliver(weight, gradients[i], needs[i])
         return *gradients, None, None

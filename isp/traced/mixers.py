@@ -20,7 +20,7 @@ from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
 from isp.parallel.config import SequenceScan
 from isp.traced.calls import Call, Kind
-from isp.traced.passage import Passage
+from isp.traced.forward_pass import ForwardPass
 
 __all__ = ["TracedMixers"]
 
@@ -33,8 +33,8 @@ class TracedMixers:
     def __init__(
         self,
         layers: LayerFactory,
-        arrive: Callable[[Kind, Tensor], tuple[Passage, Call]],
-        under_way: Callable[[str], Passage],
+        arrive: Callable[[Kind, Tensor], tuple[ForwardPass, Call]],
+        under_way: Callable[[str], ForwardPass],
     ) -> None:
         """`arrive` follows a call, given its kind and what it mixes: the pass that it lies in.
 
@@ -71,21 +71,23 @@ class TracedMixers:
 
     def choose(self, indexer: Indexer) -> Tensor:
         """As `Mixers.choose`; ValueError in modes that split features, and in plans."""
-        keys, passage = indexer.keys, self._under_way("an indexer")
-        what = f"{passage.name} chooses the keys that its attention sees"
+        keys, forward_pass = indexer.keys, self._under_way("an indexer")
+        what = f"{forward_pass.name} chooses the keys that its attention sees"
         if self._layers.splits_features:
             raise ValueError(what)
         if keys.is_meta:
             raise ValueError(f"{what}: isp layouts and isp plan price attention to all of them")
-        placement = passage.masks.placement(self._sequence, self._layers.tensor, keys)
+        placement = forward_pass.masks.placement(self._sequence, self._layers.tensor, keys)
         return choose(indexer, placement).view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
         """That of the micro-batch."""
-        passage, _ = self._arrive(kind, x)
+        forward_pass, _ = self._arrive(kind, x)
         cache = self._layers.cache
         alone = cache is not None and cache.decodes
-        return passage.masks.placement(self._sequence, self._layers.token_ranks, x, alone=alone)
+        return forward_pass.masks.placement(
+            self._sequence, self._layers.token_ranks, x, alone=alone
+        )
 
     @property
     def _keeps_states(self) -> bool:

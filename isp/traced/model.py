@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from isp.attention import AttentionMask, HeadPlan, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
-from isp.comm.cargo import Trip
 from isp.comm.channel import DryChannel
+from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig
@@ -375,7 +375,7 @@ class TracedModel:
 class _Deaf:
     """Hears of no transfer."""
 
-    def launched(self, trip: Trip) -> Callable[[], object]:
+    def launched(self, transfer: Transfer) -> Callable[[], object]:
         return lambda: None
 
 

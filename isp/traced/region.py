@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.parallel import Mode
 
 __all__ = ["Entrance", "OnlyColumnsRead"]
@@ -98,8 +98,8 @@ class _Enter(Function):
         ctx.save_for_backward(x if entrance.regathers else None)
         if not entrance.gathers:
             return x.view_as(x)
-        cargo = Cargo(Purpose.ACTIVATION, entrance.name, "x")
-        full: Tensor = entrance.tensor.all_gather(x, dim=-2, cargo=cargo).wait()
+        tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
+        full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
         return full.view_as(x) if full is x else full
 
     @staticmethod
@@ -107,10 +107,10 @@ class _Enter(Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         ctx.again = None
         entrance: Entrance = ctx.entrance
-        cargo = Cargo(Purpose.INPUT_GRADIENT, entrance.name, "dx")
+        tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
         if entrance.gathers:
-            return entrance.tensor.reduce_scatter(dx, dim=-2, cargo=cargo).wait(), None
-        return entrance.tensor.all_reduce(dx, cargo=cargo).wait(), None
+            return entrance.tensor.reduce_scatter(dx, dim=-2, tag=tag).wait(), None
+        return entrance.tensor.all_reduce(dx, tag=tag).wait(), None
 
 
 def _regathered(x: Tensor) -> saved_tensors_hooks:
@@ -127,8 +127,8 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
         if node.again is None:
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
-            cargo = Cargo(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
-            node.again = entrance.tensor.all_gather(own, dim=-2, cargo=cargo).wait()
+            tag = Tag(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
+            node.again = entrance.tensor.all_gather(own, dim=-2, tag=tag).wait()
         again: Tensor = node.again
         return again.view(packed)
 

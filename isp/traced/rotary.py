@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from isp.comm import host_memory
 from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
-from isp.traced.passage import Passage
+from isp.traced.forward_pass import ForwardPass
 
 __all__ = ["by_document", "token_lengths"]
 
@@ -38,7 +38,7 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: LayerFac
 
 
 def by_document(
-    limit: int, under_way: Callable[[str], Passage], forward: Callable[..., Any]
+    limit: int, under_way: Callable[[str], ForwardPass], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`forward`, which makes angles [B, S', d] by whether the largest position reaches `limit`.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.layers.linear import Moves, Role, moves_for
 from isp.parallel import Mode
 from isp.traced.roles import Role as ParameterRole
@@ -127,7 +127,7 @@ class TensorPlan(NamedTuple):
                 )
 
 
-def _own_features(tensor: Channel, x: Tensor, *, cargo: Cargo) -> Pending:
+def _own_features(tensor: Channel, x: Tensor, *, tag: Tag) -> Pending:
     """This rank's features of x [.., I], which all ranks have."""
     return Pending.ready(x.chunk(tensor.size, -1)[tensor.rank].contiguous())
 

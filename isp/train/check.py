@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from isp.comm import Mesh
-from isp.comm.cargo import Purpose
-from isp.comm.log import Transfer
+from isp.comm.log import TimedTransfer
+from isp.comm.tag import Purpose
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel, build_model
 from isp.optim import MainGradients, Zero1Optimizer
@@ -37,7 +37,7 @@ from isp.train.check_reference import (
     modules_of,
 )
 from isp.train.step import StepOutcome, TrainStep
-from isp.weights.declare import WeightHolder, declared_visits, weight_names
+from isp.weights.declare import WeightHolder, declared_uses, weight_names
 from isp.weights.plan import ActKind, Plan
 
 __all__ = [
@@ -328,14 +328,14 @@ def _relative(found: float, expected: float) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def _counted(built: BuiltModel, transfers: Iterable[Transfer]) -> _Counts:
+def _counted(built: BuiltModel, transfers: Iterable[TimedTransfer]) -> _Counts:
     """The transfers of weights and of their gradients, by what they carried."""
     counts: _Counts = Counter()
     names = {f"{layer.name}.{local}": name for layer, local, name in _uses(built)}
     for transfer in transfers:
-        if transfer.cargo.purpose in _WORDS:
+        if transfer.tag.purpose in _WORDS:
             name = names[transfer.label.removesuffix(".grad")]  # a shared one has several labels
-            counts[transfer.cargo.purpose, name] += 1
+            counts[transfer.tag.purpose, name] += 1
     return counts
 
 
@@ -373,11 +373,11 @@ def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
     """Each use of a sharded weight or bias: the layer, which of the two, its name in the plan."""
     declared = tuple(chunk.weight_blocks() for chunk in built.chunks)
     names = weight_names(declared)
-    for _, _, visit in declared_visits(declared):
-        if visit.layer is not None:
-            yield visit.layer, visit.layer.weight_name, names[id(visit.layer.weight)]
-            if visit.layer.bias is not None:
-                yield visit.layer, "bias", f"{visit.layer.name}.bias"
+    for _, _, use in declared_uses(declared):
+        if use.layer is not None:
+            yield use.layer, use.layer.weight_name, names[id(use.layer.weight)]
+            if use.layer.bias is not None:
+                yield use.layer, "bias", f"{use.layer.name}.bias"
 
 
 def worst_of(of_ranks: Iterable[Differences]) -> Differences:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Channel, Mesh, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
 from isp.data.batch import BatchSampler, MicroBatch, Prefetcher, held_out_micro_batches
 from isp.data.sources import Datasets, check_sources, open_datasets
@@ -23,7 +23,7 @@ from isp.parallel import Axis, Topology
 
 __all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "stacked"]
 
-_CARGO = Cargo(Purpose.DATA, tensor="data")
+_TAG = Tag(Purpose.DATA, tensor="data")
 
 
 def check_data(config: JobConfig) -> None:
@@ -107,7 +107,7 @@ class StepData:
         while True:
             batches = list(islice(read, data.num_micro_batches))
             shared = torch.tensor([len(batches)])
-            self._host.broadcast_(shared, cargo=_CARGO).wait()
+            self._host.broadcast_(shared, tag=_TAG).wait()
             if (count := int(shared.item())) == 0:
                 return
             yield self._share(stacked(batches, self._device) if batches else None, count)
@@ -159,7 +159,7 @@ def share_micro_batches(
         payload = torch.empty(micro_num, 3, *shape, dtype=torch.int64, device=device)
     else:
         payload = host_memory.send(read, device)
-    tensor.broadcast_(payload, cargo=_CARGO).wait()
+    tensor.broadcast_(payload, tag=_TAG).wait()
     bounds = map(_bounds, _starts(payload, read, host)) if packed else repeat(None, micro_num)
     rows = zip(*payload.unbind(1), bounds, strict=True)
     return [MicroBatch(*of_one) for of_one in rows]
@@ -173,7 +173,7 @@ def _starts(payload: Tensor, read: Tensor | None, host: Channel) -> Tensor:
     bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)  # one a token
     if read is not None:
         bits = torch.from_numpy(np.packbits(read[:, 2, 0].numpy() == 0, axis=1))
-    host.broadcast_(bits, cargo=_CARGO).wait()
+    host.broadcast_(bits, tag=_TAG).wait()
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_tokens)).bool()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from isp.checkpoint.agreement import attempt_first
 from isp.comm import Channel, CommLog
-from isp.comm.log import Transfer
+from isp.comm.log import TimedTransfer
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.metrics import (
@@ -72,7 +72,7 @@ class StepMeter:
         self._peak_tflops = peak_tflops
         self.own_seconds = 0.0
         """The last step's time without waiting for other ranks."""
-        self.last_transfers: list[Transfer] = []
+        self.last_transfers: list[TimedTransfer] = []
         """Those that the last step waited for."""
         log.collect(device)
         self.restart()
@@ -165,7 +165,7 @@ class StepMeter:
     def _forget(self) -> None:
         self._steps, self._tokens, self._flops = 0, 0, 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
-        self._transfers: list[Transfer] = []
+        self._transfers: list[TimedTransfer] = []
 
 
 class StepOutputs:

@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from isp.checkpoint.agreement import attempt_first
 from isp.comm import Mesh
-from isp.comm.cargo import Cargo
 from isp.comm.cuda import compute_deterministically
+from isp.comm.tag import Tag
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.data.config import DataConfig
@@ -269,7 +269,7 @@ class ParallelRun:
         padded = shard.new_zeros(shape)
         padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         channel = self.mesh[Axis.WEIGHT]
-        whole = channel.all_gather(padded, dim=dim, cargo=Cargo(tensor=item.name)).wait()
+        whole = channel.all_gather(padded, dim=dim, tag=Tag(tensor=item.name)).wait()
         return whole.narrow(dim, 0, length).cpu()
 
     def _batch(

@@ -53,10 +53,10 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
     sites: list[tuple[str, nn.Module]] = []
     for chunk in step.chunks:
         parts.update(chunk.parts())
-        for visit in (visit for block in chunk.weight_blocks() for visit in block.visits):
-            module = visit.layer if visit.at is None else visit.at
+        for use in (use for block in chunk.weight_blocks() for use in block.uses):
+            module = use.layer if use.at is None else use.at
             assert isinstance(module, nn.Module)
-            sites.append((visit.name, module))
+            sites.append((use.name, module))
     return Recorder(step.mesh.log, device, parts, sites)
 
 

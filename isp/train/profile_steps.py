@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.config import JobConfig
 from isp.profile.collectives import clock_lead
 from isp.profile.recorder import Recorder
@@ -27,7 +27,7 @@ __all__ = ["StepProfiler"]
 
 logger = logging.getLogger(__name__)
 
-_CARGO = Cargo(tensor="profile")
+_TAG = Tag(tensor="profile")
 
 
 class StepProfiler:
@@ -81,7 +81,7 @@ class StepProfiler:
             failure = error
         self._recorder = None
         failed = torch.tensor([float(failure is not None)])
-        together = mesh.host.all_reduce(failed, cargo=_CARGO)
+        together = mesh.host.all_reduce(failed, tag=_TAG)
         all_written = not together.wait().item()
         if mesh.rank == 0 and all_written:
             try:
@@ -90,7 +90,7 @@ class StepProfiler:
                 failure = error
         if failure is not None:
             logger.warning("cannot write the profile of step %d: %s", step, failure)
-        mesh.host.all_reduce(torch.zeros(1), cargo=_CARGO).wait()  # no step waits for rank 0
+        mesh.host.all_reduce(torch.zeros(1), tag=_TAG).wait()  # no step waits for rank 0
 
     def _write_part(self, recorder: Recorder, step: int, loss: float) -> None:
         last = len(recorder.record().begins) - 2

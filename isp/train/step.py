@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh, host_memory
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import WeightGradientRoute
@@ -278,8 +278,8 @@ class TrainStep:
         """Sum the gradient of tied weights over the two stages that have a copy of them."""
         if self._tied is not None:
             gradient = self.gradients.summed(self._tied.parameter)
-            cargo = Cargo(Purpose.REPLICA_GRADIENT, self._tied.name)
-            self.mesh[Axis.EMBEDDING].all_reduce_(gradient, cargo=cargo).wait()
+            tag = Tag(Purpose.REPLICA_GRADIENT, self._tied.name)
+            self.mesh[Axis.EMBEDDING].all_reduce_(gradient, tag=tag).wait()
 
     def _clear_up(self) -> None:
         """After a step that ended with an exception, or a backward pass that was none of a step."""
@@ -310,7 +310,7 @@ class TrainStep:
         return self._sum(Axis.PIPELINE, self._sum(axis, total))
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
-        return self.mesh[axis].all_reduce(x, cargo=Cargo(tensor="metrics")).wait()
+        return self.mesh[axis].all_reduce(x, tag=Tag(tensor="metrics")).wait()
 
 
 class StepWork:

@@ -14,8 +14,8 @@ import torch
 
 from isp.checkpoint import Checkpointer, CheckpointError
 from isp.checkpoint.agreement import exchange
-from isp.comm import Channel, Mesh, Transfer
-from isp.comm.cargo import Cargo
+from isp.comm import Channel, Mesh, TimedTransfer
+from isp.comm.tag import Tag
 from isp.config import JobConfig
 from isp.metrics.phases import PhaseTimes, training_seconds
 from isp.optim import Zero1Optimizer
@@ -37,7 +37,7 @@ __all__ = [
     "describe_waits",
 ]
 
-_METRICS = Cargo(tensor="metrics")
+_METRICS = Tag(tensor="metrics")
 _PACE_STEPS = 100
 """The last steps, whose mean stands for those to come."""
 _WINDOW = 100
@@ -68,14 +68,14 @@ def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: 
     facts = torch.zeros(3 + host.size, dtype=torch.float64)
     facts[:3] = torch.tensor([asked, late, flops], dtype=torch.float64)
     facts[3 + host.rank] = own_seconds
-    host.all_reduce_(facts, cargo=_METRICS).wait()
+    host.all_reduce_(facts, tag=_METRICS).wait()
     num_asked, num_late, total, *by_rank = facts.tolist()
     return StepFacts(num_asked > 0, num_late > 0, total, by_rank)
 
 
 def any_asked(host: Channel, asked: bool) -> bool:
     """Whether any rank of `host` was asked to stop."""
-    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", cargo=_METRICS).wait())
+    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", tag=_METRICS).wait())
 
 
 class Pace:
@@ -262,7 +262,7 @@ def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float:
     return (ordered[low + (low >= place)][0] + ordered[high + (high >= place)][0]) / 2
 
 
-def describe_waits(mesh: Mesh, transfers: Sequence[Transfer]) -> str | None:
+def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None:
     """A clause about each rank's `transfers` of one step; None if nothing was waited for.
 
     A collective of ranks on one machine, whose clocks are one.
@@ -271,7 +271,7 @@ def describe_waits(mesh: Mesh, transfers: Sequence[Transfer]) -> str | None:
     records = [
         RankRecord(
             begins=(0.0,),
-            transfers=tuple(Transfer(*row) for row in rows),
+            transfers=tuple(TimedTransfer(*row) for row in rows),
             marks=(),
             parts=(),
             peak_memory_gib=0.0,

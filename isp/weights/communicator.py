@@ -1,11 +1,11 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
 [Note: Plan and cursor] What to do where is decided by the plan (`isp.weights.plan`), which knows
-the order of the whole step. The layers report where they are: `visit` around the use of a weight, a
-module hook at launch points without one. A cursor follows the plan with them, and its acts are
-executed. A visit that the plan does not have (a module called once more than declared, an
-evaluation nobody announced) gathers for itself and leaves the cursor alone; a visit that did not
-happen is caught up with when a later one does. Visits may be nested; what one holds is there until
+the order of the whole step. The layers report where they are: `unshard` around the use of a weight,
+a module hook at launch points without one. A cursor follows the plan with them, and its acts are
+executed. A use that the plan does not have (a module called once more than declared, an
+evaluation nobody announced) gathers for itself and leaves the cursor alone; a use that did not
+happen is caught up with when a later one does. Uses may be nested; what one holds is there until
 it ends, whatever the plan frees meanwhile.
 
 [Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
@@ -36,7 +36,7 @@ from isp.weights.declare import (
     DeclaredBlock,
     WeightHolder,
     as_chunks,
-    declared_visits,
+    declared_uses,
     weight_names,
 )
 from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
@@ -105,10 +105,10 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members
 _GATHER, _WAIT = ActKind.GATHER, ActKind.WAIT
 
 
-class _Visit:
-    """A visit of `ISPCommunicator`: its step of the plan, if it has one, and what it holds.
+class _Use:
+    """A use of `ISPCommunicator`: its step of the plan, if it has one, and what it holds.
 
-    The plan is followed as long as the communicator has the visit's cursor.
+    The plan is followed as long as the communicator has the use's cursor.
     """
 
     __slots__ = (
@@ -129,7 +129,7 @@ class _Visit:
         self._with_bias = with_bias
         self._held: GatheredLayer | None = None
 
-    def __enter__(self) -> _Visit:
+    def __enter__(self) -> _Use:
         communicator = self._communicator
         self._step = step = communicator._arrive(id(self._layer), self._phase)
         self._cursor = _NO_PLAN if step is None else communicator._cursor
@@ -242,17 +242,17 @@ class ISPCommunicator(WPCommunicator):
         self._sharded: dict[int, tuple[ShardedParameter, ...]] = {}
         """Weight and bias of each layer, by its id."""
         self._homes: dict[str, tuple[ISPOverlapState, tuple[ShardedParameter, ...], nn.Module]] = {}
-        """Store, parameters and block of each weight; of its first visit, if there are several,
+        """Store, parameters and block of each weight; of its first use, if there are several,
         with the first bias."""
         self._keys: dict[Site, Hashable] = {}
-        """The name that the visit at a site gives itself: of a layer, or a launch point."""
+        """The name that the use at a site gives itself: of a layer, or a launch point."""
         self._forward: list[Hashable] = []
-        """The keys of all visits, in forward order."""
+        """The keys of all uses, in forward order."""
         self._prerequisites: list[Callable[[nn.Module], None]] = []
         self._cursor: PlanCursor | None = None
         self._planned: Plan | None = None
         """The plan that was followed last: often the next one, too."""
-        self._visited: list[Hashable] = []
+        self._used: list[Hashable] = []
         """The keys of its steps."""
         self._announced = False
         """Whether somebody calls `begin` [Note: Unannounced]."""
@@ -273,18 +273,18 @@ class ISPCommunicator(WPCommunicator):
         self._chunks = as_chunks(self._declared)
         self._states = [ISPOverlapState() for _ in self._declared]
         self._names = weight_names(self._declared)
-        for site, block, visit in declared_visits(self._declared):
-            key = site[1:] if visit.layer is None else id(visit.layer)
+        for site, block, use in declared_uses(self._declared):
+            key = site[1:] if use.layer is None else id(use.layer)
             self._keys.update((site._replace(phase=phase), key) for phase in Phase)
             self._forward.append(key)
-            if visit.layer is not None:
-                name = self._names[id(visit.layer)] = self._names[id(visit.layer.weight)]
-                sharded = self._sharded[id(visit.layer)] = ShardedParameter.of(visit.layer)
+            if use.layer is not None:
+                name = self._names[id(use.layer)] = self._names[id(use.layer.weight)]
+                sharded = self._sharded[id(use.layer)] = ShardedParameter.of(use.layer)
                 home = self._homes.get(name, (self._states[site.chunk], sharded, block.module))
                 longer = max(home[1], sharded, key=len)  # a tied head may have a bias of its own
                 self._homes[name] = home[0], longer, home[2]
-            elif visit.at is not None:
-                visit.at.register_forward_pre_hook(partial(self._pass_by, key))
+            elif use.at is not None:
+                use.at.register_forward_pre_hook(partial(self._pass_by, key))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
@@ -349,9 +349,9 @@ class ISPCommunicator(WPCommunicator):
 
     # -- what layers call --------------------------------------------------------------------
 
-    def visit(
+    def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
-    ) -> _Visit:
+    ) -> _Use:
         own = self._sharded.get(id(module)) if phase is _FORWARD else None
         if own is not None and (
             own[0].parameter is not weight or (bias is not None and own[-1].parameter is not bias)
@@ -360,7 +360,7 @@ class ISPCommunicator(WPCommunicator):
                 f"{module.name} has another parameter than when the model was declared: write into"
                 f" the declared one, by copy_ or load_state_dict without assign=True"
             )
-        return _Visit(self, module, phase, bias is not None)
+        return _Use(self, module, phase, bias is not None)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._reducer.travels_in(dtype)
@@ -387,8 +387,8 @@ class ISPCommunicator(WPCommunicator):
         self.drain()
         planned = self.plan(actions)
         if planned is not self._planned:
-            self._planned, self._visited = planned, [self._keys[s.site] for s in planned.steps]
-        self._cursor = cursor = PlanCursor(planned, self._visited)
+            self._planned, self._used = planned, [self._keys[s.site] for s in planned.steps]
+        self._cursor = cursor = PlanCursor(planned, self._used)
         streams.follow(self._stream)  # what is queued now, such as an update of the weights
         self._launch(cursor.plan.start)
         return cursor
@@ -400,7 +400,7 @@ class ISPCommunicator(WPCommunicator):
             self._free(step.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
-        """The planned step of a visit; what was planned on the way to it is done."""
+        """The planned step of a use; what was planned on the way to it is done."""
         if self._latch.error is not None:
             self._latch.check()
         if self.is_recomputing and phase is _FORWARD:  # a layer does not know that it is
@@ -462,7 +462,7 @@ class ISPCommunicator(WPCommunicator):
             raise
 
     def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
-        """What a visit reads, there until it lets go: as planned, or gathered for it alone."""
+        """What a use reads, there until it lets go: as planned, or gathered for it alone."""
         name = self._names.get(id(layer)) or self._names.get(id(layer.weight))
         if name is None:  # nobody has declared this layer
             return self._gather_now(layer, with_bias)

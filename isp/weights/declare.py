@@ -16,14 +16,14 @@ from torch import nn
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
-from isp.weights.trace import Block, Chunks, Passes, Site, Visit
+from isp.weights.trace import Block, Chunks, Passes, Site, Use
 
 __all__ = [
     "DeclaredBlock",
-    "DeclaredVisit",
+    "DeclaredUse",
     "WeightHolder",
     "as_chunks",
-    "declared_visits",
+    "declared_uses",
     "weight_names",
 ]
 
@@ -46,7 +46,7 @@ class WeightHolder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeclaredVisit:
+class DeclaredUse:
     """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
 
     name: str
@@ -54,16 +54,16 @@ class DeclaredVisit:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place, if that is not the layer itself; several visits of a
+    """The module whose call marks the place, if that is not the layer itself; several uses of a
     block may lie in one call."""
     launch_point: LaunchPoint | None = None
     """The configuration's name for this place."""
     in_recompute: bool = True
-    """False where a recompute does not come by, see `Visit`."""
+    """False where a recompute does not come by, see `Use`."""
     weight_in_backward: bool = True
     """False where backward does not read the weight: an embedding, an input without gradient."""
     with_previous: bool = False
-    """Whether the weight is read together with that of the visit before, see `Visit`."""
+    """Whether the weight is read together with that of the use before, see `Use`."""
     passes: Passes | None = None
     """Work ahead of the layer's product; `isp layouts` needs it."""
 
@@ -75,7 +75,7 @@ class DeclaredBlock:
     name: str
     module: nn.Module
     """Given to the prerequisites of its prefetch."""
-    visits: tuple[DeclaredVisit, ...]
+    uses: tuple[DeclaredUse, ...]
     recomputed: bool = False
     """Whether its activations are recomputed in backward."""
     input_kept: bool = True
@@ -86,14 +86,14 @@ DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
 """The chunks of a model, each with its blocks in forward order."""
 
 
-def declared_visits(
+def declared_uses(
     declared: DeclaredChunks,
-) -> Iterator[tuple[Site, DeclaredBlock, DeclaredVisit]]:
-    """All visits in forward order, each with its place and block."""
+) -> Iterator[tuple[Site, DeclaredBlock, DeclaredUse]]:
+    """All uses in forward order, each with its place and block."""
     for c, chunk in enumerate(declared):
         for b, block in enumerate(chunk):
-            for v, visit in enumerate(block.visits):
-                yield Site(Phase.FORWARD, c, b, v), block, visit
+            for v, use in enumerate(block.uses):
+                yield Site(Phase.FORWARD, c, b, v), block, use
 
 
 def weight_names(declared: DeclaredChunks) -> dict[int, str]:
@@ -102,11 +102,9 @@ def weight_names(declared: DeclaredChunks) -> dict[int, str]:
     Raises ValueError if two weights have the same name.
     """
     names: dict[int, str] = {}
-    for _, _, visit in declared_visits(declared):
-        if visit.layer is not None:
-            names.setdefault(
-                id(visit.layer.weight), f"{visit.layer.name}.{visit.layer.weight_name}"
-            )
+    for _, _, use in declared_uses(declared):
+        if use.layer is not None:
+            names.setdefault(id(use.layer.weight), f"{use.layer.name}.{use.layer.weight_name}")
     for name, count in Counter(names.values()).items():
         if count > 1:
             raise ValueError(f"{count} weights are named {name}: call bind_names(model) first")
@@ -117,17 +115,17 @@ def as_chunks(declared: DeclaredChunks) -> Chunks:
     """The declaration as the plan wants it."""
     weights = weight_names(declared)
 
-    def visit(v: DeclaredVisit) -> Visit:
+    def planned(v: DeclaredUse) -> Use:
         weight = bias = None
         if v.layer is not None:
             weight = weights[id(v.layer.weight)]
             bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
         flags = v.in_recompute, v.weight_in_backward
-        return Visit(v.name, weight, v.launch_point, *flags, bias, v.passes, v.with_previous)
+        return Use(v.name, weight, v.launch_point, *flags, bias, v.passes, v.with_previous)
 
     return tuple(
         tuple(
-            Block(b.name, tuple(visit(v) for v in b.visits), b.recomputed, b.input_kept)
+            Block(b.name, tuple(planned(v) for v in b.uses), b.recomputed, b.input_kept)
             for b in chunk
         )
         for chunk in declared

@@ -19,8 +19,8 @@ __all__ = ["grid"]
 def grid(plan: Plan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True) -> str:
     """The table of `plan`, and a line with its totals.
 
-    `ahead` is the number of visits from the gather to the wait; `blocks` and `weights` are gathered
-    or under way during the visit. `compact` shows one of several blocks or actions that are alike.
+    `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` are gathered
+    or under way during the use. `compact` shows one of several blocks or actions that are alike.
     Raises AssertionError if the plan does not hold.
     """
     result = simulate(plan, chunks, actions)
@@ -42,7 +42,7 @@ class _Row(NamedTuple):
     action: str = ""
     phase: str = ""
     block: str = ""
-    visit: str = ""
+    use: str = ""
     wait: str = ""
     ahead: str = ""
     gather: str = ""
@@ -78,13 +78,13 @@ class _Table:
         self.sizes: Counter[tuple[int, int]] = Counter()  # how many in each block
         for c, chunk in enumerate(chunks):
             for b, block in enumerate(chunk):
-                for v, visit in enumerate(block.visits):
-                    if visit.weight is not None and visit.weight not in self.homes:
-                        self.homes[visit.weight] = Site(Phase.FORWARD, c, b, v)
+                for v, use in enumerate(block.uses):
+                    if use.weight is not None and use.weight not in self.homes:
+                        self.homes[use.weight] = Site(Phase.FORWARD, c, b, v)
                         self.sizes[c, b] += 1
         lookaheads = iter(result.lookaheads)
         self.ahead = [
-            [next(lookaheads).visits for act in step.before if act.kind is ActKind.WAIT]
+            [next(lookaheads).uses for act in step.before if act.kind is ActKind.WAIT]
             for step in plan.steps
         ]
 
@@ -98,16 +98,16 @@ class _Table:
         return _Row("start", gather=gather, blocks=str(blocks), weights=str(len(weights)))
 
     def names(self, weights: Iterable[str], here: Block | None) -> str:
-        """The weights, those of the block `here` by their visit alone, whole blocks as such."""
+        """The weights, those of the block `here` by their use alone, whole blocks as such."""
         words = []
         for place, group in groupby((self.homes[w] for w in weights), key=lambda home: home[1:3]):
             homes = list(group)
             block = self.block(homes[0])
-            visits = " ".join(block.visits[home.visit].name for home in homes)
+            uses = " ".join(block.uses[home.use].name for home in homes)
             if block is here:
-                words.append(visits)
+                words.append(uses)
             elif len(homes) < self.sizes[place]:
-                words.append(f"{block.name}: {visits}")
+                words.append(f"{block.name}: {uses}")
             else:
                 words.append(block.name if len(homes) == 1 else f"all of {block.name}")
         return ", ".join(words)
@@ -123,7 +123,7 @@ class _Table:
                 str(part.span.action),
                 step.site.phase,
                 block.name,
-                block.visits[step.site.visit].name,
+                block.uses[step.site.use].name,
                 self.names(acts[ActKind.WAIT], block),
                 " ".join(map(str, self.ahead[i])),
                 self.names(acts[ActKind.GATHER], block),
@@ -137,7 +137,7 @@ class _Table:
         signature = tuple(
             (
                 self.plan.steps[i].site.phase,
-                block.visits[self.plan.steps[i].site.visit].name,
+                block.uses[self.plan.steps[i].site.use].name,
                 tuple(self.relative(act, span) for act in self.plan.steps[i].before),
                 tuple(self.relative(act, span) for act in self.plan.steps[i].after),
                 tuple(self.ahead[i]),
@@ -151,7 +151,7 @@ class _Table:
     def relative(self, act: Act, span: Span) -> tuple[ActKind, int, int, str]:
         """The act and its weight, by the distance of the weight's block from the span's."""
         home = self.homes[act.weight]
-        name = self.block(home).visits[home.visit].name
+        name = self.block(home).uses[home.use].name
         return act.kind, home.chunk - span.action.chunk, home.block - span.block, name
 
 
@@ -233,7 +233,7 @@ def _totals(result: Simulation) -> str:
     for (_, phase), count in result.gathers.items():
         gathers[phase] += count
     parts = ", ".join(f"{count} for {phase}" for phase, count in gathers.items() if count)
-    exposed = sum(ahead.visits == 0 for ahead in result.lookaheads)
+    exposed = sum(ahead.uses == 0 for ahead in result.lookaheads)
     return (
         f"{sum(gathers.values())} gathers: {parts or 'none'}; {exposed} at the moment of use\n"
         f"at most {result.peak.blocks} blocks and {result.peak.weights} weights gathered"

@@ -5,15 +5,15 @@ its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it
 
 [Note: Lifetimes]  A weight is live from a first to a last read: one gather, one wait, one free.
   * Within a span every weight has one lifetime, from its first to its last read. So a weight
-    visited twice in a block is gathered once for both visits, and a recomputed block keeps its
+    used twice in a block is gathered once for both uses, and a recomputed block keeps its
     weights from recompute through backward.
   * The lifetimes of a weight in two spans are joined where at most one other unit lies between, for
     then the unit that waits and the one that runs are the two that the budget allows. This keeps
     the last block for its backward behind the head, and the first block from its backward to the
     next micro-batch's forward behind the embedding.
   * Without `reshard_after_forward` a weight has one lifetime in the whole step.
-  * A unit is a block per layer, a weight per module. Weights that are read together (see `Visit`)
-    are there until the last of their visits ends, and per module are one unit.
+  * A unit is a block per layer, a weight per module. Weights that are read together (see `Use`)
+    are there until the last of their uses ends, and per module are one unit.
 
 [Note: Budget]  Where weights are resharded after forward, the gathered ones belong at any time to
 the unit that runs and to *one* other, the next in the trace, kept or gathered ahead. No count is
@@ -28,8 +28,8 @@ in, first out, and whoever waited for the second would have waited for the first
   * START, as soon as the optimizer has published the weights: the first two units.
   * Per layer, going forward or recomputing: the whole next span, before the launch point.
   * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
-    each visit, so that no more than one block and one weight are there for it.
-  * Per module: at each visit the next weight, or those that are read together next.
+    each use, so that no more than one block and one weight are there for it.
+  * Per module: at each use the next weight, or those that are read together next.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Act(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One site of one micro-batch, with what to do before and after the visit."""
+    """One site of one micro-batch, with what to do before and after the use."""
 
     site: Site
     micro_batch: int
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Plan:
     """The acts of a step in which this stage runs `actions` on `chunks`.
 
-    A block that does not have the launch point requests the next before its first visit. Without
+    A block that does not have the launch point requests the next before its first use. Without
     overlap a weight lives as long as with it, so the number of gathers is the same.
     """
     spans = trace(chunks, actions)
@@ -107,7 +107,7 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
 
 
 class PlanCursor:
-    """A place in a plan. `keys` names the visit at each step, as `arrive` will name it."""
+    """A place in a plan. `keys` names the use at each step, as `arrive` will name it."""
 
     def __init__(self, plan: Plan, keys: Sequence[Hashable]) -> None:
         self.plan, self.keys = plan, keys
@@ -115,10 +115,10 @@ class PlanCursor:
         """The next step that has not been arrived at."""
 
     def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
-        """The step of this visit and those skipped on the way to it; None if it is not planned.
+        """The step of this use and those skipped on the way to it; None if it is not planned.
 
         Looks through the rest of the current action, and through the first block of the next one:
-        further away lies another visit of the same layer, which this one is not.
+        further away lies another use of the same layer, which this one is not.
         """
         steps, keys, start = self.plan.steps, self.keys, self.position
         if start < len(keys) and keys[start] == key:
@@ -195,9 +195,9 @@ class _Lifetime:
 def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
     """All reads of the trace, and the spans that have any."""
     biases: dict[str, str] = {}
-    for visit in (visit for chunk in chunks for block in chunk for visit in block.visits):
-        if visit.weight is not None and visit.bias is not None:
-            biases.setdefault(visit.weight, visit.bias)
+    for use in (use for chunk in chunks for block in chunk for use in block.uses):
+        if use.weight is not None and use.bias is not None:
+            biases.setdefault(use.weight, use.bias)
     reads: list[_Read] = []
     units: list[_Unit] = []
     step = 0
@@ -210,9 +210,9 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
                 together = counted[span.until[offset] + 1] - 1
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases.get(weight)
-                visit = chunks[site.chunk][site.block].visits[site.visit]
-                forward = site.phase is not Phase.BACKWARD or not visit.in_recompute
-                bias = bias if forward and visit.bias == bias else None
+                use = chunks[site.chunk][site.block].uses[site.use]
+                forward = site.phase is not Phase.BACKWARD or not use.in_recompute
+                bias = bias if forward and use.bias == bias else None
                 reads.append(_Read(step + offset, weight, bias, together))
         if extent:
             units.append(_Unit(span, step, begin, len(reads), extent))
@@ -274,10 +274,10 @@ def _launch_per_layer(
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
     """The site of a forward or recompute that is the launch point, or stands in."""
-    visits = chunks[span.action.chunk][span.block].visits
-    point = next((v for v, visit in enumerate(visits) if visit.launch_point is launch), 0)
+    uses = chunks[span.action.chunk][span.block].uses
+    point = next((v for v, use in enumerate(uses) if use.launch_point is launch), 0)
     going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]
-    passed = (i for i in going_forward if span.sites[i].visit >= point)
+    passed = (i for i in going_forward if span.sites[i].use >= point)
     return next(passed, going_forward[-1])
 
 

@@ -15,7 +15,7 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """Weights gathered or under way during a visit."""
+    """Weights gathered or under way during a use."""
 
     blocks: int
     """A weight counts for the block that runs if that reads it, else for the next that will."""
@@ -31,8 +31,8 @@ class Lookahead(NamedTuple):
     weight: str
     site: Site
     """Place of the wait."""
-    visits: int
-    """Visits from the gather to the wait; 0 if nothing can hide it."""
+    uses: int
+    """Uses from the gather to the wait; 0 if nothing can hide it."""
 
 
 class Simulation(NamedTuple):
@@ -73,9 +73,9 @@ def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
     found: dict[str, tuple[int, int, int]] = {}
     for c, chunk in enumerate(chunks):
         for b, block in enumerate(chunk):
-            for visit, group in zip(block.visits, block.groups, strict=True):
-                if visit.weight is not None:
-                    found.setdefault(visit.weight, (c, b, group))
+            for use, group in zip(block.uses, block.groups, strict=True):
+                if use.weight is not None:
+                    found.setdefault(use.weight, (c, b, group))
     return found
 
 
@@ -107,7 +107,7 @@ class _Replay:
         for self.step, (number, offset) in enumerate(expected):
             if self.step >= len(self.plan.steps):
                 self.fail(f"the plan has {len(self.plan.steps)} of {len(expected)} steps")
-            occupancy.append(self.visit(self.plan.steps[self.step], number, offset))
+            occupancy.append(self.unshard(self.plan.steps[self.step], number, offset))
         self.place = "end"
         if len(self.plan.steps) > len(expected):
             self.fail(f"the plan has {len(self.plan.steps)} steps, the trace {len(expected)}")
@@ -116,7 +116,7 @@ class _Replay:
         peak = Occupancy(*map(max, zip(*occupancy, strict=True)))
         return Simulation(peak, tuple(occupancy[1:]), self.gathers, tuple(self.lookaheads))
 
-    def visit(self, step: Step, number: int, offset: int) -> Occupancy:
+    def unshard(self, step: Step, number: int, offset: int) -> Occupancy:
         span = self.spans[number]
         site, weight = span.sites[offset], span.reads[offset]
         self.place = step
@@ -159,7 +159,7 @@ class _Replay:
             del self.launched[weight]
 
     def occupancy(self, number: int, offset: int) -> Occupancy:
-        """The occupancy at a visit, or at the start if `number` is -1."""
+        """The occupancy at a use, or at the start if `number` is -1."""
         span = self.spans[number] if number >= 0 else None
         extent = {} if span is None else _extent(span.reads, span.until)
         blocks: set[object] = set()

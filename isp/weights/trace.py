@@ -1,9 +1,9 @@
-"""A training step's visits, in order: the model's declaration and the pipeline's actions.
+"""A training step's uses, in order: the model's declaration and the pipeline's actions.
 
     action   F0 B0 F1 B1 ...          what the pipeline runs, one micro-batch on one chunk
     span     one block in one action  forward; or recompute (if recomputed) and backward, together;
                                       or recompute alone, for the input of a block behind
-    visit    one place in a span      a linear that reads its weight, or a bare launch point (attn)
+    use    one place in a span      a linear that reads its weight, or a bare launch point (attn)
 
 Nothing here knows torch; a model says what it is made of, and any model can say it.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "Passes",
     "Site",
     "Span",
-    "Visit",
+    "Use",
     "inputs_kept",
     "recomputed_blocks",
     "sequential_actions",
@@ -43,7 +43,7 @@ class ActionKind(StrEnum):
     BACKWARD = "B"
     """The gradient of the input, and, where the backward is not split, of the weights too."""
     WEIGHT_GRADIENT = "W"
-    """The other half of a split backward; reads activations only, so it visits no weight."""
+    """The other half of a split backward; reads activations only, so it uses no weight."""
 
 
 class Action(NamedTuple):
@@ -58,7 +58,7 @@ class Action(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Passes over memory ahead of a visit's product (norms, activations, rotations).
+    """Passes over memory ahead of a use's product (norms, activations, rotations).
 
     Numbers read and written for each token, in forward.
     """
@@ -69,15 +69,15 @@ class Passes(NamedTuple):
     """Of the features inside, over all ranks that split them."""
 
 
-class Visit(NamedTuple):
+class Use(NamedTuple):
     """One place of a block's forward, as the model declares it."""
 
     name: str
     weight: str | None = None
     """The weight that is read here, by its unique name; None where there is only a launch point.
-    The same name may stand at several visits: a module called twice, tied weights."""
+    The same name may stand at several uses: a module called twice, tied weights."""
     launch_point: LaunchPoint | None = None
-    """The configuration's name for this visit, where it has one."""
+    """The configuration's name for this use, where it has one."""
     in_recompute: bool = True
     """False where a recompute does not come by: a launch point whose output was kept, so that what
     lies before and behind it is recomputed separately, or a weight that backward alone reads
@@ -89,15 +89,15 @@ class Visit(NamedTuple):
     passes: Passes | None = None
     """None where the model does not say; a plan of its time needs it."""
     with_previous: bool = False
-    """Whether the weight is read together with that of the last visit before that has one: all of
-    them are there from the first of these visits to the end of the last."""
+    """Whether the weight is read together with that of the last use before that has one: all of
+    them are there from the first of these uses to the end of the last."""
 
 
 class Block(NamedTuple):
-    """The visits of one forward through a part of the model, gathered as one unit per layer."""
+    """The uses of one forward through a part of the model, gathered as one unit per layer."""
 
     name: str
-    visits: tuple[Visit, ...]
+    uses: tuple[Use, ...]
     recomputed: bool = False
     input_kept: bool = True
     """Whether a recompute finds its input; else it computes the blocks before again for it, from
@@ -105,12 +105,12 @@ class Block(NamedTuple):
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """For each visit the first of those whose weights are read together."""
+        """For each use the first of those whose weights are read together."""
         found: list[int] = []
         latest = 0
-        for v, visit in enumerate(self.visits):
-            found.append(latest if visit.with_previous else v)
-            latest = latest if visit.weight is None else found[v]
+        for v, use in enumerate(self.uses):
+            found.append(latest if use.with_previous else v)
+            latest = latest if use.weight is None else found[v]
         return tuple(found)
 
 
@@ -124,7 +124,7 @@ class Site(NamedTuple):
     phase: Phase
     chunk: int
     block: int
-    visit: int
+    use: int
 
 
 class Span(NamedTuple):
@@ -200,7 +200,7 @@ def _spans(
     """The blocks that an action of `kind` passes, in order, each with its sites."""
     if kind is ActionKind.FORWARD:
         for index, block in enumerate(blocks):
-            yield index, *_visits(kind, chunk, index, block)
+            yield index, *_uses(kind, chunk, index, block)
     if kind is ActionKind.BACKWARD:
         for index, block in reversed(list(enumerate(blocks))):
             ends = index + 1 == len(blocks) or blocks[index + 1].input_kept
@@ -208,66 +208,62 @@ def _spans(
                 first = max(i for i in range(index) if blocks[i].input_kept)
                 for before in range(first, index):
                     yield before, *_again(chunk, before, blocks[before])
-            yield index, *_visits(kind, chunk, index, block)
+            yield index, *_uses(kind, chunk, index, block)
 
 
 def _again(chunk: int, index: int, block: Block) -> _Sites:
     """A block that is computed again for what it gives."""
-    visits = enumerate(block.visits)
-    return _sites(
-        block, [(Site(Phase.RECOMPUTE, chunk, index, v), visit.weight) for v, visit in visits]
-    )
+    uses = enumerate(block.uses)
+    return _sites(block, [(Site(Phase.RECOMPUTE, chunk, index, v), use.weight) for v, use in uses])
 
 
-def _visits(kind: ActionKind, chunk: int, index: int, block: Block) -> _Sites:
+def _uses(kind: ActionKind, chunk: int, index: int, block: Block) -> _Sites:
     """The sites of a block in an action of `kind`."""
     passes = _passes(kind, block)
     return _sites(
         block,
         [
-            (Site(phase, chunk, index, v), visit.weight if reads else None)
-            for phase, v, visit, reads in passes
+            (Site(phase, chunk, index, v), use.weight if reads else None)
+            for phase, v, use, reads in passes
         ],
     )
 
 
 def _sites(block: Block, pairs: list[tuple[Site, str | None]]) -> _Sites:
     groups = block.groups
-    keys = [(site.phase, groups[site.visit]) for site, _ in pairs]
+    keys = [(site.phase, groups[site.use]) for site, _ in pairs]
     last = {key: offset for offset, key in enumerate(keys)}
     sites, reads = tuple(site for site, _ in pairs), tuple(weight for _, weight in pairs)
     return sites, reads, tuple(last[key] for key in keys)
 
 
-def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Visit, bool]]:
-    """(phase, index, visit, whether the weight is read) for each visit of a span.
+def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Use, bool]]:
+    """(phase, index, use, whether the weight is read) for each use of a span.
 
-    In backward a launch point without a weight is no visit: only linears are reached there.
+    In backward a launch point without a weight is no use: only linears are reached there.
     What is recomputed as one part is recomputed before its backward, see `_parts`.
     """
-    numbered = list(enumerate(block.visits))
+    numbered = list(enumerate(block.uses))
     if kind is ActionKind.FORWARD:
-        yield from ((Phase.FORWARD, v, visit, True) for v, visit in numbered)
+        yield from ((Phase.FORWARD, v, use, True) for v, use in numbered)
         return
     for part in reversed(_parts(numbered)) if block.recomputed else [numbered]:
         if block.recomputed:
-            yield from (
-                (Phase.RECOMPUTE, v, visit, True) for v, visit in part if visit.in_recompute
-            )
-        for v, visit in reversed(part):
-            if visit.weight is not None:
-                yield Phase.BACKWARD, v, visit, visit.weight_in_backward
+            yield from ((Phase.RECOMPUTE, v, use, True) for v, use in part if use.in_recompute)
+        for v, use in reversed(part):
+            if use.weight is not None:
+                yield Phase.BACKWARD, v, use, use.weight_in_backward
 
 
-def _parts(numbered: list[tuple[int, Visit]]) -> list[list[tuple[int, Visit]]]:
-    """The visits of a recomputed block, cut into those that are recomputed together.
+def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
+    """The uses of a recomputed block, cut into those that are recomputed together.
 
     Backward recomputes what lies behind a kept output, goes back through it, and only then
     recomputes what lies before. A weight that a recompute does not come by cuts nothing: what its
-    visit takes is recomputed with what lies before.
+    use takes is recomputed with what lies before.
     """
 
-    def kept(item: tuple[int, Visit]) -> bool:
+    def kept(item: tuple[int, Use]) -> bool:
         return item[1].weight is None and not item[1].in_recompute
 
     return [list(part) for _, part in groupby(numbered, key=kept)]

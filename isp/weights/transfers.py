@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.mappings import pad_rows
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import WeightHolder
 from isp.weights.pool import Lease, MemoryPool
@@ -40,7 +40,7 @@ __all__ = [
 class ShardedParameter:
     """A layer's weight or bias, and what is the same each time that it travels."""
 
-    __slots__ = ("buffer_shape", "cargo", "gradient_cargo", "layout", "parameter")
+    __slots__ = ("buffer_shape", "gradient_tag", "layout", "parameter", "tag")
 
     def __init__(
         self, layer: str, local: str, parameter: nn.Parameter, layout: ParameterLayout
@@ -49,8 +49,8 @@ class ShardedParameter:
         length, *rest = layout.piece_shape
         self.buffer_shape = (layout.parts * length, *rest)
         """That of all pieces as they travel, one behind the other."""
-        self.cargo = Cargo(Purpose.WEIGHT, layer, local)
-        self.gradient_cargo = Cargo(Purpose.WEIGHT_GRADIENT, layer, f"{local}.grad")
+        self.tag = Tag(Purpose.WEIGHT, layer, local)
+        self.gradient_tag = Tag(Purpose.WEIGHT_GRADIENT, layer, f"{local}.grad")
 
     @classmethod
     def of(cls, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
@@ -133,7 +133,7 @@ def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPoo
         lease = pool.lease(shard.buffer_shape, piece.dtype, piece.device)
         gathered._leases.append(lease)
         piece = shard.as_it_travels(piece, layout.piece_shape[0])
-        full = channel.all_gather_into(lease.tensor, piece, cargo=shard.cargo)
+        full = channel.all_gather_into(lease.tensor, piece, tag=shard.tag)
         gathered.full.append(full if layout.travels_as_it_lies else full.then(layout.joined))
     return gathered
 
@@ -292,7 +292,7 @@ class GradientReducer:
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
         pending = self.channel.reduce_scatter_into(
-            place, pieces, received=received, cargo=parameter.gradient_cargo
+            place, pieces, received=received, tag=parameter.gradient_tag
         )
         return _Sum(parameter, pending, leases, num_bytes)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import UNNAMED, Cargo, Purpose
+from isp.comm.tag import UNNAMED, Purpose, Tag
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.parallel.topology import Axis
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class FullWeights(Protocol):
-    """The full tensors of a layer, as values that may be read until the visit ends."""
+    """The full tensors of a layer, as values that may be read until the use ends."""
 
     @property
     def weight(self) -> Tensor:
@@ -45,7 +45,7 @@ class FullWeights(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """[N], if the visit was given one; waits for it."""
+        """[N], if the use was given one; waits for it."""
 
 
 class WPCommunicator(ABC):
@@ -54,7 +54,7 @@ class WPCommunicator(ABC):
     A parameter never changes identity: `layer.weight` is the shard, always. The full weight is a
     value:
 
-        with communicator.visit(layer, Phase.FORWARD, layer.weight, layer.bias) as full:
+        with communicator.unshard(layer, Phase.FORWARD, layer.weight, layer.bias) as full:
             y = F.linear(x, full.weight, full.bias)
     """
 
@@ -78,7 +78,7 @@ class WPCommunicator(ABC):
         return dtype
 
     @abstractmethod
-    def visit(
+    def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
         """The full tensors of which `weight` [n, ..] and `bias` [n] are this rank's parts.
@@ -88,9 +88,9 @@ class WPCommunicator(ABC):
         """
 
     def weight_hook(self, shard: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
-        """A copy of the full tensor of `shard`, to keep: [n, ..] -> [N, ..]. Layers `visit`."""
+        """A copy of the full tensor of `shard`, to keep: [n, ..] -> [N, ..]. Layers `unshard`."""
         weight, bias = (module.weight, shard) if is_bias else (shard, None)
-        with self.visit(module, Phase.FORWARD, weight, bias) as full:
+        with self.unshard(module, Phase.FORWARD, weight, bias) as full:
             return (full.weight if full.bias is None else full.bias).detach().clone()
 
     @abstractmethod
@@ -117,7 +117,7 @@ class LocalWeights(WPCommunicator):
     def communication_mode(self) -> str:
         return "tp"
 
-    def visit(
+    def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
         return nullcontext(_Local(weight, bias))
@@ -160,10 +160,10 @@ class _Delegating(WPCommunicator):
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.communicator.gradient_dtype(dtype)
 
-    def visit(
+    def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        return self.communicator.visit(module, phase, weight, bias)
+        return self.communicator.unshard(module, phase, weight, bias)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
@@ -212,29 +212,29 @@ class HeadWeightParallelCommunicator(_Delegating):
         self.tensor = tensor
         self.retain_out_sharded = retain_out_sharded
 
-    def output_hook(self, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+    def output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         """The logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or as they are."""
         match self.retain_out_sharded:
             case True:
-                return self.tensor.all_to_all(x, scatter=2, gather=1, cargo=_logits(cargo))
+                return self.tensor.all_to_all(x, scatter=2, gather=1, tag=_logits(tag))
             case False:
-                return self.tensor.all_gather(x, dim=1, cargo=_logits(cargo))
+                return self.tensor.all_gather(x, dim=1, tag=_logits(tag))
             case None:
                 return Pending.ready(x)
 
-    def grad_output_hook(self, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
+    def grad_output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         """The dual of `output_hook`, back to [B, S/p, V]."""
         match self.retain_out_sharded:
             case True:
-                return self.tensor.all_to_all(x, scatter=1, gather=2, cargo=_logits(cargo))
+                return self.tensor.all_to_all(x, scatter=1, gather=2, tag=_logits(tag))
             case False:
                 return Pending.ready(x.chunk(self.tensor.size, dim=1)[self.tensor.rank])
             case None:
                 return Pending.ready(x)
 
 
-def _logits(cargo: Cargo) -> Cargo:
-    return cargo._replace(purpose=Purpose.LOGITS)
+def _logits(tag: Tag) -> Tag:
+    return tag._replace(purpose=Purpose.LOGITS)
 
 
 class ISPCommunicatorWrapper:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
-from isp.comm.cargo import UNNAMED
+from isp.comm.tag import UNNAMED
 from tests.attention.context_cases import (
     LENGTH,
     STRADDLING,
@@ -186,7 +186,7 @@ def _on_other_ways(rank: int, case: Case) -> dict[str, bool]:
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_gradients_by_every_way(ring: bool) -> None:
-    """Catches a trip that some ways back do not take, for which other ranks then wait."""
+    """Catches a transfer that some ways back do not take, for which other ranks then wait."""
     case = Case(STRADDLING, heads=(8, 4), stripes=2, ring=ring)
     for results in run_ranks(4, _on_other_ways, case):
         assert results == dict.fromkeys(results, True)
@@ -262,7 +262,7 @@ def test_tokens_of_another_plan_are_refused() -> None:
 
 
 def test_one_rank_calls_local_attention_alone() -> None:
-    """Catches a plan, a copy or a trip of a rank that has all keys."""
+    """Catches a plan, a copy or a transfer of a rank that has all keys."""
     (q, k, v), _ = random_inputs(2, 6, 2, 1)
     given = []
 

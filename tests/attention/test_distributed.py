@@ -115,8 +115,8 @@ def test_grid_of_heads_packings_and_masks(grid: list[Case], world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_separate_trips(grid: list[Case], world: int) -> None:
-    """Catches a rank without heads whose backward never joins k's and v's trip: a hang."""
+def test_separate_transfers(grid: list[Case], world: int) -> None:
+    """Catches a rank without heads whose backward never joins k's and v's transfer: a hang."""
     for errors in run_ranks(world, _run_cases, world, grid[: len(HEADS) + 4], 0):
         assert not [(name, error) for name, error in errors if not error < TOLERANCE]
 

@@ -127,7 +127,7 @@ def _run_failure(rank: int, world: int) -> list[str]:
 
 
 def test_a_rank_that_is_gone_fails_the_trip_for_good() -> None:
-    """Catches a failed trip that is waited for again and then gives unfilled memory."""
+    """Catches a failed transfer that is waited for again and then gives unfilled memory."""
     assert run_ranks(2, _run_failure, 2, timeout_seconds=30)[0] == [
         "CollectiveError",
         "AssertionError",

@@ -19,7 +19,7 @@ from isp.attention.ring import Ring
 from isp.attention.route import gather_route, ring_routes
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
-from isp.comm.cargo import UNNAMED
+from isp.comm.tag import UNNAMED
 from isp.parallel.context import ContextPlan, Slice
 from tests.attention.context_cases import STRADDLING, Case, error_of, random_plan
 from tests.attention.reference import random_inputs, visible

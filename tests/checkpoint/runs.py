@@ -173,9 +173,9 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
         tensors["weights"] = parameter.detach(), slice(None)
         for kind, (tensor, rows) in tensors.items():
             whole = whole_value(name, kind.replace("weights", "master"), layout.global_shape)
-            wanted = layout.shard(whole if through is None else whole.to(through))[rows]
+            expected = layout.shard(whole if through is None else whole.to(through))[rows]
             if tensor.dtype == torch.bfloat16:
-                wanted = wanted.float()  # the master weights are rounded, not the value itself
-            assert torch.equal(tensor.cpu(), wanted.to(tensor.dtype)), (name, kind)
+                expected = expected.float()  # the master weights are rounded, not the value itself
+            assert torch.equal(tensor.cpu(), expected.to(tensor.dtype)), (name, kind)
             compared += tensor.numel()
     return compared

@@ -75,8 +75,8 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert info is not None
     checkpointer.load(info, weights)
     for name, parameter, layout in run.state.parameters:
-        wanted = whole_value(name, "master", layout.global_shape).float()
-        assert torch.equal(parameter.detach(), wanted)
+        expected = whole_value(name, "master", layout.global_shape).float()
+        assert torch.equal(parameter.detach(), expected)
     only = _checkpointer(tmp_path / "weights")
     only.save(1, weights, tokens=0)
     info = only.choose()
@@ -235,5 +235,5 @@ def test_torch_can_read_it(tmp_path: Path) -> None:
     _save(tmp_path, torch.float32)
     dcp_to_torch_save(tmp_path / "step_20", tmp_path / "weights.pt")
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    wanted = whole_value("wqkv.weight", "master", (16, 6)).float()
-    assert torch.equal(weights["model.wqkv.weight"], wanted)
+    expected = whole_value("wqkv.weight", "master", (16, 6)).float()
+    assert torch.equal(weights["model.wqkv.weight"], expected)

@@ -60,14 +60,14 @@ def _go_on(run: Run, checkpointer: Checkpointer, step: int) -> Numbers:
 def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict[str, Numbers]]]:
     """Of each layout: its name, what it went on to, and what it made of each one's checkpoint."""
     meshes = Meshes(rank)
-    runs, wanted = {}, {}
+    runs, expected = {}, {}
     for steps, (name, layout) in enumerate(LAYOUTS.items(), start=2):
         if rank < layout.world:
             runs[name] = run = make_run(meshes.of(layout), layout, TASK)
             checkpointer = _checkpointer(run, folder)
             run.numbers(range(steps))
             checkpointer.save(steps, _state(run), tokens=0)
-            wanted[name] = run.numbers(range(steps, steps + AFTER))
+            expected[name] = run.numbers(range(steps, steps + AFTER))
             checkpointer.wait()
         dist.barrier()
     answers = []
@@ -76,7 +76,7 @@ def _save_and_load_all(rank: int, folder: Path) -> list[tuple[str, Numbers, dict
         found = {
             saved: _go_on(run, checkpointer, step) for step, saved in enumerate(LAYOUTS, start=2)
         }
-        answers.append((name, wanted[name], found))
+        answers.append((name, expected[name], found))
         run.close()
     return answers
 
@@ -85,12 +85,12 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     """Catches a weight, master or moment in the wrong place, or stale, after a change of layout."""
     answers = run_ranks(4, _save_and_load_all, tmp_path, timeout_seconds=110)
     assert [len(of_rank) for of_rank in answers] == [4, 3, 3, 3]
-    wanted = {name: losses for name, losses, _ in answers[0]}
+    expected = {name: losses for name, losses, _ in answers[0]}
     for of_rank in answers:
         for name, _, found in of_rank:
             for saved, numbers in found.items():
                 pairs = [list(column) for column in zip(*numbers, strict=True)]
-                targets = [list(column) for column in zip(*wanted[saved], strict=True)]
+                targets = [list(column) for column in zip(*expected[saved], strict=True)]
                 for series, target in zip(pairs, targets, strict=True):
                     # Sums in another order: float64 rounding, carried on by steps of AdamW.
                     assert largest_difference(series, target) < 1e-9, (saved, "in", name)
@@ -124,10 +124,10 @@ def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
     """Save steps 2 and 4; neither is written before training has gone on by two."""
     mesh = Meshes(rank).of(layout)
     run = make_run(mesh, layout, TASK)
-    wanted = {}
+    expected = {}
     for step in (2, 4, 6):
         run.numbers(range(step - 2, step))
-        wanted[step] = _copy(run)
+        expected[step] = _copy(run)
     run.close()
     run = make_run(mesh, layout, TASK)
     checkpointer = _checkpointer(run, folder)
@@ -139,13 +139,13 @@ def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
             assert step not in checkpointer.folder.steps()
         checkpointer.wait()
     for name, array in _copy(run).items():
-        assert np.array_equal(array, wanted[6][name]), name
+        assert np.array_equal(array, expected[6][name]), name
     for step in (2, 4):
         info = checkpointer.choose(step)
         assert info is not None
         checkpointer.load(info, _state(run))
         for name, array in _copy(run).items():
-            assert np.array_equal(array, wanted[step][name]), (step, name)
+            assert np.array_equal(array, expected[step][name]), (step, name)
 
 
 def test_a_save_in_the_background_keeps_its_step(tmp_path: Path) -> None:

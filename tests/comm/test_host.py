@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm.cargo import UNNAMED
 from isp.comm.host import HostMemory, HostMemoryError
+from isp.comm.tag import UNNAMED
 
 
 class _Runtime:
@@ -49,7 +49,7 @@ def test_pinned_buffers_are_as_large_as_their_tensors() -> None:
     with mock.patch("torch.cuda.cudart", return_value=runtime):
         memory = _apart()
         for _ in range(2):
-            stored = [memory.store(n * x, cargo=UNNAMED) for n in range(3)]
+            stored = [memory.store(n * x, tag=UNNAMED) for n in range(3)]
             for each in stored:
                 each.leave()
             assert all(torch.equal(each.get(), n * x) for n, each in enumerate(stored))
@@ -69,7 +69,7 @@ def test_rows_of_other_lengths_share_buffers() -> None:
     with mock.patch("torch.cuda.cudart", return_value=runtime):
         memory = _apart()
         for length in (40, 100, 7, 60, 100):
-            stored = [memory.store(x[:length], cargo=UNNAMED) for x in rows]
+            stored = [memory.store(x[:length], tag=UNNAMED) for x in rows]
             for each in stored:
                 each.leave()
             for each, x in zip(stored, rows, strict=True):
@@ -86,7 +86,7 @@ def test_pages_that_cannot_be_locked_are_told_with_the_key() -> None:
     x = torch.zeros(100, dtype=torch.float64)
 
     def store(memory: HostMemory, x: Tensor) -> None:
-        kept.append(memory.store(x, cargo=UNNAMED))
+        kept.append(memory.store(x, tag=UNNAMED))
 
     with mock.patch("torch.cuda.cudart", return_value=_Runtime(room=1000)):
         memory = _apart()

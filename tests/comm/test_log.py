@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Channel, CommLog, Transfer, streams
-from isp.comm.cargo import Cargo
+from isp.comm import Channel, CommLog, TimedTransfer, streams
 from isp.comm.log import Observer
+from isp.comm.tag import Tag
 from tests.ranks import run_ranks
 from tests.streams import Device
 
 CPU = torch.device("cpu")
 
 
-class _Seen(list[Transfer], Observer):
+class _Seen(list[TimedTransfer], Observer):
     """An observer that keeps the transfers."""
 
-    def launched(self, transfer: Transfer) -> None:
+    def launched(self, transfer: TimedTransfer) -> None:
         self.append(transfer)
 
     def entered(self, phase: str, block: str) -> None:
@@ -30,7 +30,7 @@ class _Seen(list[Transfer], Observer):
 
 def _moves(channel: Channel, number: int) -> None:
     for _ in range(number):
-        channel.all_reduce(torch.ones(4), cargo=Cargo(tensor="x")).wait()
+        channel.all_reduce(torch.ones(4), tag=Tag(tensor="x")).wait()
 
 
 def _unasked(rank: int) -> None:
@@ -102,8 +102,8 @@ def _side_by_side(rank: int) -> None:
         log.collect(CPU)
         long, short = (Channel(group, log=log) for group in groups)
         del device.timed[:]
-        first = long.all_reduce(torch.ones(4), cargo=Cargo(tensor="long"))
-        second = short.all_reduce(torch.ones(4), cargo=Cargo(tensor="short"))
+        first = long.all_reduce(torch.ones(4), tag=Tag(tensor="long"))
+        second = short.all_reduce(torch.ones(4), tag=Tag(tensor="short"))
         _, end, _, short_end = device.timed
         [wire] = [s for s in end.counts if s.name == "wire 1"]
         assert wire not in short_end.counts, "the end of the other channel's transfer"

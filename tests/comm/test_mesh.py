@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from isp.comm import CollectiveTimeout, Mesh, RollCall, World
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.config import load_config
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
@@ -66,8 +66,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("said", LAYOUTS)
 def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
-    """Catches a group too many, one that would delay a gather or a trip of tokens, and one whose
-    ranks are not those of its axes.
+    """Catches a group too many, one that would delay a gather or a transfer of tokens, and one
+    whose ranks are not those of its axes.
     """
     topology = LAYOUTS[said]
     line = next(line for line in topology.describe().split("\n") if "process group" in line)
@@ -90,7 +90,7 @@ def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     for axis in Axis:  # first all that share, then their ends in another order
         ranks = topology.group_of(axis, rank)
         x = torch.tensor([rank], dtype=torch.float64)
-        waiting.append((axis, sum(ranks), mesh[axis].all_reduce(x, cargo=Cargo(tensor="x"))))
+        waiting.append((axis, sum(ranks), mesh[axis].all_reduce(x, tag=Tag(tensor="x"))))
     for axis, total, pending in reversed(waiting):
         assert pending.wait().item() == total, axis
     progress = {}
@@ -137,7 +137,7 @@ def _late(rank: int) -> str:
     if rank == 1:
         time.sleep(4)
         return ""
-    x = mesh[Axis.STAGE].all_reduce(torch.ones(1), cargo=Cargo(tensor="x"))
+    x = mesh[Axis.STAGE].all_reduce(torch.ones(1), tag=Tag(tensor="x"))
     with pytest.raises(CollectiveTimeout) as caught, roll_call:
         x.wait()
     return str(caught.value)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from isp.comm import Channel, CollectiveError, CollectiveTimeout, Mesh, RollCall
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
 from tests.ranks import run_ranks
 
@@ -23,7 +23,7 @@ Work = Callable[[Mesh], object]
 
 
 def _gather(axis: Axis, label: str) -> Work:
-    return lambda mesh: mesh[axis].all_gather(torch.ones(2), cargo=Cargo(tensor=label)).wait()
+    return lambda mesh: mesh[axis].all_gather(torch.ones(2), tag=Tag(tensor=label)).wait()
 
 
 def _sleep(mesh: Mesh) -> None:
@@ -79,15 +79,11 @@ def test_the_one_behind_is_found_across_groups() -> None:
 
 
 def _send(label: str, target: int) -> Work:
-    return lambda mesh: (
-        mesh[Axis.TENSOR].send(torch.ones(2), target, cargo=Cargo(tensor=label)).wait()
-    )
+    return lambda mesh: mesh[Axis.TENSOR].send(torch.ones(2), target, tag=Tag(tensor=label)).wait()
 
 
 def _receive(label: str, source: int) -> Work:
-    return lambda mesh: (
-        mesh[Axis.TENSOR].recv(torch.empty(2), source, cargo=Cargo(tensor=label)).wait()
-    )
+    return lambda mesh: mesh[Axis.TENSOR].recv(torch.empty(2), source, tag=Tag(tensor=label)).wait()
 
 
 def test_a_sender_is_waited_for_too() -> None:

@@ -206,8 +206,8 @@ def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
     """Catches a typo that leaves the user to look the key up."""
     message = faults_of(write(MINIMAL), f"--{key}", "1")
     assert "no such key" in message
-    wanted = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
-    assert wanted in message
+    expected = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
+    assert expected in message
 
 
 def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):

@@ -43,10 +43,10 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     got = broadcast_data(INTS, data, torch.int64, channel=channel)
     got |= broadcast_data(["mask"], data, torch.bool, channel=channel)
     got |= broadcast_data(["half"], data, torch.bfloat16, channel=channel)
-    wanted = batch(seed)
+    expected = batch(seed)
     assert list(got) == [*INTS, "mask", "half"]
     assert all(
-        torch.equal(x, wanted[key]) and x.dtype == wanted[key].dtype for key, x in got.items()
+        torch.equal(x, expected[key]) and x.dtype == expected[key].dtype for key, x in got.items()
     )
     found["kinds"] = [t.kind for t in channel.log.take()]
     got["tokens"].zero_()
@@ -73,7 +73,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     found["told"] = len(channel.log.take())
     # The group is at the same place on all ranks: the next one works.
     again = broadcast_data(["tokens"], data, torch.int64, channel=channel)
-    assert torch.equal(again["tokens"], wanted["tokens"])
+    assert torch.equal(again["tokens"], expected["tokens"])
     return found
 
 

@@ -69,7 +69,7 @@ def test_modes_of_multimodal_sets_are_passed_over(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [code for code, dtype in _DTYPES.items() if dtype.kind in "iu"])
-def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
+def test_every_integer_type_round_transfers(tmp_path: Path, code: int) -> None:
     """Catches a wrong code or size of one of the types."""
     tokens = np.array([0, 1, np.iinfo(_DTYPES[code]).max], dtype=np.int64)
     with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[code]) as writer:
@@ -94,7 +94,7 @@ def test_token_dtype_is_the_rule_of_megatron() -> None:
     assert token_dtype(65500) == np.int32
 
 
-def test_random_sets_round_trip(tmp_path: Path) -> None:
+def test_random_sets_round_transfer(tmp_path: Path) -> None:
     """Catches faults at empty documents and sequences, wherever they stand."""
     rng = np.random.default_rng(0)
     for _ in range(20):

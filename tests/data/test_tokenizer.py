@@ -14,7 +14,7 @@ TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_bytes_round_trip(text: str) -> None:
+def test_bytes_round_transfer(text: str) -> None:
     """Catches any other encoding than UTF-8, and an eos that shows in the text."""
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)

@@ -67,9 +67,9 @@ def greedy(engine: Engine, prompts: list[list[int]], count: int) -> tuple[Tensor
     return torch.stack(tokens, 1), torch.stack(logits, 1)
 
 
-def check(found: tuple[Tensor, Tensor], wanted: list[Written], name: str = "") -> None:
+def check(found: tuple[Tensor, Tensor], expected: list[Written], name: str = "") -> None:
     tokens, logits = found
-    for i, of_one in enumerate(wanted):
+    for i, of_one in enumerate(expected):
         torch.testing.assert_close(
             logits[i], of_one.logits, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}"
         )

@@ -155,10 +155,10 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
     sums = {
         tuple(float(x[a:b].sum()) for a, b in ((0, 5), (5, 8), (8, 32))) for x in read
     }  # the two rows that were read are two of these
-    wanted = {tuple(a + b for a, b in zip(x, y, strict=True)) for x in sums for y in sums - {x}}
+    expected = {tuple(a + b for a, b in zip(x, y, strict=True)) for x in sums for y in sums - {x}}
     assert found.text is not None
     mine = [(bucket.loss or 0.0) * bucket.tokens for bucket in found.text.buckets]
-    assert any(mine == pytest.approx(list(both), rel=0, abs=1e-9) for both in wanted)
+    assert any(mine == pytest.approx(list(both), rel=0, abs=1e-9) for both in expected)
 
 
 def test_a_key_counts_where_the_model_writes_it(tmp_path: Path) -> None:

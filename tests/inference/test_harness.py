@@ -169,14 +169,14 @@ def test_the_command_finds_what_the_harness_finds(
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    wanted = simple_evaluate(
+    expected = simple_evaluate(
         of_transformers(folder),
         tasks=list(TASKS),
         task_manager=manager,
         num_fewshot=1,
         apply_chat_template=chat,
     )
-    assert wanted is not None
+    assert expected is not None
     words = ["evaluate", str(folder), "--dtype=float64", f"--tasks={','.join(TASKS)}"]
     words += [f"--include-path={tasks}", f"--output={tmp_path}", "--num_fewshot=1"]
     words += ["--apply_chat_template"] * chat
@@ -184,7 +184,7 @@ def test_the_command_finds_what_the_harness_finds(
     for more in ([], ["--nproc=2", "--parallel.tensor.mode=isp"]):
         assert main([*words, *more]) == 0
         found = json.loads((tmp_path / "tasks.json").read_text())
-        assert numbers(found["results"]) == pytest.approx(numbers(wanted["results"]), rel=1e-9)
+        assert numbers(found["results"]) == pytest.approx(numbers(expected["results"]), rel=1e-9)
         assert found["config"]["model"] == str(folder)
 
 

@@ -26,17 +26,17 @@ def test_tokens_have_the_probabilities_of_transformers(
 
     torch.manual_seed(0)
     logits = torch.randn(1, 20, dtype=torch.float64) * 2
-    wanted = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
-        wanted = TopKLogitsWarper(top_k)(None, wanted)
+        expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
-        wanted = TopPLogitsWarper(top_p)(None, wanted)
-    wanted = wanted.softmax(-1)[0]
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    expected = expected.softmax(-1)[0]
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=1)
     drawn = Sampler(config, DRAWS)(logits.expand(DRAWS, -1))
     found = torch.bincount(drawn, minlength=20) / DRAWS
-    assert not found[wanted == 0].any()
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4 / DRAWS**0.5 / 2)
+    assert not found[expected == 0].any()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=4 / DRAWS**0.5 / 2)
 
 
 def test_the_likeliest_token_and_the_seed() -> None:

@@ -33,7 +33,7 @@ def continuations() -> list[Continuation]:
     return [*found, Continuation([5, 3, 9], written[0, 3:].tolist())]
 
 
-def wanted() -> list[Score]:
+def expected() -> list[Score]:
     model, found = made("llama"), []
     for context, tokens in continuations():
         with torch.no_grad():
@@ -57,7 +57,7 @@ def of_layout(rank: int, case: tuple[Path, int, str]) -> tuple[list[Score], list
 
 
 def check(found: tuple[list[Score], list[float]]) -> None:
-    likely = [score.log_likelihood for score in wanted()]
+    likely = [score.log_likelihood for score in expected()]
     assert [score.log_likelihood for score in found[0]] == pytest.approx(likely, rel=1e-9)
     assert found[1] == pytest.approx(likely, rel=1e-9)
     assert [score.is_greedy for score in found[0]] == [False] * (len(likely) - 1) + [True]

@@ -35,11 +35,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     for family in (*DECODER, "gemma3_text"):
         folder = saved(family, tmp_path_factory.mktemp(family))
         model = made(family)
-        wanted = [written(model, prompt, DECODED + 1) for prompt in PROMPTS]
+        expected = [written(model, prompt, DECODED + 1) for prompt in PROMPTS]
         if family in DECODER:
             import_folder(folder, folder / "imported", dtype="float64")
             folder /= "imported"
-        found[family] = folder, wanted
+        found[family] = folder, expected
     return found
 
 
@@ -57,16 +57,18 @@ def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Ten
     if isinstance(reader := engine._decodes._reader, InferenceDecoder):
         assert reader._layers is not None
         tokens = reader._layers.max_tokens
-        wanted = buffer_bytes(source.section, engine.decoding, tokens, dtype="float64", on_cpu=True)
-        assert reader.buffer_bytes(tokens) == wanted
+        expected = buffer_bytes(
+            source.section, engine.decoding, tokens, dtype="float64", on_cpu=True
+        )
+        assert reader.buffer_bytes(tokens) == expected
     return found
 
 
 def test_one_rank_writes_what_transformers_writes(
     models: dict[str, tuple[Path, list[Written]]],
 ) -> None:
-    for family, (path, wanted) in models.items():
-        check(of_layout(0, (path, 1, [])), wanted, family)
+    for family, (path, expected) in models.items():
+        check(of_layout(0, (path, 1, [])), expected, family)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

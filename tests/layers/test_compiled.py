@@ -80,10 +80,10 @@ def _run(
 
 
 def _check(layer: str, length: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
-    (found, kept), (wanted, _) = (
+    (found, kept), (expected, _) = (
         _run(layer, length, dtype, device, compiled=compiled) for compiled in (True, False)
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype == dtype
         # one rounding, where the plain ones have up to four, of 2^-9 each in bfloat16
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)

@@ -36,7 +36,7 @@ class Full(NamedTuple):
     bias: Tensor | None
 
 
-class Wanted(NamedTuple):
+class NeedsGrad(NamedTuple):
     """What plain torch finds."""
 
     x: Tensor
@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
 
 
 @torch.enable_grad()
-def plain(smoothing: float) -> Wanted:
+def plain(smoothing: float) -> NeedsGrad:
     random = torch.Generator().manual_seed(3)
     x = torch.randn(B, S, D, generator=random, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, D, generator=random, dtype=torch.float64).requires_grad_()
@@ -57,7 +57,7 @@ def plain(smoothing: float) -> Wanted:
     logits = F.linear(x, weight).flatten(0, 1)
     loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
     dx, dw = torch.autograd.grad(loss, (x, weight))
-    return Wanted(x.detach(), weight.detach(), labels, loss.detach(), dx, dw)
+    return NeedsGrad(x.detach(), weight.detach(), labels, loss.detach(), dx, dw)
 
 
 def head_of(

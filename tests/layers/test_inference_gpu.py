@@ -71,9 +71,9 @@ def compare(group: Channel, device: torch.device) -> None:
         for tokens in (MOST, 3, 1):
             generator = torch.Generator().manual_seed(tokens)
             x = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
-            wanted = plain(x).clone()
+            expected = plain(x).clone()
             close = {"rtol": ROUNDING[dtype], "atol": ROUNDING[dtype]}
-            torch.testing.assert_close(other(x), wanted, **close)
+            torch.testing.assert_close(other(x), expected, **close)
             if on_cuda:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
@@ -81,7 +81,7 @@ def compare(group: Channel, device: torch.device) -> None:
                 out.zero_()
                 for _ in range(3):
                     graph.replay()
-                torch.testing.assert_close(out, wanted, **close)
+                torch.testing.assert_close(out, expected, **close)
 
 
 def _on_cpu(rank: int) -> None:

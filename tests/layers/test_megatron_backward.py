@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import Cargo
+from isp.comm.tag import Tag
 from isp.layers.module import NamedParameter
 from isp.optim import MainGradients
 from isp.parallel import Axis
@@ -209,13 +209,13 @@ class _Told(Channel):
         super().__init__(dist.group.WORLD)
         self.told = told
 
-    def _launch(self, kind: str, cargo: Cargo, *args: Any, **kwargs: Any) -> Pending:
+    def _launch(self, kind: str, tag: Tag, *args: Any, **kwargs: Any) -> Pending:
         def arrived(x: Tensor) -> Tensor:
-            self.told.append(f"{cargo} there")
+            self.told.append(f"{tag} there")
             return x
 
-        self.told.append(f"{cargo} sets out: {kind}")
-        return super()._launch(kind, cargo, *args, **kwargs).then(arrived)
+        self.told.append(f"{tag} sets out: {kind}")
+        return super()._launch(kind, tag, *args, **kwargs).then(arrived)
 
 
 class _Products(TorchDispatchMode):

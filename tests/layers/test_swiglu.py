@@ -16,9 +16,9 @@ def test_it_is_what_autograd_makes_of_it(dtype: torch.dtype, features: int) -> N
     fused = torch.randn(2, 33, 2 * features, dtype=dtype, requires_grad=True)
     dy = torch.randn(2, 33, features, dtype=dtype)
     gate, up = fused.chunk(2, dim=-1)
-    wanted, found = F.silu(gate) * up, silu_and_multiply(fused)
-    assert torch.equal(found, wanted)
-    (of_wanted,), (of_found,) = (torch.autograd.grad(y, fused, dy) for y in (wanted, found))
+    expected, found = F.silu(gate) * up, silu_and_multiply(fused)
+    assert torch.equal(found, expected)
+    (of_wanted,), (of_found,) = (torch.autograd.grad(y, fused, dy) for y in (expected, found))
     assert torch.equal(of_found, of_wanted)
 
 

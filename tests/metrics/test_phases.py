@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.comm.cargo import Cargo
 from isp.comm.log import CommLog
+from isp.comm.tag import Tag
 from isp.config import load_config
 from isp.metrics import read_metrics
 from isp.metrics.phases import PhaseClock, training_seconds
@@ -90,7 +90,7 @@ def test_transfers_stay_until_they_are_waited_for() -> None:
     """Catches the wait for what travels between two steps counted in neither."""
     log = CommLog()
     log.collect()
-    first, second = (log.start("all_gather", "weight", Cargo(tensor=label), 8) for label in "ab")
+    first, second = (log.start("all_gather", "weight", Tag(tensor=label), 8) for label in "ab")
     first.waited = True
     assert log.take_waited() == [first]
     assert log.take_waited() == []
@@ -101,7 +101,7 @@ def test_transfers_stay_until_they_are_waited_for() -> None:
 def test_a_transfer_that_is_waited_for_lasts_until_the_wait_returns() -> None:
     """Catches more time waited than under way: a busy machine wakes the waiting rank late."""
     log = CommLog()
-    late, early = (log.start("all_gather", "weight", Cargo(tensor=label), 8) for label in "ab")
+    late, early = (log.start("all_gather", "weight", Tag(tensor=label), 8) for label in "ab")
     late.launched, late.wait_began, late.ended, late.exposed = 1.0, 2.0, 3.0, 2.5
     early.launched, early.ended, early.wait_began, early.exposed = 5.0, 6.0, 7.0, 0.25
     totals = CommLog.totals([late, early])

@@ -60,7 +60,7 @@ SOMETIMES = {
 
 
 @pytest.mark.parametrize("changes", [{}, {"mfu": None}, SOMETIMES, {"skipped": True}])
-def test_json_round_trip(changes: dict[str, float]) -> None:
+def test_json_round_transfer(changes: dict[str, float]) -> None:
     """Catches a number rounded or a field dropped on its way to the file and back."""
     record = replace(RECORD, loss=math.pi, **changes)  # type: ignore[arg-type]
     text = record.to_json()

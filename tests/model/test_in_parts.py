@@ -17,7 +17,7 @@ import torch
 
 from isp.attention import AttentionMask
 from isp.comm import Mesh
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Mode, PipelineSchedule, WeightConfig
@@ -179,10 +179,10 @@ def _step(mesh: Mesh, case: Case, task: Task, *, first: bool) -> Found:
     for item in built.trained:
         optimizer.published(item.parameter)
     step.hook.after_step()
-    moved = Counter((t.cargo.purpose, t.kind, t.label) for t in transfers)
+    moved = Counter((t.tag.purpose, t.kind, t.label) for t in transfers)
     sent: Counter[Purpose] = Counter()
     for t in transfers:
-        sent[t.cargo.purpose] += t.sent_bytes
+        sent[t.tag.purpose] += t.sent_bytes
     return Found((outcome.loss, outcome.grad_norm, evaluated), grads, moved, sent)
 
 
@@ -207,18 +207,18 @@ def test_blocks_in_parts_train_as_in_one_piece(world: int) -> None:
     cases = {name: case for name, case in CASES.items() if case.layout.world == world}
     for name, of_ranks in run_each(world, _both, cases, timeout_seconds=100).items():
         for whole, parts in of_ranks:
-            for found, wanted in zip(parts.numbers, whole.numbers, strict=True):
-                assert abs(found - wanted) < TOLERANCE * wanted, name
+            for found, expected in zip(parts.numbers, whole.numbers, strict=True):
+                assert abs(found - expected) < TOLERANCE * expected, name
             assert parts.grads.keys() == whole.grads.keys()
-            for key, wanted in whole.grads.items():
-                difference = abs(parts.grads[key] - wanted).max() / abs(wanted).max()
+            for key, expected in whole.grads.items():
+                difference = abs(parts.grads[key] - expected).max() / abs(expected).max()
                 assert difference < TOLERANCE, (name, key, difference)
-            found, wanted = _of_weights(parts.moved), _of_weights(whole.moved)
+            found, expected = _of_weights(parts.moved), _of_weights(whole.moved)
             if cases[name].layout.options.forward_overlap_per is OverlapUnit.MODULE:
                 # which weight is kept from forward to backward depends on what is one unit
-                assert sum(found.values()) <= sum(wanted.values()), name
+                assert sum(found.values()) <= sum(expected.values()), name
             else:
-                assert found == wanted, name
+                assert found == expected, name
             if "checkpoint_segment" not in cases[name].recompute:
                 assert parts.sent[Purpose.HEADS] == _heads_bytes(name, whole), name
 

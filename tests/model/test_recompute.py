@@ -101,7 +101,7 @@ def _all_layouts(rank: int) -> dict[tuple[str, str], tuple[bool, int, bool]]:
     for mode, tensor, weight in LAYOUTS:
         parallel = _parallel(mode, tensor, weight)
         mesh = Mesh(Topology.create(4, parallel), rank)
-        wanted, gathers = None, None
+        expected, gathers = None, None
         for name, options in OPTIONS.items():
             if not _fits(name, mode):
                 continue
@@ -109,8 +109,8 @@ def _all_layouts(rank: int) -> dict[tuple[str, str], tuple[bool, int, bool]]:
             mesh.log.collect()
             numbers, saved = _step(built, mesh)
             weights = _gathers(built, mesh)
-            wanted, gathers = wanted or numbers, gathers or weights
-            same = all(torch.equal(a, b) for a, b in zip(numbers, wanted, strict=True))
+            expected, gathers = expected or numbers, gathers or weights
+            same = all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
             found[f"{mode} {tensor}", name] = same, saved, weights == gathers
     return found
 

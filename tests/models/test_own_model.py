@@ -22,7 +22,7 @@ from isp.models.protocol import LanguageModel
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode, ParallelConfig, PipelineSchedule
 from isp.parallel.context import Windows
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
 
@@ -131,12 +131,12 @@ class MlpChunk(nn.Module):
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         def block(name: str, part: nn.Module) -> DeclaredBlock:
             layers = part.named_children() if name.startswith("blocks.") else [(name, part)]
-            visits = (
-                DeclaredVisit(name=name, layer=layer, weight_in_backward=name != "table")
+            uses = (
+                DeclaredUse(name=name, layer=layer, weight_in_backward=name != "table")
                 for name, layer in layers
                 if name != "norm"
             )
-            return DeclaredBlock(name=name, module=part, visits=tuple(visits))
+            return DeclaredBlock(name=name, module=part, uses=tuple(uses))
 
         return tuple(block(name, part) for name, part in self.parts().items())
 

@@ -289,12 +289,12 @@ def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, moved: list[str
     One row cannot be cut in two: its sum all have.
     """
     kinds = {"rows": "reduce_scatter", "all": "all_reduce"}
-    trips = [(kinds[kind], 8 * int(elements)) for kind, elements in map(str.split, moved)]
+    transfers = [(kinds[kind], 8 * int(elements)) for kind, elements in map(str.split, moved)]
     rows = [[[9, 2], [5], [1, 2], [2, 2]], [[8, 2], [4], [0, 2], [2, 2]]]
     for rank, (sums, own, found) in enumerate(run_ranks(2, _scattered, bucket_bytes)):
         assert sums == [(6 * n.parameter).tolist() for n in make(*ROWS)]
         assert own == rows[rank]
-        assert found == trips
+        assert found == transfers
 
 
 def _launches_seen_in_backward(rank: int) -> list[int]:

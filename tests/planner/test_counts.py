@@ -13,7 +13,7 @@ from isp.data.batch import MicroBatch
 from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import Case
-from isp.planner.counts import _gathers, block_trips, gathers, gradients_of, traffic
+from isp.planner.counts import _gathers, block_transfers, gathers, gradients_of, traffic
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import tapes_of
@@ -244,10 +244,10 @@ def test_volumes_of_a_block_are_those_of_the_papers(
     case, block = _whole_block(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
     tapes = tapes_of(case, case.place(0), [block])[block.name]
-    sent = sum(trip.sent_bytes for trip in block_trips(tapes))
+    sent = sum(transfer.sent_bytes for transfer in block_transfers(tapes))
     assert sent == (forward + backward) * unit
     launches = [e for e in tapes.forward if isinstance(e, Launch)]
-    assert sum(launch.trip.sent_bytes for launch in launches) == forward * unit
+    assert sum(launch.transfer.sent_bytes for launch in launches) == forward * unit
     assert case.model.kv_heads == case.model.num_heads
 
 
@@ -261,19 +261,19 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     place = case.place(0)
     tapes = tapes_of(case, place, [block])[block.name]
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
-    assert sum(trip.sent_bytes for trip in block_trips(tapes)) == 8 * heads
+    assert sum(transfer.sent_bytes for transfer in block_transfers(tapes)) == 8 * heads
     weights = 4 * 32 * 32 + 3 * 32 * 40
     heard = Heard()
     rank = DryRank(case, place, heard)
     for name in gradients_of(block, tapes):
         rank.reduce(name)
-    assert {trip.kind for trip in heard} == {"reduce_scatter"}
-    assert sum(trip.sent_bytes for trip in heard) == weights * 4 * 3 // 4
+    assert {transfer.kind for transfer in heard} == {"reduce_scatter"}
+    assert sum(transfer.sent_bytes for transfer in heard) == weights * 4 * 3 // 4
     heard.clear()
     for name, count in gathers(case, 0).items():
         for _ in range(count if name.startswith("layers.1.") else 0):
             rank.gather(name)
-    assert sum(trip.sent_bytes for trip in heard) == 2 * weights * 4 * 3 // 4
+    assert sum(transfer.sent_bytes for transfer in heard) == 2 * weights * 4 * 3 // 4
 
 
 def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Block]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isp.comm.cargo import Cargo, Trip
+from isp.comm.tag import Tag, Transfer
 from isp.config import ConfigError
 from isp.parallel import Axis, Mode, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
@@ -158,7 +158,7 @@ def test_transfers_within_and_between_nodes() -> None:
     )
 
     def seconds(kind: str, axis: Axis) -> float:
-        return fabric.seconds(case, Trip(kind, axis.value, Cargo(), 10**9))
+        return fabric.seconds(case, Transfer(kind, axis.value, Tag(), 10**9))
 
     assert seconds("all_to_all", Axis.TENSOR) == pytest.approx(0.1 + 2e-6)
     assert seconds("all_gather", Axis.WEIGHT) == pytest.approx(1 / 4 + 12e-6 + 3 * 10e-6)  # a ring
@@ -190,7 +190,7 @@ def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:
     """Catches a part of a model whose time is taken for nothing."""
     case = _case(Layout())
     layer = shape_of(case, 0).chunks[0][1]
-    silent = layer._replace(visits=tuple(v._replace(passes=None) for v in layer.visits))
+    silent = layer._replace(uses=tuple(v._replace(passes=None) for v in layer.uses))
     costs = Costs(case, case.place(0), _device())
     assert costs.before(layer, 0) > 0
     with pytest.raises(ValueError, match=r"wqkv in layers.0 cannot be planned"):

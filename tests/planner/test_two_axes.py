@@ -42,10 +42,10 @@ def test_a_ring_is_chosen_where_a_gather_does_not_fit(file: str) -> None:
     config = load_config(file)
     gather, ring = (_peak(load_config(file, [EXCHANGE + kind])) for kind in ("gather", "ring"))
     assert ring < gather
-    for usable, wanted in ((None, "gather"), (gather, "gather"), (gather - 1, "ring")):
+    for usable, expected in ((None, "gather"), (gather, "gather"), (gather - 1, "ring")):
         chosen = choose_exchange(config, 8, usable, on_cpu=False)
-        assert chosen.config.parallel.sequence_2D.exchange == wanted
-        assert chosen.why.startswith(f"{wanted} (auto)")
+        assert chosen.config.parallel.sequence_2D.exchange == expected
+        assert chosen.why.startswith(f"{expected} (auto)")
     asked = load_config(file, [f"{EXCHANGE}gather"])
     assert choose_exchange(asked, 8, 1, on_cpu=False).config == asked
     alone = load_config(file, ["--parallel.sequence_2D.enable=false"])

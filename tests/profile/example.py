@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.parallel.phase import Phase
 from isp.profile import (
     Collective,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isp.comm import Transfer
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm import TimedTransfer
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import Mark, RankRecord
@@ -22,28 +22,28 @@ __all__ = [
     "weight",
 ]
 
-QKV = Cargo(Purpose.HEADS, tensor="attention.qkv")
-METRICS = Cargo(Purpose.CONTROL, tensor="metrics")
+QKV = Tag(Purpose.HEADS, tensor="attention.qkv")
+METRICS = Tag(Purpose.CONTROL, tensor="metrics")
 
 
-def weight(layer: str) -> Cargo:
+def weight(layer: str) -> Tag:
     """The weight of a layer."""
-    return Cargo(Purpose.WEIGHT, layer, "weight")
+    return Tag(Purpose.WEIGHT, layer, "weight")
 
 
-def gradient(layer: str) -> Cargo:
+def gradient(layer: str) -> Tag:
     """That of the weight of a layer."""
-    return Cargo(Purpose.WEIGHT_GRADIENT, layer, "weight.grad")
+    return Tag(Purpose.WEIGHT_GRADIENT, layer, "weight.grad")
 
 
-def output(layer: str) -> Cargo:
+def output(layer: str) -> Tag:
     """What a row linear gives."""
-    return Cargo(Purpose.ACTIVATION, layer, "y")
+    return Tag(Purpose.ACTIVATION, layer, "y")
 
 
 def transfer(
     kind: str,
-    cargo: Cargo,
+    tag: Tag,
     *,
     phase: Phase,
     launch: float,
@@ -51,12 +51,12 @@ def transfer(
     wait: float,
     channel: str = "weight",
     sent_bytes: int = 100,
-) -> Transfer:
+) -> TimedTransfer:
     """A transfer that was waited for from `wait` until it ended, if that was later."""
-    return Transfer(
+    return TimedTransfer(
         kind,
         channel,
-        cargo,
+        tag,
         sent_bytes,
         launched=launch / 1e3,
         ended=end / 1e3,
@@ -74,7 +74,7 @@ def mark(at: float, phase: Phase, block: str = "", site: str = "") -> Mark:
 
 
 def record(
-    begins: Sequence[float], transfers: Sequence[Transfer], marks: Sequence[Mark]
+    begins: Sequence[float], transfers: Sequence[TimedTransfer], marks: Sequence[Mark]
 ) -> RankRecord:
     """Of steps that begin at `begins`, the last of which is the end."""
     return RankRecord(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.profile import Cause, Collective, ModeProfile
 from tests.profile.example import example_profile
 

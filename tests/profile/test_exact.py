@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from isp.comm.cargo import Cargo, Purpose
 from isp.comm.log import covered
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.phase import Phase
 from isp.profile import Cost, Edge
 from isp.profile.totals import step_collectives, timeline, totals
@@ -180,7 +180,7 @@ def test_a_receive_waits_for_its_sender():
     """
     kinds = {"phase": Phase.OTHER, "channel": "tensor"}
     one, two = (
-        Cargo(Purpose.STAGE_ACTIVATION, tensor=f"{what} of micro-batch 0 from stage {stage}")
+        Tag(Purpose.STAGE_ACTIVATION, tensor=f"{what} of micro-batch 0 from stage {stage}")
         for what, stage in (("activations", 1), ("gradient", 0))
     )
     first = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isp.comm import Channel, streams
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.parallel.phase import Phase
 from isp.profile.recorder import Recorder
 
@@ -45,8 +45,8 @@ def test_times_are_the_devices():
         channel.log.enter(Phase.FORWARD, "a")
         torch.cuda._sleep(LONG_CYCLES)
         channel.log.enter(Phase.FORWARD, "b")
-        cargo = Cargo(Purpose.WEIGHT, "b", "weight")
-        transfer = channel.log.start("all_gather", "weight", cargo, 1)
+        tag = Tag(Purpose.WEIGHT, "b", "weight")
+        transfer = channel.log.start("all_gather", "weight", tag, 1)
         wait = channel.log.timed_on_device(transfer, lambda: _Copy(stream), streams.new(device))
         torch.cuda._sleep(LONG_CYCLES // 4)
         wait()

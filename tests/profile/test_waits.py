@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.parallel import Mode, ParallelConfig, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, TensorConfig
 from isp.parallel.phase import Phase
@@ -159,7 +159,7 @@ def test_what_is_needed_at_once_is_called_so():
 def test_exchanges_of_a_sequence_name_what_changes_them(purpose, said):
     """Catches a scan or a convolution being advised as attention, or not at all."""
     times = {"phase": Phase.FORWARD, "channel": "tensor", "launch": 35, "end": 45, "wait": 35}
-    wait = _wait(transfer("all_to_all", Cargo(purpose), **times))
+    wait = _wait(transfer("all_to_all", Tag(purpose), **times))
     assert wait.reason is Reason.CHAIN
     assert wait.advice.startswith(said)
 

@@ -42,16 +42,16 @@ def _plans(text: str, tmp_path: Path) -> list[RankPlan]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bars_are_what_the_plan_holds(name: str, tmp_path: Path) -> None:
-    """Catches a bar that begins or ends at another visit than the gather or the free."""
+    """Catches a bar that begins or ends at another use than the gather or the free."""
     for own in _plans(CONFIGS[name], tmp_path):
         result = simulate(own.plan, own.chunks, own.actions)
         drawn = list(stays(own))
         held = [
-            sum(stay.gathered <= visit + 0.5 < stay.freed for stay in drawn)
-            for visit in range(len(own.plan.steps))
+            sum(stay.gathered <= use + 0.5 < stay.freed for stay in drawn)
+            for use in range(len(own.plan.steps))
         ]
         assert held == [occupancy.weights for occupancy in result.occupancy]
-        ahead = Counter((found.weight, found.visits) for found in result.lookaheads)
+        ahead = Counter((found.weight, found.uses) for found in result.lookaheads)
         assert Counter((stay.weight, stay.ahead) for stay in drawn) == ahead
         assert all(stay.gathered <= stay.waited < stay.freed for stay in drawn)
 
@@ -96,7 +96,7 @@ def test_what_nothing_hides_has_a_colour() -> None:
 def test_long_step_is_cut() -> None:
     """Catches a picture that grows with the micro-batches, or does not say that it is cut."""
     caption, figure = section_figure(MODEL % (3, 0.0) + ", micro_num: 40}\n")
-    assert "Only the first 400 visits are shown" in caption
+    assert "Only the first 400 uses are shown" in caption
     assert figure.axes[0].get_xlim()[1] == 400
     last = max(bar.get_x() for bar in figure.axes[0].patches)
     assert last < 400 + 10  # a weight that is on its way at the cut is waited for behind it

@@ -32,10 +32,10 @@ def test_quick_run_has_every_row(
     bench_overlap.main()
     said = capfd.readouterr().out
     names = [line.split("|")[1].strip() for line in said.splitlines() if line[:1] == "|"]
-    wanted = ["compute alone", "one rank a group, overlap on", "ours, no overlap"]
-    wanted += [f"ours, per layer, {point}" for point in ("wqkv", "attn", "wo", "w1")]
-    wanted += ["ours, per module", "fully_shard, default", "fully_shard, async prefetch"]
-    assert not set(wanted) - set(names)
+    expected = ["compute alone", "one rank a group, overlap on", "ours, no overlap"]
+    expected += [f"ours, per layer, {point}" for point in ("wqkv", "attn", "wo", "w1")]
+    expected += ["ours, per module", "fully_shard, default", "fully_shard, async prefetch"]
+    assert not set(expected) - set(names)
     assert names[-1] == "the bound"
     assert "reduce_scatter embedding.weight.grad" in said
 

@@ -40,11 +40,11 @@ def test_its_masks_are_those_of_transformers(made: Path) -> None:
     with (made / "chat.jsonl").open() as lines:
         for line in islice(lines, 50):
             messages = json.loads(line)["messages"]
-            wanted = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
+            expected = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
             found = ours.example(messages, "here")
-            assert found.tokens.tolist() == wanted["input_ids"]
+            assert found.tokens.tolist() == expected["input_ids"]
             mask = (found.labels != IGNORE_INDEX).tolist()
-            assert mask == [trained == 1 for trained in wanted["assistant_masks"]]
+            assert mask == [trained == 1 for trained in expected["assistant_masks"]]
             assert 8 < sum(mask) < len(mask)
 
 

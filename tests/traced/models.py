@@ -188,14 +188,14 @@ def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
     return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
 
 
-def worst(found: Trained, wanted: Trained) -> float:
+def worst(found: Trained, expected: Trained) -> float:
     """The largest difference of two runs, of weights as a part of their largest value."""
-    numbers = zip(found.losses + found.norms, wanted.losses + wanted.norms, strict=True)
-    assert found.weights.keys() == wanted.weights.keys()
+    numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    assert found.weights.keys() == expected.weights.keys()
     return max(
         *(abs(a - b) for a, b in numbers),
         *(
             ((found.weights[name] - w).abs().max() / w.abs().max().clamp(min=1e-30)).item()
-            for name, w in wanted.weights.items()
+            for name, w in expected.weights.items()
         ),
     )

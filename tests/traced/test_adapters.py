@@ -68,12 +68,12 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: P
         name: (copy.deepcopy(model), job(2, 4, recompute=0.5), data, tmp_path / name)
         for name, model in models.items()
     }
-    wanted = {name: trained_plainly(model, data) for name, model in models.items()}
+    expected = {name: trained_plainly(model, data) for name, model in models.items()}
     for name, of_ranks in run_each(4, _train, cases).items():
         before = dict(models[name].named_parameters())
         trained = {n for n, p in before.items() if p.requires_grad}
         for found, sent in of_ranks:
-            assert worst(found, wanted[name]) < TOLERANCE, name
+            assert worst(found, expected[name]) < TOLERANCE, name
             changed = {n for n, w in found.weights.items() if not torch.equal(w, before[n])}
             assert changed == trained
             matrices = {n for n in trained if before[n].dim() == 2}
@@ -87,4 +87,4 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: P
         tiny("llama"), tmp_path / "lora", autocast_adapter_dtype=False
     )
     for name, weight in loaded.double().named_parameters():
-        assert (weight - wanted["lora"].weights[name]).abs().max() < TOLERANCE
+        assert (weight - expected["lora"].weights[name]).abs().max() < TOLERANCE

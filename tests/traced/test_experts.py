@@ -158,7 +158,7 @@ def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
     for one of whose tokens none goes to an expert; a graph that goes back for another call.
     """
     data, models = _data(), {name: make() for name, make in MODELS.items()}
-    wanted = {name: trained_plainly(model, data) for name, model in models.items()}
+    expected = {name: trained_plainly(model, data) for name, model in models.items()}
     cases = {
         f"{name}, {recompute}": (copy.deepcopy(model), _job(recompute), data)
         for name, model in models.items()
@@ -167,7 +167,7 @@ def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
     last = models["unused on a rank"]
     cases["unused on a rank, at once"] = last, _job(0.0, overlap=False), data
     for case, of_ranks in run_each(2, _train, cases, timeout_seconds=100).items():
-        plain = wanted[case.partition(",")[0]]
+        plain = expected[case.partition(",")[0]]
         assert max(worst(found, plain) for found, _ in of_ranks) < TOLERANCE, case
         cut = sum(w.numel() for name, w in plain.weights.items() if _is_cut(name, w))
         assert [3 * own for _, own in of_ranks] == [2 * cut, cut], case
@@ -204,11 +204,11 @@ def test_no_graph_keeps_a_whole_weight() -> None:
 def test_what_experts_give_is_never_a_weight() -> None:
     """Catches a result that lies in a buffer which is another weight's by then."""
     model, data = Chosen("gives its weights").double(), _data()[:1]
-    wanted = trained_plainly(model, data)
+    expected = trained_plainly(model, data)
     for recompute in (0.0, 1.0):
         for found, _ in run_ranks(2, _train, (copy.deepcopy(model), _job(recompute), data)):
             numbers = found.losses + found.norms
-            assert numbers == pytest.approx(wanted.losses + wanted.norms, rel=TOLERANCE)
+            assert numbers == pytest.approx(expected.losses + expected.norms, rel=TOLERANCE)
 
 
 def _refused(rank: int, trouble: str) -> str:

@@ -49,7 +49,7 @@ def test_experts_on_a_gpu(device: str, experts: int, recompute: float, dtype: st
     """Catches whole weights that are read too early or late, and kernels of grouped products that
     do not take them where they lie: between experts, or, of three, within each.
     """
-    wanted = _losses(CPU, experts, 0.0, dtype)
+    expected = _losses(CPU, experts, 0.0, dtype)
     found = _losses(torch.device(device), experts, recompute, dtype)
-    assert len(set(wanted)) == len(wanted)
-    assert found == pytest.approx(wanted, rel=1e-9 if dtype == "float64" else 0.05)
+    assert len(set(expected)) == len(expected)
+    assert found == pytest.approx(expected, rel=1e-9 if dtype == "float64" else 0.05)

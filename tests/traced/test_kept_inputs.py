@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.config import JobConfig
 from isp.weights.plan import ActKind
 from isp.weights.trace import sequential_actions
@@ -75,7 +75,7 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Any:
         outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
         numbers.append((outcome.loss, outcome.grad_norm))
     run.train_step.drain()
-    sent = Counter((t.cargo.purpose, t.label) for t in run.mesh.log.take())
+    sent = Counter((t.tag.purpose, t.label) for t in run.mesh.log.take())
     copies = sum(n for (purpose, _), n in sent.items() if purpose is Purpose.BLOCK_INPUT)
     built = run.train_step.built
     assert built.communicator is not None
@@ -83,8 +83,8 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Any:
     acts = [*start, *(act for step in steps for act in step.before)]
     gathers = Counter(name for a in acts if a.kind is ActKind.GATHER for name in a.parameters)
     if len(built.trained) == len(built.parameters):
-        wanted = {(Purpose.WEIGHT, name): len(data) * n for name, n in gathers.items()}
-        assert {key: n for key, n in sent.items() if key[0] is Purpose.WEIGHT} == wanted
+        expected = {(Purpose.WEIGHT, name): len(data) * n for name, n in gathers.items()}
+        assert {key: n for key, n in sent.items() if key[0] is Purpose.WEIGHT} == expected
         reduced = {n for (purpose, _), n in sent.items() if purpose is Purpose.WEIGHT_GRADIENT}
         assert reduced == {len(data)}
     weights = {p.name: p.parameter.detach().numpy() for p in built.parameters}

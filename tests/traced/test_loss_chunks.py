@@ -68,11 +68,11 @@ def test_what_a_model_does_to_its_logits_is_done_to_every_chunk(sizes: dict[str,
     of_ranks = run_ranks(sizes["tensor"], _trained, list(MODELS), rows, sizes)
     for name in MODELS:
         model = tiny(name, **MODELS[name])
-        wanted = plain_loss(model, rows)
-        wanted.backward()
+        expected = plain_loss(model, rows)
+        expected.backward()
         for loss, evaluated, grads, moved in (of_rank[name] for of_rank in of_ranks):
-            assert loss == pytest.approx(wanted.item(), rel=1e-9), name
-            assert evaluated == pytest.approx(wanted.item(), rel=1e-9), name
+            assert loss == pytest.approx(expected.item(), rel=1e-9), name
+            assert evaluated == pytest.approx(expected.item(), rel=1e-9), name
             assert sum(not label.endswith(".grad") for label in moved) <= 1, (name, moved)
             assert sum(label.endswith(".grad") for label in moved) <= 1, (name, moved)
             for parameter, (gradient, layout) in grads.items():

@@ -80,12 +80,12 @@ def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
     models = {name: tiny(name) for name in CASES}
     cases = {name: (models[name], config, data, tmp_path / name) for name, config in CASES.items()}
     for name, of_ranks in run_each(4, _train, cases).items():
-        wanted = trained_plainly(models[name], data)
+        expected = trained_plainly(models[name], data)
         losses, norms, evaluated = of_ranks[0]
         assert of_ranks == [of_ranks[0]] * 4
         loaded = _loaded(tmp_path / name)
         weights = {n: p.detach() for n, p in loaded.named_parameters()}
-        assert worst(Trained(losses, norms, weights), wanted) < TOLERANCE, name
+        assert worst(Trained(losses, norms, weights), expected) < TOLERANCE, name
         moved = copy.deepcopy(models[name])
         moved.load_state_dict(loaded.state_dict())
         moved.save_pretrained(tmp_path / "theirs")

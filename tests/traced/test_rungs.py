@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import isp
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.config import JobConfig
 from isp.parallel import Mode
 from tests.ranks import run_each
@@ -34,7 +34,7 @@ def _train(rank: int, case: tuple[Any, JobConfig]) -> Trained:
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
     run.train_step.drain()
-    copies = [t for t in run.mesh.log.take() if t.cargo.purpose is Purpose.BLOCK_INPUT]
+    copies = [t for t in run.mesh.log.take() if t.tag.purpose is Purpose.BLOCK_INPUT]
     assert bool(copies) == config.model.checkpoint_offload
     assert run.train_step.built.host.leased_bytes == 0
     assert (run.train_step.optimizer.host_bytes > 0) == config.optimizer.offload_states
@@ -55,7 +55,7 @@ def test_every_rung_trains_as_the_unmodified_model() -> None:
         for name, mode in MODELS.items()
         for rung in RUNGS
     }
-    wanted = {name: trained_plainly(model, DATA) for name, model in models.items()}
+    expected = {name: trained_plainly(model, DATA) for name, model in models.items()}
     for told, of_ranks in run_each(2, _train, cases, timeout_seconds=110).items():
         for found in of_ranks:
-            assert worst(found, wanted[told.split(":")[0]]) < 1e-9, told
+            assert worst(found, expected[told.split(":")[0]]) < 1e-9, told

@@ -143,13 +143,13 @@ def recorded() -> dict[str, Series]:
     return found
 
 
-def difference(found: Series, wanted: Series) -> float:
+def difference(found: Series, expected: Series) -> float:
     """The largest relative difference of two runs; infinite if they are of other steps, or where a
     number is not finite.
     """
-    if {k: len(v) for k, v in found.items()} != {k: len(v) for k, v in wanted.items()}:
+    if {k: len(v) for k, v in found.items()} != {k: len(v) for k, v in expected.items()}:
         return float("inf")
-    pairs = ((a, b) for key in wanted for a, b in zip(found[key], wanted[key], strict=True))
+    pairs = ((a, b) for key in expected for a, b in zip(found[key], expected[key], strict=True))
     return max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs)
 
 
@@ -164,9 +164,9 @@ def main() -> int:
     if write:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
         return 0
-    wanted, worst = recorded(), 0.0
+    expected, worst = recorded(), 0.0
     for name, of_one in LAYOUTS.items():
-        away = difference(found[name], wanted[name])
+        away = difference(found[name], expected[name])
         worst = max(worst, away / TOLERANCES[of_one.dtype])
         print(f"{name:<26}{'equal' if away == 0 else f'{away:.1e}'}")
     return int(worst > 1)

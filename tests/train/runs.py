@@ -250,7 +250,7 @@ class Meshes:
         return self._made[topology]
 
 
-def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference of two series; where 0 is wanted, the value itself."""
-    pairs = zip(found, wanted, strict=True)
+def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two series; where 0 is expected, the value itself."""
+    pairs = zip(found, expected, strict=True)
     return max(abs(a - b) / abs(b) if b else abs(a) for a, b in pairs)

@@ -21,7 +21,7 @@ from isp.cli import main
 from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
-from isp.traced import passage
+from isp.traced import forward_pass
 from isp.traced.tiny import tiny_config
 from isp.train.check import Check
 from isp.train.check_layouts import Layout
@@ -109,8 +109,10 @@ def test_a_window_that_is_ignored(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a check that is blind to masks: the first layer of Gemma 3 has a window."""
-    right = passage.AttentionMask
-    monkeypatch.setattr(passage, "AttentionMask", lambda **keys: right(**{**keys, "window": None}))
+    right = forward_pass.AttentionMask
+    monkeypatch.setattr(
+        forward_pass, "AttentionMask", lambda **keys: right(**{**keys, "window": None})
+    )
     assert main(["check", folder, "--layouts", "2x1"]) == 1
     said = capsys.readouterr().out
     assert "DIFFERS" in _rows(said)["isp 2x1"]
@@ -122,9 +124,9 @@ def test_packing_that_is_lost(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches rows of whose documents each sees those before it."""
-    right = passage.AttentionMask
+    right = forward_pass.AttentionMask
     monkeypatch.setattr(
-        passage, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
+        forward_pass, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
     )
     assert main(["check", folder, "--layouts", "2x1"]) == 1
     assert "in 2 of 4 cases, such as rows packed" in capsys.readouterr().out

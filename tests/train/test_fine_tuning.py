@@ -68,8 +68,8 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     found = numbers(first)
     assert [record[0] for record in found] == list(range(1, 7))
     assert first == second
-    for (_, loss, norm, *_), (_, wanted, wanted_norm, *_) in zip(found, whole, strict=True):
-        assert loss == pytest.approx(wanted, rel=1e-9)
+    for (_, loss, norm, *_), (_, expected, wanted_norm, *_) in zip(found, whole, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-9)
         assert norm == pytest.approx(wanted_norm, rel=1e-9)
     assert whole[0][1] > whole[-1][1]
 

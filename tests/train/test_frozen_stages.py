@@ -34,9 +34,9 @@ def _numbers(rank: int) -> list[Numbers]:
 def test_frozen_weights_of_both_ends() -> None:
     """Catches gradients promised, or summed over stages, for a table that has none; and a first
     stage whose output nobody can differentiate."""
-    for wanted, *others in run_ranks(2, _numbers):
+    for expected, *others in run_ranks(2, _numbers):
         for layout, found in zip(LAYOUTS[1:], others, strict=True):
-            for series in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+            for series in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
                 assert largest_difference(*series) < 1e-9, layout
 
 

@@ -74,16 +74,16 @@ def _mirrored(name: str, device: torch.device, *, overlap: bool) -> tuple[Number
         return _trained(make_run(mesh, layout, Task(model=model), device=device))
 
 
-def _series(found: Numbers, wanted: Numbers) -> Iterator[tuple[list[float], list[float]]]:
+def _series(found: Numbers, expected: Numbers) -> Iterator[tuple[list[float], list[float]]]:
     """The losses of both, then their norms."""
     for index in (0, 1):
-        yield [step[index] for step in found], [step[index] for step in wanted]
+        yield [step[index] for step in found], [step[index] for step in expected]
 
 
-def _assert_same(found: tuple[Numbers, Weights], wanted: tuple[Numbers, Weights]) -> None:
-    for mine, theirs in _series(found[0], wanted[0]):
+def _assert_same(found: tuple[Numbers, Weights], expected: tuple[Numbers, Weights]) -> None:
+    for mine, theirs in _series(found[0], expected[0]):
         assert largest_difference(mine, theirs) < TOLERANCE
-    for name, weight in wanted[1].items():
+    for name, weight in expected[1].items():
         np.testing.assert_allclose(found[1][name], weight, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -101,10 +101,10 @@ def test_a_rank_among_its_mirror_images(name: str, where: str) -> None:
     Over streams gathers, reductions, exchanges, losses, main gradients and published weights come
     to what they come to one after the other on a CPU.
     """
-    wanted = _mirrored(name, CPU, overlap=False)
+    expected = _mirrored(name, CPU, overlap=False)
     found = _mirrored(name, CPU if where == "cpu" else torch.device("cuda", 0), overlap=True)
-    assert len({loss for loss, _ in wanted[0]}) == len(STEPS)
-    _assert_same(found, wanted)
+    assert len({loss for loss, _ in expected[0]}) == len(STEPS)
+    _assert_same(found, expected)
 
 
 # -- real ranks --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_two_gpus_train_as_one_cpu() -> None:
         mp.spawn(_on_gpu, (folder,), nprocs=2)
         of_ranks = [torch.load(Path(folder, str(rank))) for rank in range(2)]
     for name in REAL:
-        wanted = _alone(name)
+        expected = _alone(name)
         for found in of_ranks:
-            for mine, theirs in _series(found[name], wanted):
+            for mine, theirs in _series(found[name], expected):
                 assert largest_difference(mine, theirs) < TOLERANCE, name

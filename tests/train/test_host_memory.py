@@ -73,12 +73,12 @@ def test_a_run_tells_what_it_takes(tmp_path: Path) -> None:
     run_forked(job, *OFFLOADED, "--training.steps=2")
     (run,) = run_folders(job)
     told = (run / "logs" / "rank_0.log").read_text()
-    wanted = input_bytes_on_host(
+    expected = input_bytes_on_host(
         load_config(job, OFFLOADED), load_config(job, OFFLOADED).topology(2), 0
     )
     found = re.search(r"block inputs on the host: ([\d.]+) MiB of host memory in 6 buffers", told)
     assert found is not None, told
-    assert float(found[1]) == pytest.approx(wanted / 2**20, abs=0.1)
+    assert float(found[1]) == pytest.approx(expected / 2**20, abs=0.1)
 
 
 def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:

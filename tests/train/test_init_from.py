@@ -165,8 +165,8 @@ def test_every_layout_computes_what_transformers_does(folders, tmp_path) -> None
         last = layout.world - layout.world // layout.pipeline  # the first rank of the last stage
         parts = [of_ranks[last + i][of, name][2] for i in range(layout.tensor)]
         logits = np.concatenate(parts, axis=1 if layout.mode is Mode.ISP else 2)
-        wanted = reference(batches[0].tokens).detach().numpy()
-        assert np.abs(logits - wanted).max() < 1e-9 * np.abs(wanted).max(), (of, name)
+        expected = reference(batches[0].tokens).detach().numpy()
+        assert np.abs(logits - expected).max() < 1e-9 * np.abs(expected).max(), (of, name)
     for of, name in SAVED:
         folder, again = folders[name][0], tmp_path / "again" / of / name
         done = export(tmp_path / of / name, again, file_bytes=9000)
@@ -217,10 +217,10 @@ def test_a_trained_model_is_the_same_in_transformers(folders, tmp_path, capsys) 
     theirs = loaded(tmp_path / "hf")
     tokens = torch.arange(3, 11)[None]
     for _ in range(12):
-        logits, wanted = theirs(tokens), _logits(ours, tokens)
-        assert (logits - wanted).abs().max() < 1e-9 * wanted.abs().max()
-        assert (wanted - _logits(start, tokens)).abs().max() > 1e-2  # it was trained
-        tokens = torch.cat([tokens, wanted[:, -1:].argmax(-1)], dim=1)
+        logits, expected = theirs(tokens), _logits(ours, tokens)
+        assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
+        assert (expected - _logits(start, tokens)).abs().max() > 1e-2  # it was trained
+        tokens = torch.cat([tokens, expected[:, -1:].argmax(-1)], dim=1)
     generated = theirs.model.generate(
         tokens[:, :8], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -268,11 +268,11 @@ def test_master_weights_are_what_was_read(folders, tmp_path) -> None:
     run_forked(_job(tmp_path, source), "--training.dtype=bfloat16", *still)
     (run,) = run_folders(tmp_path / "job.yaml")
     weights = WholeWeights(run)
-    wanted = _tensors(source)["model.norm.weight"]
-    assert torch.equal(weights.read("norm.weight"), wanted.bfloat16())
+    expected = _tensors(source)["model.norm.weight"]
+    assert torch.equal(weights.read("norm.weight"), expected.bfloat16())
     master = tensors(run, weights.info.step)["optimizer.norm.weight.master"]
-    assert torch.equal(master, wanted.float())
-    assert not torch.equal(master, wanted.bfloat16().float())
+    assert torch.equal(master, expected.float())
+    assert not torch.equal(master, expected.bfloat16().float())
 
 
 def _job(folder: Path, source: Path) -> Path:
@@ -369,9 +369,9 @@ def test_an_export_without_the_folder_that_was_begun_from(folders, tmp_path, cap
     assert f"note: model.init_from={moved} is not there" in said.err
     assert "note: the run names no tokenizer" in said.err
     tokens = torch.arange(12)[None]
-    wanted = reference(tokens)
-    logits = loaded(tmp_path / "hf")(tokens)[..., : wanted.shape[-1]]
-    assert (logits - wanted).abs().max() < 1e-9 * wanted.abs().max()
+    expected = reference(tokens)
+    logits = loaded(tmp_path / "hf")(tokens)[..., : expected.shape[-1]]
+    assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
 def test_an_export_that_cannot_be_is_refused(folders, tmp_path, capsys) -> None:

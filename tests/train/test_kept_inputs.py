@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isp.comm.cargo import Purpose
+from isp.comm.tag import Purpose
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
@@ -77,7 +77,7 @@ def _trained(rank: int, names: list[str]) -> dict[tuple[str, str], tuple[Any, li
             run = make_run(mesh, layout, Task(model=replace(model, **options)))
             mesh.log.collect()
             numbers = run.numbers(range(2))
-            copied = [t for t in mesh.log.take() if t.cargo.purpose is Purpose.BLOCK_INPUT]
+            copied = [t for t in mesh.log.take() if t.tag.purpose is Purpose.BLOCK_INPUT]
             host = run.step.built.host
             found[name, way] = (
                 (numbers, run.weights()),
@@ -95,10 +95,10 @@ def test_every_way_gives_the_same_bits(world: int) -> None:
     names = [name for name, layout in LAYOUTS.items() if layout.world == world]
     for found in run_ranks(world, _trained, names, timeout_seconds=100):
         for name in names:
-            (wanted, weights), _ = found[name, "kept"]
+            (expected, weights), _ = found[name, "kept"]
             for way, options in _ways(name).items():
                 (numbers, own), (leased, reserved, copied) = found[name, way]
-                assert numbers == wanted, (name, way)
+                assert numbers == expected, (name, way)
                 assert all(np.array_equal(own[k], weights[k]) for k in weights), (name, way)
                 assert leased == 0, (name, way)
                 offloads = options.get("checkpoint_offload", False)

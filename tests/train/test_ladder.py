@@ -90,12 +90,12 @@ def test_every_pair_trains_as_none_of_them() -> None:
     assert set(chosen) == set(range(len(LAYOUTS)))
     of_ranks = run_ranks(2, _trained, plain + cases, timeout_seconds=110)
     for of_rank in of_ranks:
-        wanted, found = of_rank[: len(plain)], of_rank[len(plain) :]
+        expected, found = of_rank[: len(plain)], of_rank[len(plain) :]
         for place, names, (numbers, weights) in zip(chosen, sets, found, strict=True):
             told = f"{' with '.join(names)}, {LAYOUTS[place][0]}"
-            np.testing.assert_allclose(numbers, wanted[place][0], rtol=1e-9, err_msg=told)
-            assert weights.keys() == wanted[place][1].keys()
-            for name, weight in wanted[place][1].items():
+            np.testing.assert_allclose(numbers, expected[place][0], rtol=1e-9, err_msg=told)
+            assert weights.keys() == expected[place][1].keys()
+            for name, weight in expected[place][1].items():
                 np.testing.assert_allclose(
                     weights[name], weight, rtol=1e-7, atol=1e-9, err_msg=f"{told}: {name}"
                 )

@@ -195,11 +195,11 @@ def _train_plainly(_: int, name: str, micro: int) -> Numbers:
 @pytest.mark.parametrize(("name", "micro"), sorted(PLAIN))
 def test_one_process_trains_as_plain_torch(name, micro, one_process):
     """Catches a model, loss, mask, clipping or update that is the same mistake in every layout."""
-    wanted = run_ranks(1, _train_plainly, name, micro)[0]
+    expected = run_ranks(1, _train_plainly, name, micro)[0]
     found = one_process[name, micro]
     for i, what in enumerate(("loss", "grad norm")):
-        difference = largest_difference([n[i] for n in found], [n[i] for n in wanted])
-        assert difference < TOLERANCE, (what, found, wanted)
+        difference = largest_difference([n[i] for n in found], [n[i] for n in expected])
+        assert difference < TOLERANCE, (what, found, expected)
 
 
 def test_the_runs_compared_are_worth_comparing(one_process):
@@ -229,9 +229,9 @@ def test_every_layout_trains_as_one_process(world, one_process):
     assert all(numbers == of_ranks[0] for numbers in of_ranks), "ranks tell different numbers"
     lines, worst = [], 0.0
     for (layout, name), numbers in zip(cases, of_ranks[0], strict=True):
-        wanted = one_process[name, layout.global_batch]
+        expected = one_process[name, layout.global_batch]
         loss, norm = (
-            largest_difference([n[i] for n in numbers], [n[i] for n in wanted]) for i in (0, 1)
+            largest_difference([n[i] for n in numbers], [n[i] for n in expected]) for i in (0, 1)
         )
         lines.append(f"{layout}  {name:<12}  loss {loss:.1e}  grad norm {norm:.1e}")
         worst = max(worst, loss, norm)

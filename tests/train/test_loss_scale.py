@@ -82,14 +82,14 @@ def test_float16_finds_its_scale_and_learns(name: str) -> None:
     layout = LAYOUTS[name]
     found = run_ranks(layout.world, _learn, layout)
     assert len({str(of_rank) for of_rank in found}) == 1, "as text, because nan is not nan"
-    wanted, numbers, skipped, scale = found[0]
+    expected, numbers, skipped, scale = found[0]
     assert 1 < skipped < 8, "2 ** 24 overflows, and the search ends"
     assert scale == 2.0 ** (24 - (skipped - 1)), "the first overflow leaves the scale"
     taken = [(loss, norm) for loss, norm in numbers if math.isfinite(norm)]
     assert len(taken) == len(numbers) - skipped
     assert taken[-1][0] < 0.85 * taken[0][0]
     # 2e-3 and 5e-3: float16 has 11 bits. Later updates carry its roundings on to other gradients.
-    for (loss, norm), (other, other_norm) in zip(taken, wanted, strict=False):
+    for (loss, norm), (other, other_norm) in zip(taken, expected, strict=False):
         assert loss == pytest.approx(other, rel=2e-3)
         assert norm == pytest.approx(other_norm, rel=5e-3)
 

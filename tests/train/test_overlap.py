@@ -134,11 +134,11 @@ def _one_process(_: int, micro: int) -> Result:
 def test_overlap_pool_launch_point_and_recompute_change_no_bit(micro, cases):
     """Catches a weight read before it is there or after its buffer is lent on, or a lost sum."""
     found = run_ranks(4, _same_bits, cases, micro, torch.float64, timeout_seconds=280)
-    wanted = run_ranks(1, _one_process, micro)[0]
+    expected = run_ranks(1, _one_process, micro)[0]
     for i in (0, 1):
-        series = ([n[i] for n in result.numbers] for result in (found[0], wanted))
+        series = ([n[i] for n in result.numbers] for result in (found[0], expected))
         assert largest_difference(*series) < TOLERANCE
-    for name, weight in wanted.weights.items():
+    for name, weight in expected.weights.items():
         shards = [result.weights[name] for result in found]
         whole = np.concatenate(shards) if shards[0].shape != weight.shape else shards[0]
         np.testing.assert_allclose(whole, weight, rtol=TOLERANCE, atol=1e-12, err_msg=name)

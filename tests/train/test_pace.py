@@ -53,8 +53,8 @@ def test_evaluations_and_saves_to_come_are_counted(step: int, evaluations: int, 
     pace = Pace(job(freq=3, interval=4))
     pace.count(times(1.0))
     pace.count(times(1.0, evaluation=100.0, save=10000.0))
-    wanted = (10 - step) * 1.0 + evaluations * 100.0 + saves * 10000.0
-    assert pace.seconds_left(step) == pytest.approx(wanted)
+    expected = (10 - step) * 1.0 + evaluations * 100.0 + saves * 10000.0
+    assert pace.seconds_left(step) == pytest.approx(expected)
 
 
 def test_the_end_of_a_run_without_them_saves_once() -> None:

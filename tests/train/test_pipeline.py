@@ -128,9 +128,9 @@ def _one_process(global_batch: int, task: Task, steps: tuple[int, ...]) -> tuple
 
 
 def _equal(layout: Layout, task: Task, steps: tuple[int, ...] = STEPS) -> None:
-    wanted, wanted_eval = _one_process(layout.global_batch, task, steps)
+    expected, wanted_eval = _one_process(layout.global_batch, task, steps)
     for numbers, found_eval in run_ranks(layout.world, _numbers, layout, task, steps):
-        for of_runs in zip(zip(*numbers, strict=True), zip(*wanted, strict=True), strict=True):
+        for of_runs in zip(zip(*numbers, strict=True), zip(*expected, strict=True), strict=True):
             assert largest_difference(*of_runs) < TOLERANCE
         assert abs(found_eval - wanted_eval) < TOLERANCE * wanted_eval
 
@@ -208,9 +208,9 @@ def _cut(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
 def test_every_micro_batch_may_have_a_shape_of_its_own(name: str) -> None:
     """Catches buffers and messages of the size that an earlier micro-batch had."""
     layout = {**LAYOUTS, **SCHEDULES}[name]
-    (wanted,) = run_ranks(1, _of_shapes, Layout(mode=Mode.MTP, micro=4), TASK)
+    (expected,) = run_ranks(1, _of_shapes, Layout(mode=Mode.MTP, micro=4), TASK)
     for found in run_ranks(layout.world, _of_shapes, layout, TASK):
-        assert largest_difference(found, wanted) < TOLERANCE
+        assert largest_difference(found, expected) < TOLERANCE
 
 
 FEW, MANY = 3, 9

@@ -79,10 +79,10 @@ def _rank(rank: int, job: Path, words: Sequence[str], death: Death) -> None:
 def _expect_the_same(job: Path, steps: int) -> None:
     """Compare the only run with the undisturbed one, called whole, bit by bit."""
     (run,), (whole,) = run_folders(job), run_folders(job, "whole")
-    wanted = numbers(whole)
-    assert [number[0] for number in wanted] == list(range(1, steps + 1))
-    assert wanted[-1][1] < wanted[0][1], "it has learned"
-    assert numbers(run) == wanted
+    expected = numbers(whole)
+    assert [number[0] for number in expected] == list(range(1, steps + 1))
+    assert expected[-1][1] < expected[0][1], "it has learned"
+    assert numbers(run) == expected
     ours, theirs = tensors(run, steps), tensors(whole, steps)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -141,7 +141,7 @@ def test_a_restart_stays_in_its_run(
     options += ["--training.steps", "4", "--checkpoint.interval", "2"]
     run_forked(job, *options)
     (run,) = run_folders(job)
-    wanted = numbers(run)
+    expected = numbers(run)
     if not elsewhere:
         checkpoints = run / "checkpoint"
     for step in {2, 4} - set(range(saved + 1)):
@@ -149,7 +149,7 @@ def test_a_restart_stays_in_its_run(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run_forked(job, *options)
     assert run_folders(job) == [run]
-    assert numbers(run) == wanted
+    assert numbers(run) == expected
     assert (run / "logs/rank_0.log").read_text().count("resumed from") == (saved > 0)
 
 

@@ -146,10 +146,10 @@ def test_a_stopped_run_goes_on_bit_by_bit(config):
 
     resumed = _run(4, config)
     assert resumed == stopped, "the same folder goes on"
-    wanted = [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(whole)]
-    assert len(wanted) == STEPS
-    assert [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(resumed)] == wanted
-    assert wanted[-1][1] < wanted[0][1]
+    expected = [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(whole)]
+    assert len(expected) == STEPS
+    assert [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in _numbers(resumed)] == expected
+    assert expected[-1][1] < expected[0][1]
     ours, theirs = _checkpoint(resumed), _checkpoint(whole)
     assert ours.keys() == theirs.keys()
     assert {f"local.{rank}" for rank in range(4)} <= theirs.keys()
@@ -410,8 +410,8 @@ def test_a_run_goes_on_from_all_of_another(config):
         initial_load_path=str(first / "checkpoint/step_4"), initial_load_model_only=False
     )
     fork = _run(1, replace(_elsewhere(one, "fork"), checkpoint=checkpoint))
-    wanted = [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(first)[4:]]
-    assert [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(fork)] == wanted
+    expected = [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(first)[4:]]
+    assert [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(fork)] == expected
 
 
 def test_what_has_changed_is_told(config):

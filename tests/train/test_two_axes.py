@@ -78,10 +78,10 @@ def test_heads_x_context_trains_as_one_process(world: int) -> None:
     """Catches tokens, labels or positions of another rank, and gradients that do not come back."""
     cases = [case for case in CASES if case[0].world == world]
     alone = [(Layout(mode=Mode.MTP, micro=c[0].global_batch), *c[1:]) for c in cases]
-    wanted = run_ranks(1, _trained, alone)[0]
+    expected = run_ranks(1, _trained, alone)[0]
     of_ranks = run_ranks(world, _trained, cases, timeout_seconds=100)
     assert all(found == of_ranks[0] for found in of_ranks)
-    for case, found, one in zip(cases, of_ranks[0], wanted, strict=True):
+    for case, found, one in zip(cases, of_ranks[0], expected, strict=True):
         for i, what in enumerate(("loss", "grad norm")):
             pairs = [numbers[i] for numbers in found[0]], [numbers[i] for numbers in one[0]]
             assert largest_difference(*pairs) < TOLERANCE, (what, case)

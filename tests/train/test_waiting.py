@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isp.comm import Mesh, Transfer
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm import Mesh, TimedTransfer
+from isp.comm.tag import Purpose, Tag
 from isp.parallel import ParallelConfig, Topology, WeightConfig
 from isp.train.watch import describe_waits
 from tests.ranks import run_ranks
@@ -19,8 +19,8 @@ from tests.train.jobs import run_folders, run_forked, write_job
 def _describe(rank: int, launched: tuple[float, ...]) -> str | None:
     """A gather that every rank waits for at once, from its launch to 5."""
     mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
-    begin, cargo = launched[rank], Cargo(Purpose.WEIGHT, "a")
-    transfer = Transfer("all_gather", "weight", cargo, 8, begin, 5.0, 5.0 - begin, True, begin)
+    begin, tag = launched[rank], Tag(Purpose.WEIGHT, "a")
+    transfer = TimedTransfer("all_gather", "weight", tag, 8, begin, 5.0, 5.0 - begin, True, begin)
     return describe_waits(mesh, [transfer])
 
 

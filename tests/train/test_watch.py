@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import CommLog
-from isp.comm.cargo import UNNAMED
+from isp.comm.tag import UNNAMED
 from isp.config import load_config
 from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology

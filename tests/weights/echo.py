@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
-from isp.comm.cargo import UNNAMED, Cargo
+from isp.comm.tag import UNNAMED, Tag
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights
@@ -24,7 +24,7 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]
@@ -54,8 +54,8 @@ class EchoChannel(Channel):
         if event == self.fail_at:
             raise ConnectionError(f"{event}: connection lost")
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
-        name = str(cargo).removesuffix(".weight")
+    def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
+        name = str(tag).removesuffix(".weight")
         self.labels[out.data_ptr()] = name
         self.note(f"gather {name}")
         out.fill_(math.nan)
@@ -69,9 +69,9 @@ class EchoChannel(Channel):
         return Pending(arrive, keep=(x,))
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        name = str(cargo).removesuffix(".grad").removesuffix(".weight")
+        name = str(tag).removesuffix(".grad").removesuffix(".weight")
         self.note(f"reduce {name}")
         out.fill_(math.nan)
 
@@ -155,13 +155,13 @@ class NetBlock(nn.Module):
         x = x + plain_linear(torch.tanh(plain_linear(x, self.wqkv)), self.wo)
         return x if self.w1 is None else x + torch.sin(plain_linear(x, self.w1))
 
-    def visits(self) -> tuple[DeclaredVisit, ...]:
+    def uses(self) -> tuple[DeclaredUse, ...]:
         at = LaunchPoint
-        last = (DeclaredVisit(name="w1", layer=self.w1, launch_point=at.W1),) if self.w1 else ()
+        last = (DeclaredUse(name="w1", layer=self.w1, launch_point=at.W1),) if self.w1 else ()
         return (
-            DeclaredVisit(name="wqkv", layer=self.wqkv, launch_point=at.WQKV),
-            DeclaredVisit(name="attn", at=self.core, launch_point=at.ATTN),
-            DeclaredVisit(name="wo", layer=self.wo, launch_point=at.WO),
+            DeclaredUse(name="wqkv", layer=self.wqkv, launch_point=at.WQKV),
+            DeclaredUse(name="attn", at=self.core, launch_point=at.ATTN),
+            DeclaredUse(name="wo", layer=self.wo, launch_point=at.WO),
             *last,
         )
 
@@ -213,20 +213,20 @@ class Net(nn.Module):
         return plain_linear(x, self.head)
 
     def declared(self) -> tuple[DeclaredBlock, ...]:
-        table = DeclaredVisit(name="embedding", layer=self.embedding, weight_in_backward=False)
-        head = DeclaredVisit(name="head", layer=self.head)
+        table = DeclaredUse(name="embedding", layer=self.embedding, weight_in_backward=False)
+        head = DeclaredUse(name="head", layer=self.head)
         return (
-            DeclaredBlock(name="embedding", module=self.embedding, visits=(table,)),
+            DeclaredBlock(name="embedding", module=self.embedding, uses=(table,)),
             *(
                 DeclaredBlock(
                     name=name,
                     module=block,
-                    visits=block.visits(),
+                    uses=block.uses(),
                     recomputed=i < self.num_recomputed,
                 )
                 for i, (name, block) in enumerate(zip("abcdefgh", self.blocks, strict=False))
             ),
-            DeclaredBlock(name="head", module=self.head, visits=(head,)),
+            DeclaredBlock(name="head", module=self.head, uses=(head,)),
         )
 
 

@@ -12,29 +12,29 @@ from isp.weights.trace import (
     ActionKind,
     Block,
     Chunks,
-    Visit,
+    Use,
     inputs_kept,
     recomputed_blocks,
 )
 
 VISITS = ("wqkv", "attn", "wo", "w1", "w2")
-EMBEDDING = Block("embedding", (Visit("embedding", "embedding", weight_in_backward=False),))
-HEAD = Block("head", (Visit("head", "head"),))
-TIED_HEAD = Block("head", (Visit("head", "embedding"),))
+EMBEDDING = Block("embedding", (Use("embedding", "embedding", weight_in_backward=False),))
+HEAD = Block("head", (Use("head", "head"),))
+TIED_HEAD = Block("head", (Use("head", "embedding"),))
 
 
 def block(
     name: str,
-    visits: Iterable[str] = VISITS,
+    uses: Iterable[str] = VISITS,
     *,
     recomputed: bool = False,
     input_kept: bool = True,
 ) -> Block:
-    """A block whose visits read a weight of their own, except `attn`; names mark launch points."""
+    """A block whose uses read a weight of their own, except `attn`; names mark launch points."""
     points = {str(point): point for point in LaunchPoint}
     return Block(
         name,
-        tuple(Visit(v, None if v == "attn" else f"{name}.{v}", points.get(v)) for v in visits),
+        tuple(Use(v, None if v == "attn" else f"{name}.{v}", points.get(v)) for v in uses),
         recomputed,
         input_kept,
     )
@@ -84,7 +84,7 @@ def events(plan: Plan, chunks: Chunks) -> list[str]:
         place = f"{letters[step.site.phase]}{step.micro_batch} {block.name}"
         before, after = _acts(step.before), _acts(step.after)
         acts = (f" {before}" if before else "") + (f" | {after}" if after else "")
-        lines.append(f"{place}.{block.visits[step.site.visit].name}:{acts}")
+        lines.append(f"{place}.{block.uses[step.site.use].name}:{acts}")
     return lines
 
 

@@ -341,7 +341,7 @@ def test_buffers_are_reused_after_the_first_step() -> None:
 
 
 def test_cursor_looks_no_further_than_the_next_block() -> None:
-    """Catches a visit out of turn taken for one far ahead: all that lies between would be lost."""
+    """Catches a use out of turn taken for one far ahead: all that lies between would be lost."""
     chunks = decoder(2)
     order = sequential_actions(2)
     planned = plan(chunks, order, Prefetch())

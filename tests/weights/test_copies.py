@@ -19,7 +19,7 @@ from isp.layers.factory import LayerFactory
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
 
@@ -96,8 +96,8 @@ def one_linear(
     layer = layers.column(I, (out_features,), std=0.1)
     torch.nn.init.normal_(layer.weight)
     layer.name = "layer"
-    visit = DeclaredVisit(name="layer", layer=layer)
-    communicator.declare([[DeclaredBlock(name="layer", module=layer, visits=(visit,))]])
+    use = DeclaredUse(name="layer", layer=layer)
+    communicator.declare([[DeclaredBlock(name="layer", module=layer, uses=(use,))]])
     x = torch.randn(1, TOKENS, I, requires_grad=True)
 
     def step() -> WriteCounter:

@@ -21,7 +21,7 @@ from isp.layers.module import bind_names
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
@@ -76,10 +76,8 @@ class Ends(nn.Module):
                     DeclaredBlock(
                         name=name,
                         module=layer,
-                        visits=(
-                            DeclaredVisit(
-                                name=name, layer=layer, weight_in_backward=name == "head"
-                            ),
+                        uses=(
+                            DeclaredUse(name=name, layer=layer, weight_in_backward=name == "head"),
                         ),
                     )
                     for name, layer in (("embedding", self.embedding), ("head", self.head))
@@ -124,11 +122,11 @@ def run_logits(mesh: Mesh, *, tied: bool, split_hidden: bool, overlap: bool) -> 
         model.runtime.begin(sequential_actions(1))
         found = model(ids.chunk(tensor.size, 1)[tensor.rank])
         # V/p of all tokens, all of all tokens, or all of its own tokens
-        wanted, grad = (
+        expected, grad = (
             t.chunk(tensor.size, 2 if retain else 1)[tensor.rank] if retain is not False else t
             for t in (logits.detach(), dy)
         )
-        close(found, wanted)
+        close(found, expected)
         found.backward(grad)
         model.runtime.finish()
         for layer, weight in ((model.embedding, table), (model.head, head)):
@@ -143,9 +141,9 @@ def run_loss(mesh: Mesh) -> None:
     ids, labels, _ = batch()
     table, head = full_weights()
     logits = F.linear(torch.tanh(F.embedding(ids, table)), head)
-    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    wanted.sum().backward()
-    wanted = wanted.view(B, S)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    expected.sum().backward()
+    expected = expected.view(B, S)
     for split in (False, True):
         communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
         layers = LayerFactory(
@@ -162,7 +160,7 @@ def run_loss(mesh: Mesh) -> None:
             for layer, weight in ((embedding, table), (last, head)):
                 layer.weight.copy_(layer.layouts["weight"].shard(weight))
         own_ids, own_labels, own = (
-            t.chunk(tensor.size, 1)[tensor.rank] for t in (ids, labels, wanted)
+            t.chunk(tensor.size, 1)[tensor.rank] for t in (ids, labels, expected)
         )
         losses = vocab_parallel_cross_entropy(
             last(torch.tanh(embedding(own_ids))),
@@ -170,7 +168,7 @@ def run_loss(mesh: Mesh) -> None:
             first=layers.first_logit(V),
             channel=layers.loss_channel,
         )
-        close(losses, wanted if split else own)
+        close(losses, expected if split else own)
         losses.sum().backward()
         communicator.finish()
         for layer, weight in ((embedding, table), (last, head)):
@@ -252,8 +250,8 @@ def test_tied_head_gathers_the_table_for_itself_alone() -> None:
                 DeclaredBlock(
                     name=name,
                     module=layer,
-                    visits=(
-                        DeclaredVisit(
+                    uses=(
+                        DeclaredUse(
                             name=name,
                             layer=layer,  # type: ignore[arg-type]
                             weight_in_backward=name != "embedding",

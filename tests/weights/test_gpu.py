@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh, Pending
-from isp.comm.cargo import UNNAMED, Cargo
+from isp.comm.tag import UNNAMED, Tag
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -55,17 +55,17 @@ class WireChannel(Channel):
         self.done: dict[str, torch.cuda.Event] = {}
         """When the last transfer of a label was over."""
 
-    def all_gather_into(self, out: Tensor, x: Tensor, *, cargo: Cargo = UNNAMED) -> Pending:
-        with self._transfer(str(cargo)):
+    def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
+        with self._transfer(str(tag)):
             out.view(2, -1).copy_(x.view(-1))
-        return self._pending(str(cargo), out, x)
+        return self._pending(str(tag), out, x)
 
     def reduce_scatter_into(
-        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, cargo: Cargo = UNNAMED
+        self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        with self._transfer(str(cargo)):
+        with self._transfer(str(tag)):
             out.copy_(x.view(2, *out.shape)[1]).mul_(2)
-        return self._pending(str(cargo), out, x)
+        return self._pending(str(tag), out, x)
 
     @contextmanager
     def _transfer(self, label: str) -> Iterator[None]:
@@ -202,14 +202,14 @@ def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, p
     before what read it last has run. With 7 rows of vocabulary padded pieces travel as well.
     """
     wanted_net, plain = gpu_net(WireChannel(), overlap=False, vocab_size=7)
-    wanted = three_steps(wanted_net, plain)
-    assert all(t.isfinite().all() for t in wanted)
+    expected = three_steps(wanted_net, plain)
+    assert all(t.isfinite().all() for t in expected)
     net, communicator = gpu_net(
         WireChannel(), unit=unit, num_recomputed=num_recomputed, pool=pool, vocab_size=7
     )
     make_compute_slow(net)
     found = three_steps(net, communicator)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     if pool:
         assert communicator.pool.reuses > 0
 
@@ -218,11 +218,11 @@ def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, p
 def test_results_wait_for_a_slow_wire(cycles: int) -> None:
     """Catches a weight read, or a gradient or padded piece freed, before its transfer is over."""
     wanted_net, plain = gpu_net(WireChannel(), overlap=False, vocab_size=7)
-    wanted = three_steps(wanted_net, plain)
+    expected = three_steps(wanted_net, plain)
     for pool in (True, False):
         net, communicator = gpu_net(WireChannel(cycles=cycles), pool=pool, vocab_size=7)
         found = three_steps(net, communicator)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def publish_late(net: Net) -> torch.cuda.Event:
@@ -246,7 +246,7 @@ def test_gathers_wait_for_what_publishes_the_weights(ask: bool) -> None:
     with torch.no_grad():
         for p, q in zip(other.parameters(), net.parameters(), strict=True):
             p.copy_(2 * q)
-        wanted = other(tokens)
+        expected = other(tokens)
     torch.cuda.synchronize()
     published = publish_late(net)
     if ask:
@@ -255,7 +255,7 @@ def test_gathers_wait_for_what_publishes_the_weights(ask: bool) -> None:
     with torch.no_grad():
         found = net(tokens)
     torch.cuda.synchronize()
-    assert torch.equal(found, wanted) is ask
+    assert torch.equal(found, expected) is ask
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -327,7 +327,7 @@ def test_reset_lazy_pools_waits_for_the_readers() -> None:
     net, communicator = gpu_net(WireChannel())
     make_compute_slow(net)
     tokens = ids()
-    wanted = net.plainly(tokens).detach()
+    expected = net.plainly(tokens).detach()
     communicator.begin(ONE)
     with torch.no_grad():
         found = net(tokens)
@@ -338,7 +338,7 @@ def test_reset_lazy_pools_waits_for_the_readers() -> None:
         for other in others:
             other.fill_(torch.nan)
     torch.cuda.synchronize()
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # -- real ranks on one GPU -------------------------------------------------------------------
@@ -366,9 +366,9 @@ def train_on(device: torch.device, rank: int, *, overlap: bool) -> list[Tensor]:
 
 
 def compare_devices(rank: int) -> None:
-    wanted = train_on(CPU, rank, overlap=True)
+    expected = train_on(CPU, rank, overlap=True)
     on_gpu = [train_on(torch.device("cuda", 0), rank, overlap=o) for o in (True, False)]
-    for a, b, c in zip(*on_gpu, wanted, strict=True):
+    for a, b, c in zip(*on_gpu, expected, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=1e-10, atol=1e-10)
 

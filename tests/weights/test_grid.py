@@ -32,7 +32,7 @@ def test_the_grid_of_a_small_model() -> None:
     """Catches: a column that shows something else than its head says."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "wo")), block("b", ("wqkv", "wo")), HEAD),)
     assert shown(chunks, sequential_actions(1)) == dedent("""\
-        action  phase     block      visit      wait       ahead  gather               free       blocks  weights
+        action  phase     block      use        wait       ahead  gather               free       blocks  weights
         start                                                     embedding, all of a                  2        3
         F0      forward   embedding  embedding  embedding      1                       embedding       2        3
                           a          wqkv       wqkv           2                       wqkv            1        2
@@ -92,7 +92,7 @@ def test_the_whole_grid_has_a_row_for_every_site() -> None:
 
 
 def test_blocks_whose_weights_stay_are_alike() -> None:
-    """Catches: a row for every visit of every block, because one block more is there at each."""
+    """Catches: a row for every use of every block, because one block more is there at each."""
     chunks, order = decoder(32), sequential_actions(1)
     made = plan(chunks, order, Prefetch(reshard_after_forward=False))
     assert len(grid(made, chunks, order).splitlines()) < 60

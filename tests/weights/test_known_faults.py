@@ -46,7 +46,7 @@ from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, Wei
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.train.step import slice_sequence
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
 from tests.weights.echo import CPU, EchoChannel, echo_layers, echo_net
@@ -102,9 +102,9 @@ def run_collectives(rank: int) -> None:
         assert torch.equal(channel.all_gather(own, dim).wait(), full), dim
         assert torch.equal(channel.reduce_scatter(full, dim).wait(), 2 * own), dim
     for scatter, gather in itertools.permutations((1, 2, 3), 2):
-        own, wanted = full.chunk(2, gather)[rank], full.chunk(2, scatter)[rank]
+        own, expected = full.chunk(2, gather)[rank], full.chunk(2, scatter)[rank]
         found = channel.all_to_all(own, scatter=scatter, gather=gather).wait()
-        assert torch.equal(found, wanted), (scatter, gather)
+        assert torch.equal(found, expected), (scatter, gather)
 
 
 def test_collectives_along_any_dim() -> None:
@@ -152,8 +152,8 @@ def run_unequal_counts(rank: int) -> None:
     communicator.finish()
     gradients.reduce()
     assert full.grad is not None
-    wanted = head.layouts["weight"].shard(full.grad)
-    torch.testing.assert_close(gradients.grad(head.weight), wanted, rtol=1e-12, atol=1e-12)
+    expected = head.layouts["weight"].shard(full.grad)
+    torch.testing.assert_close(gradients.grad(head.weight), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_unequal_token_counts() -> None:
@@ -218,7 +218,7 @@ def test_names_mean_nothing() -> None:
                 DeclaredBlock(
                     name="?",
                     module=layer,
-                    visits=(DeclaredVisit(name="?", layer=layer),),  # type: ignore[arg-type]
+                    uses=(DeclaredUse(name="?", layer=layer),),  # type: ignore[arg-type]
                 )
                 for layer in order
             ]

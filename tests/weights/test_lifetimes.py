@@ -141,7 +141,7 @@ def test_exception_in_backward_and_a_new_step() -> None:
 
 @pytest.mark.parametrize("declared", [False, True])
 def test_exception_inside_a_layer(declared: bool) -> None:
-    """Catches the weight of a visit that failed kept for the layer's next one, or never freed."""
+    """Catches the weight of a use that failed kept for the layer's next one, or never freed."""
     net, communicator, channel = echo_net(bias=True)
     layer = net.blocks[1].wo
     if not declared:
@@ -265,7 +265,7 @@ def test_two_forwards_then_two_backwards() -> None:
 
 @pytest.mark.parametrize("num_recomputed", [0, 3])
 def test_block_left_out_of_a_forward(num_recomputed: int) -> None:
-    """Catches a plan that loses its place when a visit does not happen."""
+    """Catches a plan that loses its place when a use does not happen."""
     net, communicator, channel = echo_net(num_recomputed=num_recomputed)
     net.leave_out = net.blocks[1]
     communicator.begin(ONE)
@@ -410,14 +410,14 @@ def test_failed_prerequisite_is_for_good() -> None:
 
 @torch.no_grad()
 def test_nested_visits_read_in_tiles() -> None:
-    """Catches a weight that another visit, or the end of a step, takes from the visit it is in."""
+    """Catches a weight that another use, or the end of a step, takes from the use it is in."""
     net, communicator, channel = echo_net(bias=True)
     a, b = net.blocks[0].wqkv, net.blocks[0].wo
     communicator.begin(ONE)
     net.embedding(IDS)
     with (
-        communicator.visit(a, Phase.FORWARD, a.weight, a.bias) as first,
-        communicator.visit(b, Phase.FORWARD, b.weight, b.bias) as second,
+        communicator.unshard(a, Phase.FORWARD, a.weight, a.bias) as first,
+        communicator.unshard(b, Phase.FORWARD, b.weight, b.bias) as second,
     ):
         for x in torch.ones(2, 3, 4, dtype=torch.float64):
             y = torch.nn.functional.linear(x, first.weight, first.bias)

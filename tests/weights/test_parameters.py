@@ -21,7 +21,7 @@ from isp.layers.module import bind_names, init_weights, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredVisit, WeightHolder
+from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
 from tests.weights.echo import leased_bytes
@@ -37,7 +37,7 @@ Full = dict[str, Tensor]
 class Case(nn.Module):
     """A small model, and the same in plain torch.
 
-    `visits` is what a forward passes, each a block of its own unless a case says otherwise.
+    `uses` is what a forward passes, each a block of its own unless a case says otherwise.
     """
 
     tokens = False
@@ -45,7 +45,7 @@ class Case(nn.Module):
     input_grad = True
     """Whether the gradient of the input is asked for."""
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,10 +58,8 @@ class Case(nn.Module):
     def declared(self) -> tuple[DeclaredBlock, ...]:
         """The blocks, as the communicator wants them."""
         return tuple(
-            DeclaredBlock(
-                name=f"{i}", module=self, visits=(DeclaredVisit(name="visit", layer=layer),)
-            )
-            for i, layer in enumerate(self.visits())
+            DeclaredBlock(name=f"{i}", module=self, uses=(DeclaredUse(name="use", layer=layer),))
+            for i, layer in enumerate(self.uses())
         )
 
 
@@ -77,7 +75,7 @@ class Bias(Case):
         self.one = layers.column(D, (8,), bias=True, std=0.5)
         self.two = layers.row(8, D, bias=True, std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.one, self.two)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +98,7 @@ class CalledTwice(Case):
         self.shared = layers.column(D, (D,), bias=True, std=0.5)
         self.two = layers.column(D, (D,), std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         again = (self.shared,) if self.times_declared == 2 else ()
         return (self.one, self.shared, self.two, *again)
 
@@ -129,7 +127,7 @@ class FirstCalledTwice(Case):
         self.one = layers.column(D, (D,), bias=True, std=0.5)
         self.two = layers.column(D, (D,), std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.one, self.two)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ class Tied(Case):
         self.one = layers.column(D, (D,), std=0.5)
         self.head = layers.head(D, V, std=0.5, tied_to=self.embedding)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.embedding, self.one, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,7 +176,7 @@ class Untied(Case):
         self.embedding = layers.embedding(V, D, std=1.0)
         self.head = layers.head(D, V, std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,7 +201,7 @@ class Frozen(Case):
         for parameter in frozen:
             parameter.requires_grad_(False)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.one, self.still, self.third, self.last)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -235,7 +233,7 @@ class Adapters(Case):
             self.add_module(f"a{i}", layers.column(D, (2,), std=0.5))
             self.add_module(f"b{i}", layers.column(2, (D,), std=0.5))
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return [self.get_submodule(f"{n}{i}") for i in (1, 2) for n in ("base", "a", "b")]  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,7 +259,7 @@ class UnevenRows(Case):
         self.one = layers.column(3, (1,), bias=True, std=0.5)
         self.wide = layers.row(1, 5, bias=True, std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.seven, self.three, self.one, self.wide)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,7 +282,7 @@ class Undeclared(Case):
         self.stranger = layers.column(D, (D,), bias=True, std=0.5)
         self.two = layers.column(D, (D,), std=0.5)
 
-    def visits(self) -> Sequence[WeightHolder]:
+    def uses(self) -> Sequence[WeightHolder]:
         return (self.one, self.two)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -395,12 +393,12 @@ def check_and_update(model: nn.Module, full: Full) -> None:
         if not parameter.requires_grad:
             assert parameter.grad is None, name
             continue
-        wanted = full[name].grad
-        assert wanted is not None
+        expected = full[name].grad
+        assert expected is not None
         assert parameter.grad is not None, name
         torch.testing.assert_close(
             parameter.grad,
-            layout.shard(wanted),
+            layout.shard(expected),
             rtol=1e-12,
             atol=1e-12,
             msg=lambda m, n=name: f"{n}: {m}",
@@ -414,13 +412,13 @@ def step(bench: Bench, model: Case, full: Full, number: int) -> Iterator[Tensor]
     """Forward and backward of the micro-batches of a step; yields outputs and input gradients."""
     for batches in bench.inputs(type(model), number):
         for rank, x in enumerate(batches):
-            wanted = type(model).plain(x, full)
-            wanted.square().sum().backward()
+            expected = type(model).plain(x, full)
+            expected.square().sum().backward()
             if rank != bench.channel.rank:
                 continue
             own = x.detach().clone().requires_grad_(x.requires_grad)
             found = model(own)
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
             found.square().sum().backward()
             yield found.detach()
             if own.grad is not None:
@@ -431,8 +429,8 @@ def step(bench: Bench, model: Case, full: Full, number: int) -> Iterator[Tensor]
 @torch.no_grad()
 def evaluate(bench: Bench, model: Case, full: Full) -> None:
     x = bench.inputs(type(model), 77)[0][bench.channel.rank].detach()
-    wanted = type(model).plain(x, full)
-    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+    expected = type(model).plain(x, full)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def run_case(bench: Bench, case: type[Case], way: Way, split_hidden: bool) -> list[Tensor]:
@@ -459,12 +457,12 @@ def run_all(rank: int, world: int) -> int:
     for case, split_hidden in itertools.product(CASES, (False, True)):
         if split_hidden and not case.tokens:
             continue
-        wanted: list[Tensor] = []
+        expected: list[Tensor] = []
         for way in ways_of(world):
             try:
                 found = run_case(bench, case, way, split_hidden)
-                wanted = wanted or found
-                same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
+                expected = expected or found
+                same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
                 assert all(same), f"bits differ: {same}"
             except BaseException as error:
                 raise AssertionError(f"{case.__name__} {way} {split_hidden=}: {error}") from error

@@ -11,7 +11,7 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.simulate import simulate
-from isp.weights.trace import Block, Chunks, Visit, sequential_actions
+from isp.weights.trace import Block, Chunks, Use, sequential_actions
 from tests.weights.schedules import (
     EMBEDDING,
     HEAD,
@@ -214,7 +214,7 @@ def test_the_next_block_is_requested_before_the_launch_point(
     chunks = decoder(4, 1.0)
     steps = plan(chunks, sequential_actions(1), Prefetch(launch=launch)).steps
     launching = [
-        chunks[0][step.site.block].visits[step.site.visit].launch_point
+        chunks[0][step.site.block].uses[step.site.use].launch_point
         for step in steps
         if step.site.phase is phase and chunks[0][step.site.block].name == name
         for act in step.before
@@ -282,9 +282,9 @@ def test_tied_weights_are_gathered_for_both_ends() -> None:
 
 @pytest.mark.parametrize("unit", list(OverlapUnit))
 def test_a_module_called_twice_is_gathered_once(unit: OverlapUnit) -> None:
-    """Catches: a weight freed after the first of its two visits, or gathered for each."""
-    visits = [Visit(name, weight) for name, weight in zip("1234", "xyzx", strict=True)]
-    chunks = ((Block("a", tuple(visits)), block("b", ("w1",)), block("c", ("w1",))),)
+    """Catches: a weight freed after the first of its two uses, or gathered for each."""
+    uses = [Use(name, weight) for name, weight in zip("1234", "xyzx", strict=True)]
+    chunks = ((Block("a", tuple(uses)), block("b", ("w1",)), block("c", ("w1",))),)
     order = actions("F0 B0")
     result = simulate(plan(chunks, order, Prefetch(unit=unit)), chunks, order)
     assert result.gathers["x", Phase.FORWARD] == result.gathers["x", Phase.BACKWARD] == 1
@@ -293,10 +293,10 @@ def test_a_module_called_twice_is_gathered_once(unit: OverlapUnit) -> None:
 
 def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit() -> None:
     """Catches: a gather put to a site that a selective recompute does not pass."""
-    visits = (Visit("wqkv"), Visit("attn", None, LaunchPoint.ATTN, in_recompute=False))
+    uses = (Use("wqkv"), Use("attn", None, LaunchPoint.ATTN, in_recompute=False))
     chunks = (
         tuple(
-            Block(name, (*visits, Visit("wo", f"{name}.wo"), Visit("norm")), recomputed=True)
+            Block(name, (*uses, Use("wo", f"{name}.wo"), Use("norm")), recomputed=True)
             for name in "abc"
         ),
     )
@@ -307,7 +307,7 @@ def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit
 
 def test_a_linear_without_input_gradient_reads_nothing_in_backward() -> None:
     """Catches: a gather for a backward that computes the weight's gradient alone."""
-    first = Block("a", (Visit("w1", "a.w1", weight_in_backward=False), Visit("w2", "a.w2")))
+    first = Block("a", (Use("w1", "a.w1", weight_in_backward=False), Use("w2", "a.w2")))
     lines = planned(((first, block("b", ("w1",)), block("c", ("w1",))),), "F0 B0")
     assert lines[-2:] == ["B0 a.w2: wait a.w2 | free a.w2", "B0 a.w1:"]
 
@@ -365,7 +365,7 @@ def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> No
 
     The weight stays from one end to the other, or not.
     """
-    head = Block("head", (Visit("head", "embedding", bias="head.bias"),))
+    head = Block("head", (Use("head", "embedding", bias="head.bias"),))
     chunks = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"[:between]), head),)
     found = plan(chunks, actions("F0 B0"), Prefetch())
     acts = [*found.start, *(act for step in found.steps for act in step.before)]
@@ -377,7 +377,7 @@ def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> No
 def test_a_step_without_weights_or_work_has_an_empty_plan() -> None:
     """Catches: a first unit taken for granted."""
     assert planned((), "") == ["start:"]
-    assert planned(((Block("a", (Visit("attn"),)),),), "F0 B0") == ["start:", "F0 a.attn:"]
+    assert planned(((Block("a", (Use("attn"),)),),), "F0 B0") == ["start:", "F0 a.attn:"]
 
 
 def test_a_plan_is_made_once_and_can_be_a_key() -> None:

@@ -20,7 +20,7 @@ from isp.weights.trace import (
     ActionKind,
     Block,
     Chunks,
-    Visit,
+    Use,
     inputs_kept,
     sequential_actions,
     trace,
@@ -35,7 +35,7 @@ from tests.weights.schedules import (
 )
 
 
-class Use(NamedTuple):
+class Reading(NamedTuple):
     """A unit at work: a span per layer, a single read per module."""
 
     unit: object
@@ -44,7 +44,7 @@ class Use(NamedTuple):
     """The phase of the first read of each weight."""
 
 
-def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[Use]:
+def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[Reading]:
     found = []
     for number, span in enumerate(trace(chunks, order)):
         reads = [
@@ -53,9 +53,9 @@ def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[U
             if weight is not None
         ]
         if unit is OverlapUnit.MODULE:
-            found += [Use(weight, number, {weight: phase}) for weight, phase in reads]
+            found += [Reading(weight, number, {weight: phase}) for weight, phase in reads]
         elif reads:
-            found.append(Use(span.unit, number, dict(reversed(reads))))
+            found.append(Reading(span.unit, number, dict(reversed(reads))))
     return found
 
 
@@ -85,7 +85,7 @@ def check(
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, launch=launch))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
-    assert all(ahead.visits > 0 for ahead in result.lookaheads), "gathered at the moment of use"
+    assert all(ahead.uses > 0 for ahead in result.lookaheads), "gathered at the moment of use"
     assert (result.peak.blocks if unit is OverlapUnit.LAYER else result.peak.modules) <= 2
     return result
 
@@ -95,7 +95,7 @@ def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: Overl
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, overlap=False))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
-    assert all(ahead.visits == 0 for ahead in result.lookaheads)
+    assert all(ahead.uses == 0 for ahead in result.lookaheads)
 
 
 def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
@@ -106,7 +106,7 @@ def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: Ove
     for use in uses(chunks, order, unit):
         first = use.reads | first
     assert result.gathers == Counter(first.items())
-    assert all(ahead.visits > 0 for ahead in result.lookaheads)
+    assert all(ahead.uses > 0 for ahead in result.lookaheads)
     reads = [weight for span in trace(chunks, order) for weight in span.reads]
     last = {weight: i for i, weight in enumerate(reads) if weight is not None}
     assert last == {act.weight: i for i, step in enumerate(made.steps) for act in step.after}
@@ -123,11 +123,11 @@ def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
     names = ("wqkv", "wo", "w1", "w2", "w3", "w4")
     cases = [(n, w, r) for n in range(1, 8) for w in range(1, 7) for r in range(n + 1)]
     for i, (num_blocks, num_weights, num_recomputed) in enumerate(cases):
-        visits = names[:1] + ("attn",) * (num_weights > 1) + names[1:num_weights]
+        uses = names[:1] + ("attn",) * (num_weights > 1) + names[1:num_weights]
         recomputed = tuple(b < num_recomputed for b in range(num_blocks))
         kept = inputs_kept(recomputed, segment=(0, 2, 0, 3, 5)[i % 5])
         blocks = [
-            block(f"layers.{b}", visits, recomputed=recomputed[b], input_kept=kept[b])
+            block(f"layers.{b}", uses, recomputed=recomputed[b], input_kept=kept[b])
             for b in range(num_blocks)
         ]
         first = [EMBEDDING] * (i % 2)
@@ -146,14 +146,14 @@ def test_every_size_holds() -> None:
 
 
 def any_block(rng: random.Random, name: str, weights: list[str]) -> Block:
-    """1 to 6 visits; some without a weight, some of a weight that was visited before, anywhere."""
-    visits = []
+    """1 to 6 uses; some without a weight, some of a weight that was used before, anywhere."""
+    uses = []
     for v, point in enumerate(rng.sample([*LaunchPoint, None, None], rng.randint(1, 6))):
         weights.append(f"{name}.{v}")
         weight = rng.choices([weights[-1], rng.choice(weights), None], [8, 1, 1])[0]
         flags = {"in_recompute": rng.random() < 0.9, "weight_in_backward": rng.random() < 0.9}
-        visits.append(Visit(str(v), weight, point, **flags))
-    return Block(name, tuple(visits), rng.random() < 0.5)
+        uses.append(Use(str(v), weight, point, **flags))
+    return Block(name, tuple(uses), rng.random() < 0.5)
 
 
 def any_order(rng: random.Random, num_chunks: int) -> tuple[Action, ...]:
@@ -210,11 +210,11 @@ def test_one_gather_forward_and_one_backward_at_every_fraction(
         kept |= {f"layers.7.{name}" for name in ("wqkv", "wo", "w1", "w2")}
     elif fraction < 1:
         kept |= {"layers.7.w2"}
-    for visit in (visit for layer in chunks[0] for visit in layer.visits if visit.weight):
-        back = result.gathers[visit.weight, Phase.RECOMPUTE]
-        back += result.gathers[visit.weight, Phase.BACKWARD]
-        assert result.gathers[visit.weight, Phase.FORWARD] == 1
-        assert back == (visit.weight not in kept and visit.weight_in_backward), visit.weight
+    for use in (use for layer in chunks[0] for use in layer.uses if use.weight):
+        back = result.gathers[use.weight, Phase.RECOMPUTE]
+        back += result.gathers[use.weight, Phase.BACKWARD]
+        assert result.gathers[use.weight, Phase.FORWARD] == 1
+        assert back == (use.weight not in kept and use.weight_in_backward), use.weight
 
 
 def test_a_block_that_is_not_recomputed_goes_back_with_one_weight_ahead() -> None:
@@ -229,7 +229,7 @@ def test_a_block_that_is_not_recomputed_goes_back_with_one_weight_ahead() -> Non
     ]
     assert len(backward) == 4 * 7
     assert max(backward) == 4 + 1
-    ahead = [a.visits for a in result.lookaheads if a.site.phase is Phase.BACKWARD]
+    ahead = [a.uses for a in result.lookaheads if a.site.phase is Phase.BACKWARD]
     assert ahead == [4] * 4 * 7, "each weight is asked for one block ahead"
 
 

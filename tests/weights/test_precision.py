@@ -107,11 +107,11 @@ def run_backward(s: Setting, micro: int, delay: float = 0.0) -> None:
 
 def in_float32_in_rank_order(mesh: Mesh) -> None:
     parts = [[p.float() for p in products(m, torch.bfloat16)] for m in range(MICRO)]
-    wanted = [shard_of(reduce(torch.add, p), mesh.rank) for p in parts]
+    expected = [shard_of(reduce(torch.add, p), mesh.rank) for p in parts]
     narrow = [shard_of(reduce(torch.add, [q.bfloat16() for q in p]), mesh.rank) for p in parts]
     backwards = [shard_of(reduce(torch.add, p[::-1]), mesh.rank) for p in parts]
-    assert not torch.equal(wanted[0], narrow[0].float())  # else nothing is tested here
-    assert not torch.equal(wanted[0], backwards[0])
+    assert not torch.equal(expected[0], narrow[0].float())  # else nothing is tested here
+    assert not torch.equal(expected[0], backwards[0])
 
     for delays in ((0.0, 0.0, 0.0, 0.0), (0.02, 0.0, 0.01, 0.0), (0.0, 0.01, 0.0, 0.02)):
         s = setting(mesh)
@@ -121,7 +121,7 @@ def in_float32_in_rank_order(mesh: Mesh) -> None:
             run_backward(s, micro, delays[mesh.rank])
         s.communicator.finish()
         assert [g.dtype for g in recorder.delivered] == [torch.float32] * MICRO
-        assert all(torch.equal(a, b) for a, b in zip(recorder.delivered, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(recorder.delivered, expected, strict=True))
 
     s = setting(mesh)
     gradients = MainGradients(named_parameters(nn.ModuleDict({"layer": s.layer})), mesh)
@@ -134,7 +134,7 @@ def in_float32_in_rank_order(mesh: Mesh) -> None:
     gradients.reduce()
     main = gradients.grad(s.layer.weight)
     assert main.dtype == torch.float32
-    assert torch.equal(main, wanted[0] + wanted[1])
+    assert torch.equal(main, expected[0] + expected[1])
     assert s.layer.weight.grad is None
 
 
@@ -155,9 +155,9 @@ def never_narrower_than_the_gradient(mesh: Mesh) -> None:
         s = setting(mesh, reduce_dtype=reduce_dtype, dtype=torch.float64)
         run_backward(s, 0)
         s.communicator.finish()
-        wanted = shard_of(reduce(torch.add, products(0, torch.float64)), mesh.rank)
+        expected = shard_of(reduce(torch.add, products(0, torch.float64)), mesh.rank)
         assert s.layer.weight.grad is not None
-        assert torch.equal(s.layer.weight.grad, wanted)
+        assert torch.equal(s.layer.weight.grad, expected)
 
 
 def by_reduce_scatter(mesh: Mesh) -> None:

@@ -46,7 +46,7 @@ def _trained(rank: int) -> None:
     layout = Layout(weight=2, data=2)
     mesh, task = Mesh(layout.topology(), rank), Task(model=MODEL)
     plain = make_run(mesh, layout, task)
-    wanted = plain.numbers(range(2))
+    expected = plain.numbers(range(2))
     plain.close()
     backend = _Backend(None, supports=True)
     real, used = dist.ProcessGroup._get_backend, set[int]()
@@ -68,7 +68,7 @@ def _trained(rank: int) -> None:
         mock.patch.object(Channel, "all_gather_into", all_gather_into),
     ):
         run: Run = make_run(mesh, registering, task)
-        assert run.numbers(range(2)) == wanted
+        assert run.numbers(range(2)) == expected
     communicator = run.step.built.communicator
     assert communicator is not None
     assert used == backend.made

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.parallel.config import OverlapUnit
-from isp.weights.declare import DeclaredBlock, DeclaredVisit
+from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import Action, ActionKind, sequential_actions
 from isp.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
@@ -51,7 +51,7 @@ class Experts(nn.Module):
 def blocks_of(*layers: ParallelLinear) -> list[DeclaredBlock]:
     return [
         DeclaredBlock(
-            name=layer.name, module=layer, visits=(DeclaredVisit(name=layer.name, layer=layer),)
+            name=layer.name, module=layer, uses=(DeclaredUse(name=layer.name, layer=layer),)
         )
         for layer in layers
     ]
@@ -79,12 +79,12 @@ def run_experts(bench: Bench, announced: bool) -> None:
             for x in batches:
                 p = full
                 h = torch.tanh(linear(torch.sin(linear(x, p, "one")), p, "expert"))
-                wanted = linear(h, p, "two")
-                wanted.square().sum().backward()
+                expected = linear(h, p, "two")
+                expected.square().sum().backward()
             found = model(batches[rank].detach())
             found.square().sum().backward()
             if rank == 1:  # the last that was computed plainly
-                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         wrapper.finish()
         for communicator in (dense, expert):
             assert leased_bytes(communicator) == 0

@@ -173,7 +173,7 @@ def test_what_a_simulation_counts() -> None:
     result = simulate(made, CHUNKS, ORDER)
     assert [here.weights for here in result.occupancy] == [2, 2, 1]  # a and b, b and c, c
     assert [here.blocks for here in result.occupancy] == [2, 2, 1]
-    assert [(ahead.weight, ahead.visits) for ahead in result.lookaheads] == [
+    assert [(ahead.weight, ahead.uses) for ahead in result.lookaheads] == [
         ("a.w1", 1),
         ("b.w1", 2),
         ("c.w1", 1),

@@ -20,14 +20,14 @@ def _in_parts(chunks: Chunks, *, heads: bool) -> Chunks:
     def tiled(block: Block) -> Block:
         if not block.name.startswith("layers"):
             return block
-        wqkv, attn, wo, w1, w2 = block.visits
+        wqkv, attn, wo, w1, w2 = block.uses
         if heads:
             wqkv = wqkv._replace(in_recompute=False)
             attn = attn._replace(in_recompute=False)
             wo = wo._replace(in_recompute=False, with_previous=True)
         w1 = w1._replace(in_recompute=False)
         w2 = w2._replace(in_recompute=False, with_previous=True)
-        return block._replace(visits=(wqkv, attn, wo, w1, w2))
+        return block._replace(uses=(wqkv, attn, wo, w1, w2))
 
     return tuple(tuple(tiled(block) for block in chunk) for chunk in chunks)
 
@@ -73,10 +73,10 @@ def test_each_is_gathered_once_a_pass_within_the_budget(unit: OverlapUnit, heads
                 found = simulate(plan(chunks, order, prefetch), chunks, order)
                 most = found.peak.blocks if unit is OverlapUnit.LAYER else found.peak.modules
                 assert most <= 2
-                assert all(ahead.visits > 0 for ahead in found.lookaheads)
+                assert all(ahead.uses > 0 for ahead in found.lookaheads)
                 plain = decoder(layers, fraction)
-                wanted = simulate(plan(plain, order, prefetch), plain, order).gathers
-                assert _passes(found.gathers) <= _passes(wanted)
+                expected = simulate(plan(plain, order, prefetch), plain, order).gathers
+                assert _passes(found.gathers) <= _passes(expected)
             late = replace(Prefetch(unit=unit), overlap=False)
             simulate(plan(chunks, order, late), chunks, order)
 

@@ -1,4 +1,4 @@
-"""The trace: what a step visits, before any weight is planned."""
+"""The trace: what a step uses, before any weight is planned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from isp.weights.trace import (
     Block,
-    Visit,
+    Use,
     inputs_kept,
     recomputed_blocks,
     sequential_actions,
@@ -15,18 +15,18 @@ from isp.weights.trace import (
 from tests.weights.schedules import EMBEDDING, HEAD, actions, block
 
 
-def visited(chunks: tuple[tuple[Block, ...], ...], order: str) -> list[str]:
+def used(chunks: tuple[tuple[Block, ...], ...], order: str) -> list[str]:
     return [
-        f"{site.phase} {chunks[site.chunk][site.block].visits[site.visit].name} reads {weight}"
+        f"{site.phase} {chunks[site.chunk][site.block].uses[site.use].name} reads {weight}"
         for span in trace(chunks, actions(order))
         for site, weight in zip(span.sites, span.reads, strict=True)
     ]
 
 
 def test_a_step_goes_forward_then_recomputes_and_goes_back_block_by_block() -> None:
-    """Catches a wrong order, a visit of `attn` in backward, an embedding read in backward."""
+    """Catches a wrong order, a use of `attn` in backward, an embedding read in backward."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "attn", "wo"), recomputed=True), HEAD),)
-    assert visited(chunks, "F0 B0") == [
+    assert used(chunks, "F0 B0") == [
         "forward embedding reads embedding",
         "forward wqkv reads a.wqkv",
         "forward attn reads None",
@@ -61,7 +61,7 @@ def test_inputs_that_are_not_kept_are_computed_first() -> None:
     spans = [span for span in trace(chunks, actions("F0 B0")) if span.action.kind == "B"]
     passed = [names[span.block] + ("'" if span.computes_again else "") for span in spans]
     assert passed == ["e", "d", "a'", "b'", "c", "b", "a"]
-    assert visited(chunks, "F0 B0")[5:10] == [
+    assert used(chunks, "F0 B0")[5:10] == [
         "backward wqkv reads e.wqkv",
         "recompute wqkv reads d.wqkv",
         "backward wqkv reads d.wqkv",
@@ -73,9 +73,9 @@ def test_inputs_that_are_not_kept_are_computed_first() -> None:
 
 def test_selective_recompute_goes_through_one_part_after_the_other() -> None:
     """Catches a recompute that waits for a site which never comes, or comes after a backward."""
-    kept = Visit("attn", in_recompute=False)
-    chunks = ((Block("a", (Visit("wqkv", "q"), kept, Visit("wo", "o")), recomputed=True),),)
-    assert visited(chunks, "F0 B0")[3:] == [
+    kept = Use("attn", in_recompute=False)
+    chunks = ((Block("a", (Use("wqkv", "q"), kept, Use("wo", "o")), recomputed=True),),)
+    assert used(chunks, "F0 B0")[3:] == [
         "recompute wo reads o",
         "backward wo reads o",
         "recompute wqkv reads q",

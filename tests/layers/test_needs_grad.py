@@ -94,9 +94,9 @@ class Bench:
             layer.weight_gradients = routes[ROUTES.index(route)]
         all_ids = torch.randint(V, (B * mesh[Axis.DATA].size, S), generator=random)
         y, x = plainly(all_ids, self.full)
-        wanted = torch.autograd.grad(y.square().sum(), [x, *self.full.values()])
-        self.wanted = dict(zip(self.full, wanted[1:], strict=True))
-        self.x_wanted = self._own(wanted[0])
+        expected = torch.autograd.grad(y.square().sum(), [x, *self.full.values()])
+        self.expected = dict(zip(self.full, expected[1:], strict=True))
+        self.x_wanted = self._own(expected[0])
         self.y, self.x = self.net(self._own(all_ids) if mode is Mode.ISP else self._rows(all_ids))
         whole = mode is not Mode.ISP  # features of all tokens, of which a rank has some
         logits = self._rows(y).chunk(mesh[Axis.TENSOR].size, 2)[mesh[Axis.TENSOR].rank]
@@ -123,12 +123,12 @@ class Bench:
         """Compare a gradient with `times` the plain one."""
         layout = next(item.layout for item in self.items if item.name == name)
         summed = self.mesh[layout.reduce_over].all_reduce(found.clone()).wait()
-        close(summed, times * layout.shard(self.wanted[name]), name)
+        close(summed, times * layout.shard(self.expected[name]), name)
 
 
-def close(found: Tensor, wanted: Tensor, what: str) -> None:
+def close(found: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
-        found, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
+        found, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
     )
 
 

@@ -12,10 +12,10 @@ from isp.traced.experts import SwappedExperts
 from isp.traced.roles import is_transposed
 from isp.traced.swap import SwappedLinear, SwappedTable
 from isp.traced.trace import Call, Kind, ModelTrace
-from isp.weights.declare import DeclaredVisit
+from isp.weights.declare import DeclaredUse
 from isp.weights.trace import Passes
 
-__all__ = ["parts_of", "visits_of"]
+__all__ = ["parts_of", "uses_of"]
 
 
 def parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
@@ -30,14 +30,14 @@ def parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
             yield block, list(calls)
 
 
-def visits_of(
+def uses_of(
     model: nn.Module,
     calls: Sequence[Call],
     holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts],
     points: Mapping[tuple[str, int], nn.Module],
     forward_only: Collection[str],
-) -> Iterator[DeclaredVisit]:
-    """The visits of a part of `model`, which makes these `calls`.
+) -> Iterator[DeclaredUse]:
+    """The uses of a part of `model`, which makes these `calls`.
 
     `holders`: of weights, by module; experts that have none are whole. `points`: what is called
     where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
@@ -48,14 +48,14 @@ def visits_of(
         name, launch_point = _name(call), named.get(index)
         if call.kind.mixes:
             at = points[call.module, index]
-            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
+            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
             continue
         at, holder = model.get_submodule(call.module), holders.get(call.module)
         if holder is None:
-            yield DeclaredVisit(name=name, at=at, launch_point=launch_point, passes=Passes())
+            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
         elif isinstance(holder, SwappedExperts):
             for number, weight in enumerate(holder.weights):
-                yield DeclaredVisit(
+                yield DeclaredUse(
                     name=f"{name}.{weight.weight_name}",
                     layer=weight,
                     at=at,
@@ -64,7 +64,7 @@ def visits_of(
                     passes=_passes_of_experts(weight.weight, call.route or 0),
                 )
         else:
-            yield DeclaredVisit(
+            yield DeclaredUse(
                 name=name,
                 layer=holder,
                 at=at,

@@ -1,4 +1,4 @@
-"""Transfers in words: what they carry (`Cargo`), how much (`Trip`), and which one failed."""
+"""Transfers in words: what they carry (`Tag`), how much (`Transfer`), and which one failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 __all__ = [
     "BETWEEN_TWO",
     "UNNAMED",
-    "Cargo",
     "Collective",
     "CollectiveError",
     "Purpose",
-    "Trip",
+    "Tag",
+    "Transfer",
 ]
 
 BETWEEN_TWO = ("send", "recv")
@@ -20,7 +20,7 @@ BETWEEN_TWO = ("send", "recv")
 
 
 class Purpose(StrEnum):
-    """The kind of cargo, hence what could be computed meanwhile; said by its launcher."""
+    """The kind of tag, hence what could be computed meanwhile; said by its launcher."""
 
     WEIGHT = "weights"
     """A full weight or bias, gathered to be read."""
@@ -59,7 +59,7 @@ class Purpose(StrEnum):
     """Metrics, norms, and what ranks agree upon."""
 
 
-class Cargo(NamedTuple):
+class Tag(NamedTuple):
     """A transfer's load; its text is for people."""
 
     purpose: Purpose = Purpose.CONTROL
@@ -72,11 +72,11 @@ class Cargo(NamedTuple):
         return ".".join(part for part in (self.layer, self.tensor) if part)
 
 
-UNNAMED = Cargo()
+UNNAMED = Tag()
 """Numbers without a name."""
 
 
-class Trip(NamedTuple):
+class Transfer(NamedTuple):
     """One transfer of a rank, as is known when it is launched."""
 
     kind: str
@@ -84,7 +84,7 @@ class Trip(NamedTuple):
     from_host, which no other rank sees."""
     channel: str
     """Name of the channel, which is the name of its mesh axis; `offload` to and from the host."""
-    cargo: Cargo
+    tag: Tag
     sent_bytes: int
     """Bytes that this rank has to send to others, by the collective's definition."""
 
@@ -93,9 +93,9 @@ class Collective(NamedTuple):
     """One collective of a group, or transfer between two of its ranks, for people."""
 
     kind: str
-    """As in `Trip`."""
+    """As in `Transfer`."""
     label: str
-    """The cargo."""
+    """The tag."""
     channel: str
     ranks: list[int]
     """The group's, in the world; of a send or recv the sender and the receiver."""

@@ -14,7 +14,7 @@ from isp.layers.sequence import SequenceRanks
 from isp.mixers.placement import Placement
 from isp.traced.trace import Call, Kind, ModelTrace
 
-__all__ = ["Masks", "Passage", "outer_calls"]
+__all__ = ["ForwardPass", "Masks", "outer_calls"]
 
 
 class Masks:
@@ -65,7 +65,7 @@ class Masks:
         return self._placement
 
 
-class Passage:
+class ForwardPass:
     """One way through a block, or through what is outside of the blocks, next to its trace."""
 
     def __init__(self, name: str, calls: tuple[Call, ...], masks: Masks) -> None:
