@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isp.attention import AttentionMask, DistributedAttention
-from isp.attention.heads import HeadPlan
 from isp.layers.factory import LayerFactory
-from isp.layers.grouped_attention import GroupedAttention
 from isp.layers.rotary import apply_rotary, split_heads
 from isp.layers.swiglu import silu_and_multiply
 from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel.config import LaunchPoint
-from isp.parallel.head_groups import HeadGroups
 from isp.recompute import Recomputer
 from isp.weights.declare import DeclaredUse
 from isp.weights.trace import Passes
@@ -40,15 +36,8 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: HeadPlan | None = None
-    ) -> Tensor:
-        """q [B, S', H', d], k and v [B, S', K', d] -> [B, S', H', d].
-
-        With a `plan` they are this rank's heads, arrived, and stay where they are.
-        """
-        if plan is not None:
-            return self.attention.attend_arrived(q, k, v, plan, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """q [B, S', H', d], k and v [B, S', K', d] -> [B, S', H', d]."""
         return self.attention(q, k, v, mask=mask)
 
 
@@ -81,12 +70,6 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rotary(x, *rotary, compiled=self.compiled) for x in (q, k))
         return q, k, v
-
-    def forward(
-        self, x: Tensor, rotary: Rotary, mask: AttentionMask, grouped: GroupedAttention
-    ) -> Tensor:
-        """x [B, S', D] through norm, attention and residual, heads in groups."""
-        return grouped(x, rotary, mask)
 
     def output(self, heads: Tensor) -> Tensor:
         """Map what each head found, [B, S', H', d] -> [B, S', D]."""
@@ -137,10 +120,6 @@ class Block(nn.Module):
         self.ffn_norm = layers.rms_norm(config.hidden_size, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, layers)
         self.tiled = self._tiled(layers, config.mlp_tile_tokens) if config.mlp_tile_tokens else None
-        groups = config.head_groups(layers.feature_parts, core.channel.size)
-        self.grouped = self._grouped(groups) if config.attention_head_groups > 1 else None
-        self.in_halves = self.grouped is not None and not config.checkpoint_segment
-        """Whether attention and the MLP are recomputed each from an input of its own."""
 
     def _tiled(self, layers: LayerFactory, tokens: int) -> TiledMLP:
         mlp = self.feed_forward
@@ -152,50 +131,18 @@ class Block(nn.Module):
             tokens=tokens,
         )
 
-    def _grouped(self, groups: HeadGroups) -> GroupedAttention:
-        attention = self.attention
-        return GroupedAttention(
-            norm=self.attention_norm,
-            column=attention.wqkv,
-            q_norm=attention.q_norm,
-            k_norm=attention.k_norm,
-            core=attention.core,
-            row=attention.wo,
-            heads=attention.heads,
-            head_size=attention.head_size,
-            groups=groups,
-            compiled=attention.compiled,
-        )
-
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         """x [B, S', D] -> [B, S', D].
 
-        If `recomputed`, only x is kept for backward, or x and what attention takes and gives, or,
-        with heads in groups (but not in segments), x and what the MLP takes.
+        If `recomputed`, only x is kept for backward, or x and what attention takes and gives.
         """
-        recomputed = self.recomputed and torch.is_grad_enabled()
-        if self.grouped is not None:
-            if recomputed and not self.in_halves:
-                return self.recompute(self._in_groups, x, rotary, mask)
-            return self._in_groups(x, rotary, mask, self.recompute if recomputed else _call)
-        if not recomputed:
+        if not (self.recomputed and torch.is_grad_enabled()):
             return self._computed(x, rotary, mask)
         if not self.keeps_attention:
             return self.recompute(self._computed, x, rotary, mask)
         q, k, v = self.recompute(self._before_attention, x, rotary)
         heads = self.attention.core(q, k, v, mask)
         return self.recompute(self._after_attention, x, heads)
-
-    def _in_groups(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        mask: AttentionMask,
-        compute: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
-        compute = compute or _call
-        x = compute(self.attention, x, rotary, mask, self.grouped)
-        return compute(self._mlp, x)
 
     def _computed(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         # No name holds q, k and v behind attention, which may have sent them away.
@@ -239,31 +186,25 @@ class Block(nn.Module):
         attention, mlp, at, config = self.attention, self.feed_forward, LaunchPoint, self.config
         norm_and_sum = Passes(between=5 * config.hidden_size)
         turned = (config.num_heads + config.kv_heads) * config.head_size
-        tiled, grouped = self.tiled is not None, self.grouped is not None
-        attends_again = not grouped or (self.recomputed and not self.in_halves)
-        mlp_call, attention_call = mlp if tiled else None, attention if grouped else None
+        tiled = self.tiled is not None
+        mlp_call = mlp if tiled else None
         return (
             DeclaredUse(
                 name="wqkv",
                 layer=attention.wqkv,
-                at=attention_call,
                 launch_point=at.WQKV,
-                in_recompute=attends_again,
                 passes=norm_and_sum._replace(inside=2 * turned),
             ),
             DeclaredUse(
                 name="attn",
                 at=attention.core,
                 launch_point=at.ATTN,
-                in_recompute=attends_again and not self.keeps_attention,
+                in_recompute=not self.keeps_attention,
             ),
             DeclaredUse(
                 name="wo",
                 layer=attention.wo,
-                at=attention_call,
                 launch_point=at.WO,
-                in_recompute=attends_again,
-                with_previous=grouped,
                 passes=Passes(),
             ),
             DeclaredUse(
@@ -283,7 +224,3 @@ class Block(nn.Module):
                 passes=Passes(inside=3 * config.intermediate_size),
             ),
         )
-
-
-def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    return function(*args)

@@ -24,7 +24,6 @@ from pydantic import Field
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
-from isp.parallel.head_groups import HeadGroups
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import (
@@ -125,7 +124,7 @@ class ModelConfig:
     checkpoint_segment: Annotated[CountOrZero, KeyRole.METHOD] = 0
     """Recompute in two levels: keep the input of every so many-th recomputed block only, and
     compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
-    such blocks, about sqrt(n) keeps least. 1 is for attention_head_groups."""
+    such blocks, about sqrt(n) keeps least."""
     checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
     """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
     least in msp mode, whose linears keep what they gather of it."""
@@ -135,10 +134,6 @@ class ModelConfig:
     """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
     more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
     little."""
-    attention_head_groups: Annotated[Size, KeyRole.METHOD] = 1
-    """Compute norm, attention and residual for one of so many groups of heads at a time, and again
-    in backward; 1: all heads at once. A recomputed block then keeps its input and its MLP's; with
-    checkpoint_segment not, at the cost of one more forward of attention."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -150,16 +145,6 @@ class ModelConfig:
         if self.hf is not None:
             self._check_beside_folder()
             return
-        if self.attention_head_groups > 1 and self.checkpoint_keeps_attention:
-            raise ValueError(
-                f"model.checkpoint_keeps_attention=true keeps what model.attention_head_groups="
-                f"{self.attention_head_groups} is there not to keep: set it to false, or use 1"
-            )
-        if self.checkpoint_norm_outputs and self.mlp_tile_tokens and self.attention_head_groups > 1:
-            raise ValueError(
-                "model.checkpoint_norm_outputs=true has no norm's output to drop:"
-                " model.mlp_tile_tokens and model.attention_head_groups keep none; set it to false"
-            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.hidden_size="
@@ -182,7 +167,7 @@ class ModelConfig:
                     f"model.{key} is about the inputs of recomputed blocks, and there are none: set"
                     f" model.checkpoint above 0"
                 )
-        if self.checkpoint_segment == 1 and self.attention_head_groups == 1:
+        if self.checkpoint_segment == 1:
             raise ValueError(
                 "model.checkpoint_segment=1 keeps the input of every block: use 0, or 2 or more"
             )
@@ -268,14 +253,6 @@ class ModelConfig:
     def attention_windows(self) -> Windows:
         return ((self.sliding_window, self.num_layers),)
 
-    def head_groups(self, parts: int, ranks: int) -> HeadGroups:
-        """The groups of the heads of one of `parts`, which `ranks` exchange.
-
-        Raises ValueError if the heads do not divide.
-        """
-        heads = self.num_heads // parts, self.kv_heads // parts
-        return HeadGroups.of(self.attention_head_groups, *heads, ranks)
-
     def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
         from isp.attention.heads import HeadPlan  # here: a configuration is read without torch
 
@@ -307,10 +284,6 @@ class ModelConfig:
                         f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
                         f" features"
                     )
-        if facts.splits_features:
-            self.head_groups(size, 1)
-        else:
-            self.head_groups(1, parallel.for_heads(self.num_heads, self.kv_heads).head_size)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
             _check_distributable(self, parallel, seq_len)

@@ -121,7 +121,6 @@ RUNGS = replace(
     checkpoint_segment=2,
     loss_chunk_tokens=5,
     mlp_tile_tokens=6,
-    attention_head_groups=3,
 )
 
 

@@ -51,7 +51,6 @@ RUNGS = {
     "loss in chunks": ("--model.loss_chunk_tokens=1024",),
     "recompute all blocks": ("--model.checkpoint=1",),
     "MLP in tiles": ("--model.mlp_tile_tokens=1024",),
-    "heads in groups": ("--model.attention_head_groups=4",),
     "inputs on the host": ("--model.checkpoint_offload",),
     "every 4th of them": ("--model.checkpoint_segment=4",),
 }

@@ -1,4 +1,4 @@
-"""Shared by layers that compute tokens or heads in parts, and each part again in backward.
+"""For layers that compute tokens in parts, and each part again in backward.
 
 [Note: Kept input] Only the input is kept, by a node of its own ahead of the layer's, and the layer
 itself saves nothing. Inside what is recomputed (`isp.recompute`) the recompute then ends at that
@@ -16,7 +16,7 @@ from isp.autograd import Function
 from isp.layers.linear import NeedsGrad, ParallelLinear
 from isp.layers.weight_gradients import weight_gradient
 
-__all__ = ["SummedGradient", "SummedProduct", "deliver", "keep", "kept"]
+__all__ = ["SummedGradient", "SummedProduct", "keep", "kept"]
 
 
 class _Keep(Function):
@@ -96,19 +96,12 @@ class SummedProduct(SummedGradient):
 
     def deliver(self) -> Tensor | None:
         """The gradient of the shard for autograd, or None if the communicator brings it."""
-        self._dtype = self._layer.communicator.gradient_dtype(self._dtype)
-        return deliver(self._layer, self.take(), self.want)
-
-
-def deliver(
-    layer: ParallelLinear, gradient: Tensor | None, want: NeedsGrad, *, is_bias: bool = False
-) -> Tensor | None:
-    """A linear's full gradient as that of its shard, None if the communicator brings it later."""
-    if gradient is None or not want:
-        return None
-    return layer.communicator.grad_hook(
-        gradient, module=layer, is_bias=is_bias, returned=want is NeedsGrad.VALUE
-    )
+        communicator = self._layer.communicator
+        self._dtype = communicator.gradient_dtype(self._dtype)
+        if (gradient := self.take()) is None:
+            return None
+        returned = self.want is NeedsGrad.VALUE
+        return communicator.grad_hook(gradient, module=self._layer, returned=returned)
 
 
 def _wide(x: Tensor) -> torch.dtype:

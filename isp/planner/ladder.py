@@ -41,7 +41,6 @@ WITHOUT: Keys = {
     "model.checkpoint_mlp_activation": False,
     "model.loss_chunk_tokens": 0,
     "model.mlp_tile_tokens": 0,
-    "model.attention_head_groups": 1,
     "model.checkpoint_offload": False,
     "model.checkpoint_segment": 0,
     "optimizer.offload_states": False,
@@ -65,7 +64,6 @@ RUNGS = (
     Rung("MLP in tiles of tokens", [{"model.mlp_tile_tokens": 8192}]),
     Rung("inputs of blocks on the host", [{"model.checkpoint_offload": True}]),
     Rung("inputs of every 4th block", [{"model.checkpoint_segment": 4}]),
-    Rung("heads in groups", [{"model.attention_head_groups": n} for n in (8, 4, 2)]),
     Rung("moments in bfloat16", [{"optimizer.moment_dtype": "bfloat16"}], of_states=True),
     Rung("states on the host", [{"optimizer.offload_states": True}], of_states=True),
 )

@@ -136,7 +136,6 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
         # No layer is left to show the rest, but the loss and the last norm are.
         chunk, compiled = model.loss_chunk_tokens, model.compile
         model = replace(bare(model), loss_chunk_tokens=chunk, compile=compiled)
-    segmented = model.checkpoint_segment > 0 and model.attention_head_groups > 1
     return replace(
         model,
         num_layers=2 if model.hf is None else model.num_layers,
@@ -144,7 +143,7 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
         checkpoint_offload=recomputed and model.checkpoint_offload,
-        checkpoint_segment=int(recomputed and segmented),  # [Note: Segments]
+        checkpoint_segment=0,  # [Note: Segments]
     )
 
 

@@ -84,8 +84,7 @@ class DecoderSubject:
     name = "isp's own decoder"
 
     def __init__(self, config: ModelConfig, layers: int = 2) -> None:
-        groups, tile = min(config.attention_head_groups, 2), min(config.mlp_tile_tokens, 5)
-        share, kv_heads = min(config.num_heads // config.kv_heads, 4), 4 * groups
+        share, kv_heads = min(config.num_heads // config.kv_heads, 4), 4
         self._config = replace(
             config,
             preset=None,
@@ -98,14 +97,12 @@ class DecoderSubject:
             intermediate_size=48,
             sliding_window=config.sliding_window and min(config.sliding_window, 9),
             init_std=0.2,
-            mlp_tile_tokens=tile,
-            attention_head_groups=groups,
+            mlp_tile_tokens=min(config.mlp_tile_tokens, 5),
         )
         self.vocab_size = self._config.vocab_size
 
     def plain(self) -> _PlainDecoder:
-        whole = replace(self.driven(0.0), mlp_tile_tokens=0, attention_head_groups=1)
-        return _PlainDecoder(whole)
+        return _PlainDecoder(replace(self.driven(0.0), mlp_tile_tokens=0))
 
     def driven(self, checkpoint: float) -> ModelConfig:
         config = self._config

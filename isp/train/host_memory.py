@@ -36,13 +36,11 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
     order = PipelineOrder(config.parallel.pipeline)
     recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
     spans = stage_spans(model, order.num_stages)
-    in_halves = model.attention_head_groups > 1 and not model.checkpoint_segment
     counts = []
     for number in order.stages_of(stage):
         own = recomputed[slice(*spans[number])]
         whole = inputs_kept(own, model.checkpoint_segment)
-        blocks = sum(r and k for r, k in zip(own, whole, strict=True))
-        counts.append(blocks * (2 if in_halves else 1))
+        counts.append(sum(r and k for r, k in zip(own, whole, strict=True)))
     live = most = 0
     for kind, _, chunk in order.actions(stage, data.num_micro_batches):
         here = counts[chunk]

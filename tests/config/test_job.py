@@ -160,10 +160,10 @@ def test_ways_to_compute_are_left_out_by_their_role():
         "checkpoint_mlp_activation": True,
         "mlp_tile_tokens": 8192,
     }
-    excluding = {"checkpoint_keeps_attention": True}, {"attention_head_groups": 2}
-    names = {*others, *(name for one in excluding for name in one)}
+    excluding = {"checkpoint_keeps_attention": True}
+    names = {*others, *excluding}
     assert names == defaults_of(ModelConfig, KeyRole.METHOD).keys()
-    for changed in (others, *excluding):
+    for changed in (others, excluding):
         model = dataclasses.replace(plain, preset="tiny", **changed)
         assert bare(model) == dataclasses.replace(plain, preset="tiny")
         assert _to_read(model) == plain
@@ -208,6 +208,12 @@ def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
     assert "no such key" in message
     expected = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
     assert expected in message
+
+
+def test_a_key_that_is_gone_names_what_to_use_instead(write):
+    """Catches a configuration of before that is refused without a way out."""
+    message = faults_of(write(MINIMAL), "--model.attention_head_groups", "2")
+    assert "no such key; heads in groups did not pay" in message
 
 
 def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):

@@ -385,10 +385,6 @@ def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
         ({"num_heads": 5, "num_kv_heads": 5}, "model.num_heads=5 must divide model.hidden_size=32"),
         ({"head_dim": 7}, "a head of 7 features cannot be rotated"),
         ({"checkpoint": 1.5}, "model.checkpoint=1.5 must be at most 1"),
-        (
-            {"mlp_tile_tokens": 8, "attention_head_groups": 2, "checkpoint_norm_outputs": True},
-            "model.checkpoint_norm_outputs=true has no norm's output to drop",
-        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(changes, fault):
@@ -401,7 +397,7 @@ def test_a_model_that_cannot_be_is_refused(changes, fault):
     "changes",
     [
         {},
-        {"qk_norm": True, "checkpoint": 0.5, "attention_head_groups": 2},
+        {"qk_norm": True, "checkpoint": 0.5},
         {"checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True},
         {"mlp_tile_tokens": 5},
     ],

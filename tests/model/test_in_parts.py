@@ -1,4 +1,4 @@
-"""Blocks computed in parts (tiles of tokens, groups of heads) against the same blocks in one piece.
+"""Blocks whose MLP is computed in tiles of tokens against the same blocks in one piece.
 
 Each case is trained a step in float64 in a layout, as it is and in parts: the loss, the gradient
 norm and every main gradient of every rank are compared, and what was gathered and reduced. The
@@ -49,11 +49,7 @@ NO_OVERLAP = replace(POISONED, overlap=False)
 ZERO, ZBV = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
 
 TILES: dict[str, Any] = {"mlp_tile_tokens": 5}
-HEADS: dict[str, Any] = {"attention_head_groups": 2}
-BOTH: dict[str, Any] = {**TILES, "attention_head_groups": 4}
 WHOLE: dict[str, Any] = {"checkpoint": 1.0}
-HALF: dict[str, Any] = {"checkpoint": 0.5}
-DISTRIBUTED: dict[str, Any] = {**WHOLE, "checkpoint_distribute_activations": True}
 SEGMENTS: dict[str, Any] = {**WHOLE, "checkpoint_segment": 2, "checkpoint_offload": True}
 OFFLOADED: dict[str, Any] = {**WHOLE, "checkpoint_offload": True}
 KEPT: dict[str, Any] = {"checkpoint": 0.5, "checkpoint_keeps_attention": True}
@@ -99,39 +95,8 @@ CASES = {
     "tiles, zero bubble": Case(
         Layout(pipeline=2, schedule=ZERO, chunks=2, micro=4), FOUR, TILES, WHOLE
     ),
-    "heads": Case(Layout(micro=2), MODEL, HEADS),
-    "heads that share a KV head": Case(Layout(), TIED, {"attention_head_groups": 8}, rows=2),
-    "heads, attention alone": Case(Layout(), MODEL, HEADS, WHOLE, frozen="feed_forward"),
-    "both, their norms alone": Case(Layout(), MODEL, BOTH, frozen="attention.w"),
-    "both, MLPs alone": Case(Layout(), MODEL, BOTH, WHOLE, frozen="attention"),
-    "heads, mtp": Case(Layout(mode=Mode.MTP, tensor=2), MODEL, HEADS, DISTRIBUTED),
-    "both, msp": Case(Layout(mode=Mode.MSP, tensor=2, micro=2), TIED, BOTH),
-    "both, fsp": Case(Layout(mode=Mode.FSP, tensor=2), MODEL, BOTH, HALF, rows=2),
-    "heads, isp": Case(Layout(tensor=2, weight=2, options=POISONED), MODEL, HEADS, WHOLE),
-    "both, isp": Case(Layout(tensor=2, weight=2, micro=2, options=POISONED), TIED, BOTH),
-    "both, isp, frozen": Case(
-        Layout(tensor=2, weight=2, options=POISONED), MODEL, BOTH, WHOLE, frozen="wqkv.weight"
-    ),
-    "both, no overlap": Case(Layout(tensor=2, weight=2, options=NO_OVERLAP), MODEL, BOTH, HALF),
-    "both, per module": Case(Layout(weight=2, data=2, micro=2, options=PER_MODULE), MODEL, BOTH),
-    "both, in segments": Case(Layout(tensor=2, weight=2), FOUR, BOTH, SEGMENTS),
-    "both, on the host": Case(Layout(weight=2, data=2, micro=2), FOUR, BOTH, OFFLOADED),
-    "both, zero bubble": Case(
-        Layout(pipeline=2, schedule=ZERO, chunks=2, micro=4), FOUR, BOTH, WHOLE
-    ),
-    "heads, few KV heads": Case(
-        Layout(tensor=4, weight=4, options=POISONED),
-        replace(TIED, num_kv_heads=2),
-        HEADS,
-        rows=2,
-    ),
-    "both, isp 4": Case(Layout(tensor=4, weight=2, options=POISONED), MODEL, HEADS | TILES, HALF),
-    "both, V": Case(
-        Layout(tensor=2, weight=2, pipeline=2, schedule=ZBV, chunks=2, micro=4, options=PER_MODULE),
-        replace(FOUR, tie_embeddings=True),
-        BOTH,
-        WHOLE,
-    ),
+    "tiles, in segments": Case(Layout(tensor=2, weight=2), FOUR, TILES, SEGMENTS),
+    "tiles, on the host": Case(Layout(weight=2, data=2, micro=2), FOUR, TILES, OFFLOADED),
     "tiles, isp 4": Case(Layout(tensor=4, weight=4, options=POISONED), MODEL, TILES, WHOLE),
     "tiles, V": Case(
         Layout(tensor=2, weight=2, pipeline=2, schedule=ZBV, chunks=2, micro=4, options=PER_MODULE),
@@ -219,8 +184,7 @@ def test_blocks_in_parts_train_as_in_one_piece(world: int) -> None:
                 assert sum(found.values()) <= sum(expected.values()), name
             else:
                 assert found == expected, name
-            if "checkpoint_segment" not in cases[name].recompute:
-                assert parts.sent[Purpose.HEADS] == _heads_bytes(name, whole), name
+            assert parts.sent[Purpose.HEADS] == whole.sent[Purpose.HEADS], name
 
 
 def _of_weights(moved: Counter[tuple[Purpose, str, str]]) -> dict[Any, int]:
@@ -229,22 +193,12 @@ def _of_weights(moved: Counter[tuple[Purpose, str, str]]) -> dict[Any, int]:
     return {key: count for key, count in found.items() if not key[2].endswith(".bias")}
 
 
-def _heads_bytes(name: str, whole: Found) -> int:
-    """Those of heads in groups, which are exchanged once more where plain ones are kept."""
-    case, sent = CASES[name], whole.sent[Purpose.HEADS]
-    if "attention_head_groups" not in case.parts:
-        return sent
-    fraction = case.recompute.get("checkpoint", 0.0)
-    return round(sent / (2 + fraction) * 3)
-
-
-TOKENS, HIDDEN, WIDE, INNER = 256, 32, 128, 512
+TOKENS, HIDDEN, INNER = 256, 32, 512
 LARGE = ModelConfig(
     vocab_size=32,
     hidden_size=HIDDEN,
     num_layers=1,
-    num_heads=8,
-    head_dim=WIDE // 8,
+    num_heads=2,
     intermediate_size=INNER,
     checkpoint=1.0,
 )
@@ -265,29 +219,22 @@ def _peak(parts: dict[str, Any]) -> int:
     return live.peak - before
 
 
-def _peaks(_: int) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Of a plain block, of one in n tiles, and of one in small tiles and n groups."""
-    tiles = {n: _peak({"mlp_tile_tokens": TOKENS // n}) for n in (4, 8)}
-    groups = {n: {"mlp_tile_tokens": TOKENS // 16, "attention_head_groups": n} for n in (2, 4, 8)}
-    return _peak({}), tiles, {n: _peak(parts) for n, parts in groups.items()}
+def _peaks(_: int) -> tuple[int, dict[int, int]]:
+    """Of a plain block, and of one in n tiles."""
+    return _peak({}), {n: _peak({"mlp_tile_tokens": TOKENS // n}) for n in (4, 8)}
 
 
-def test_a_block_takes_what_a_tile_and_a_group_take() -> None:
-    """Catches parts that are all kept until the end: what is inside falls with their number."""
-    ((plain, tiles, both),) = run_ranks(1, _peaks)
+def test_a_block_takes_what_a_tile_takes() -> None:
+    """Catches tiles that are all kept until the end: what is inside falls with their number."""
+    ((plain, tiles),) = run_ranks(1, _peaks)
     inside = TOKENS * 4 * INNER * ITEM  # gate and up, their product, and its gradient at least
     assert plain - tiles[4] > inside / 2
     assert tiles[8] <= tiles[4]
-    heads = TOKENS * 4 * WIDE * ITEM  # q, k, v and what heads give
-    assert both[2] < tiles[8] - heads / 4
-    assert both[4] < both[2] - heads / 4
-    assert both[8] < both[4] - heads / 8
-    assert plain > 4 * both[8]
 
 
 def test_a_graph_that_is_kept_goes_back_again() -> None:
     """Catches sums of a first pass that are still there in a second, and an input that is gone."""
-    model = filled(replace(LARGE, num_kv_heads=2, **BOTH))
+    model = filled(replace(LARGE, **TILES))
     (block,) = model.blocks()
     x = torch.randn(1, 8, HIDDEN, dtype=torch.float64, requires_grad=True)
     y = block(x, model.rotary(torch.arange(8)[None], dtype=x.dtype), AttentionMask(causal=True))

@@ -45,9 +45,7 @@ OFF = replace(FIVE, checkpoint_offload=True)
 TWO_LEVELS = replace(FIVE, checkpoint_segment=2)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
 TILED = replace(TIED, mlp_tile_tokens=5, checkpoint=0.0)
-HEADS = replace(TIED, num_kv_heads=4, attention_head_groups=4, checkpoint=0.0)
-HEADS_ALL = replace(HEADS, attention_head_groups=2, checkpoint=1.0, mlp_tile_tokens=5)
-HEADS_SEGMENTS = replace(HEADS_ALL, checkpoint_segment=2, checkpoint_offload=True)
+TILED_ALL = replace(TILED, checkpoint=1.0)
 TILED_KEPT = replace(TILED, checkpoint=0.5, checkpoint_keeps_attention=True)
 ENDS = WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True, own_reduce_group=True)
 LATE = WeightConfig(
@@ -73,11 +71,6 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.MSP, tensor=2, pipeline=2, micro=4), FEW_KV, "float64"),
     (Layout(mode=Mode.MSP, tensor=2, data=2), TILED, "float64"),
     (Layout(tensor=2, weight=2, pipeline=2, micro=4, options=LATE), TILED_KEPT, "float64"),
-    (Layout(mode=Mode.FSP, tensor=2, data=2), HEADS, "float64"),
-    (Layout(tensor=2, weight=2, data=2, micro=2), HEADS, "float64"),
-    (Layout(tensor=4, weight=2, options=LATE), HEADS_ALL, "bfloat16"),
-    (Layout(tensor=4, weight=2), replace(HEADS_ALL, checkpoint_offload=True), "float32"),
-    (Layout(tensor=2, weight=2, data=2, micro=2), HEADS_SEGMENTS, "float32"),
     (Layout(mode=Mode.FSP, tensor=4), BASE, "bfloat16"),
     (Layout(mode=Mode.FSP, tensor=2, data=2, micro=2), TIED, "float64"),
     (Layout(mode=Mode.FSP, data=2, pipeline=2, micro=2), DROPS, "float32"),
@@ -103,10 +96,10 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
 TWO_AXES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=4, context=2, weight=2), KEPT, "float64"),
     (Layout(tensor=4, context=4, weight=2, micro=2), FEW_KV, "bfloat16"),
-    (Layout(tensor=4, context=2, head_first=False, weight=4), HEADS_ALL, "float32"),
+    (Layout(tensor=4, context=2, head_first=False, weight=4), TILED_ALL, "float32"),
     (Layout(tensor=4, context=2), replace(ODD, sliding_window=5), "float64"),
     (Layout(tensor=4, context=4, exchange=ContextExchange.RING), KEPT, "float32"),
-    (Layout(tensor=4, context=4, exchange=ContextExchange.RING), HEADS_ALL, "float32"),
+    (Layout(tensor=4, context=4, exchange=ContextExchange.RING), TILED_ALL, "float32"),
     (Layout(tensor=2, context=2, weight=2, data=2, options=ENDS), EVEN, "float64"),
     (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
 ]

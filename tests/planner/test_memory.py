@@ -47,9 +47,6 @@ FOUR = replace(MODEL, num_layers=4)
 FOUR_ALL = replace(FOUR, checkpoint=1.0)
 LADDER = replace(
     FOUR_ALL,
-    num_heads=4,
-    num_kv_heads=4,
-    attention_head_groups=4,
     checkpoint_segment=2,
     checkpoint_offload=True,
     loss_chunk_tokens=16,
@@ -59,9 +56,6 @@ TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 STAY = WeightConfig(reshard_after_forward=False)
-WIDE = replace(MODEL, num_heads=16, num_kv_heads=16, head_dim=16, num_layers=2)
-HEADS = replace(WIDE, attention_head_groups=4, mlp_tile_tokens=32)
-HEADS_ALL = replace(HEADS, checkpoint=1.0)
 CASES = [
     (Layout(), MODEL, "float32"),
     (Layout(), HALF, "bfloat16"),
@@ -69,9 +63,6 @@ CASES = [
     (Layout(weight=2, data=2, options=WeightConfig(overlap=False)), KEPT, "float32"),
     (Layout(tensor=2, weight=2), ALL, "float32"),
     (Layout(), TILED, "float32"),
-    (Layout(), HEADS, "float32"),
-    (Layout(), HEADS_ALL, "bfloat16"),
-    (Layout(tensor=2, weight=2), HEADS_ALL, "float32"),
     (Layout(tensor=2, weight=2), TILED_ALL, "bfloat16"),
     (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
@@ -96,7 +87,7 @@ CASES = [
     (Layout(pipeline=2, micro=3), OFF, "float32"),
     (Layout(pipeline=2, micro=3), TWO_LEVELS, "float32"),
     (Layout(tensor=2, context=2), MODEL, "float32"),
-    (Layout(tensor=2, context=2, weight=2), HEADS_ALL, "bfloat16"),
+    (Layout(tensor=2, context=2, weight=2), TILED_ALL, "bfloat16"),
     (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]
 PARTS = [

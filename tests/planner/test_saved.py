@@ -31,10 +31,8 @@ PART = replace(BASE, checkpoint=0.6)
 KEPT = replace(PART, checkpoint_keeps_attention=True)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
 TILED = replace(NORMED, mlp_tile_tokens=7)
-HEADS = replace(NORMED, attention_head_groups=2)
 PIECES = replace(PART, checkpoint_distribute_activations=True)
 ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8)
-PARTLY = {"checkpoint": 0.6, "checkpoint_distribute_activations": True}
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 
 ONE = [
@@ -46,8 +44,6 @@ ONE = [
     (Layout(), KEPT, "bfloat16"),
     (Layout(), DROPS, "float32"),
     (Layout(), TILED, "bfloat16"),
-    (Layout(), HEADS, "float32"),
-    (Layout(), replace(HEADS, mlp_tile_tokens=7, checkpoint=0.6), "bfloat16"),
     (Layout(), replace(TILED, checkpoint=0.6, checkpoint_keeps_attention=True), "float32"),
 ]
 TWO = [
@@ -64,8 +60,6 @@ TWO = [
     (Layout(mode=Mode.FSP, tensor=2), KEPT, "float64"),
     (Layout(mode=Mode.FSP, tensor=2), NORMED, "float32"),
     (Layout(mode=Mode.MSP, tensor=2), replace(TILED, checkpoint=0.6), "float32"),
-    (Layout(tensor=2, weight=2), HEADS, "float32"),
-    (Layout(mode=Mode.MTP, tensor=2), replace(HEADS, **PARTLY), "float32"),
     (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
     (Layout(tensor=2, context=2), KEPT, "bfloat16"),
 ]

@@ -80,7 +80,7 @@ LAYOUTS = {
     "msp 4": Recorded(4, _features("msp", 4, "model.checkpoint=0.5")),
     "fsp 2": Recorded(2, _features("fsp", 2, "model.tie_embeddings=true")),
     "msp 2, stages": Recorded(4, _features("msp", 2, _STAGES)),
-    "isp 2 x 2": Recorded(2, _isp(2, 2, "model.mlp_tile_tokens=16 model.attention_head_groups=2")),
+    "isp 2 x 2": Recorded(2, _isp(2, 2, "model.mlp_tile_tokens=16")),
     "isp 2 x 4": Recorded(4, _isp(2, 4, "parallel.weight.vocab_parallel_loss=true")),
     "isp 1 x 4, by hidden": Recorded(4, _isp(1, 4, "parallel.weight.embed_split_hidden=true")),
     "isp 2, zero1 2": Recorded(4, _isp(2, 1, "parallel.zero1.size=2")),

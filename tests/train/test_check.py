@@ -81,7 +81,7 @@ def test_a_configuration_in_other_modes() -> None:
     from isp.train.check_subjects import DecoderSubject
 
     changes = ["--model.qk_norm", "--model.qkv_bias", "--model.sliding_window=7"]
-    changes += ["--model.mlp_tile_tokens=64", "--model.attention_head_groups=2"]
+    changes += ["--model.mlp_tile_tokens=64"]
     config = load_config(QUICKSTART, changes)
     layouts = [Layout(2, 1, Mode.MSP), Layout(2, 1, Mode.MTP), Layout(2, 2)]
     check = Check(DecoderSubject(config.model), layouts, parallel=config.parallel)

@@ -25,10 +25,6 @@ CASES = {
         2,
         (*OFFLOADED, "--model.checkpoint=0.6", "--model.checkpoint_segment=3"),
     ),
-    "heads in groups": (
-        2,
-        (*OFFLOADED, "--model.attention_head_groups=2", "--parallel.tensor.size=1"),
-    ),
     "mtp, in parts, 1F1B": (
         4,
         (
@@ -57,7 +53,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_checked_is_what_is_planned(name: str, tmp_path: Path) -> None:
-    """Catches one of the two that forgets chunks, halves, micro-batches under way, or the tensor
+    """Catches one of the two that forgets chunks, micro-batches under way, or the tensor
     group."""
     world, overrides = CASES[name]
     config = load_config(write_job(tmp_path), overrides)

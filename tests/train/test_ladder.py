@@ -34,7 +34,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "attention kept": {**AGAIN, "checkpoint_keeps_attention": True},
     "norms again": {"checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True},
     "tiles": {"mlp_tile_tokens": 6},
-    "groups": {"attention_head_groups": 2},
     "inputs on the host": {**AGAIN, "checkpoint_offload": True},
     "inputs of segments": {**AGAIN, "checkpoint_segment": 2},
     "states on the host": {"offload_states": True},
@@ -49,10 +48,7 @@ LAYOUTS = (
     (Layout(pipeline=2, micro=2), FOUR_TIED),
     (Layout(pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2), FOUR),
 )
-EXCLUDED = {
-    ("attention kept", "groups"),
-    ("attention kept", "inputs of segments"),
-}
+EXCLUDED = {("attention kept", "inputs of segments")}
 """Pairs that a configuration refuses."""
 ALL = tuple(name for name in KEYS if name not in ("half again", "attention kept", "norms again"))
 SETS = [*(pair for pair in combinations(KEYS, 2) if pair not in EXCLUDED), ALL]

@@ -31,7 +31,6 @@ DEEP = replace(MODEL, num_layers=4, checkpoint=0.5)
 LADDER: dict[str, Any] = {
     "checkpoint": 1.0,
     "checkpoint_offload": True,
-    "attention_head_groups": 2,
     "mlp_tile_tokens": 3,
     "loss_chunk_tokens": 5,
 }
@@ -49,7 +48,7 @@ CASES: list[tuple[Layout, ModelConfig, bool]] = [
     (Layout(tensor=4, context=2, exchange=RING), replace(MODEL, **LADDER), False),
     (Layout(tensor=4, context=2, head_first=False, weight=2), ONE_KV, False),
     (Layout(tensor=4, context=2, weight=2, options=ENDS), ONE_KV, True),
-    (Layout(tensor=4, context=2), replace(MODEL, **LADDER, checkpoint_segment=1), True),
+    (Layout(tensor=4, context=2), replace(MODEL, **LADDER, checkpoint_segment=2), True),
     (Layout(tensor=4, context=4, micro=2), replace(DEEP, checkpoint_segment=2), False),
     (Layout(tensor=2, context=2, weight=4, data=2, micro=2), DEEP, True),
     (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=3), DEEP, True),

@@ -14,17 +14,13 @@ from isp.weights.trace import Block, Chunks, sequential_actions
 from tests.weights.schedules import decoder, events
 
 
-def _in_parts(chunks: Chunks, *, heads: bool) -> Chunks:
-    """The MLPs of a decoder's layers in tiles, and (`heads`) attention in groups of heads."""
+def _in_tiles(chunks: Chunks) -> Chunks:
+    """The MLPs of a decoder's layers in tiles."""
 
     def tiled(block: Block) -> Block:
         if not block.name.startswith("layers"):
             return block
         wqkv, attn, wo, w1, w2 = block.uses
-        if heads:
-            wqkv = wqkv._replace(in_recompute=False)
-            attn = attn._replace(in_recompute=False)
-            wo = wo._replace(in_recompute=False, with_previous=True)
         w1 = w1._replace(in_recompute=False)
         w2 = w2._replace(in_recompute=False, with_previous=True)
         return block._replace(uses=(wqkv, attn, wo, w1, w2))
@@ -34,7 +30,7 @@ def _in_parts(chunks: Chunks, *, heads: bool) -> Chunks:
 
 def test_both_weights_come_before_the_first_and_go_after_the_last() -> None:
     """Catches the first of two freed while the second is read, or the second requested late."""
-    chunks = _in_parts(decoder(2, 1.0), heads=False)
+    chunks = _in_tiles(decoder(2, 1.0))
     made = plan(chunks, sequential_actions(1), Prefetch(unit=OverlapUnit.MODULE))
     lines = events(made, chunks)
     of_first = [line for line in lines if "layers.0" in line.split(":")[0]]
@@ -50,24 +46,12 @@ def test_both_weights_come_before_the_first_and_go_after_the_last() -> None:
     ]
 
 
-def test_a_recompute_that_passes_by_is_no_read() -> None:
-    """Catches a trace that expects a recompute of groups of heads, whose input alone is kept."""
-    chunks = _in_parts(decoder(1, 1.0), heads=True)
-    places = [
-        line.split(":")[0]
-        for line in events(plan(chunks, sequential_actions(1), Prefetch()), chunks)
-    ]
-    backward = [f"B0 layers.0.{name}" for name in ("w2", "w1", "wo", "wqkv")]
-    assert [place for place in places if "layers.0" in place][5:] == backward
-
-
 @pytest.mark.parametrize("unit", list(OverlapUnit))
-@pytest.mark.parametrize("heads", [False, True])
-def test_each_is_gathered_once_a_pass_within_the_budget(unit: OverlapUnit, heads: bool) -> None:
+def test_each_is_gathered_once_a_pass_within_the_budget(unit: OverlapUnit) -> None:
     """Catches weights gathered for each part, at the moment of use, or beyond two units."""
     for layers, fraction in ((1, 0.0), (1, 1.0), (3, 0.0), (3, 0.4), (4, 1.0)):
         for order in (sequential_actions(1), sequential_actions(3)):
-            chunks = _in_parts(decoder(layers, fraction), heads=heads)
+            chunks = _in_tiles(decoder(layers, fraction))
             for launch in LaunchPoint:
                 prefetch = Prefetch(unit=unit, launch=launch)
                 found = simulate(plan(chunks, order, prefetch), chunks, order)
