@@ -8,7 +8,8 @@ K KV heads of this rank, G = H / K, d head size, L tokens of the longest documen
 
 A layer with a window keeps that many tokens, in a ring: its query sees all of it, in any order, as
 rotary positions are in the keys already. So no mask but that of documents that are shorter than
-the longest is ever needed. Of convolutions and scans the state behind each document is kept.
+the longest is ever needed. Of convolutions and scans the state behind each document is kept, of
+indexers the index keys.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.attention.chosen import Chosen, given, seen_by
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import host_memory
@@ -33,7 +35,7 @@ def cached_tokens(capacity: int, window: int | None) -> int:
 
 
 class KeyValueCache:
-    """Keys and values, or states, of every layer of a rank that mixes tokens, in order of calls.
+    """Keys and values, index keys or states of what mixes a rank's tokens, in order of calls.
 
     Made with a model; each `prefill` begins anew. Outside of `prefill` and `decode` layers are as
     if there were none.
@@ -105,24 +107,41 @@ class KeyValueCache:
         v: Tensor,
         mask: AttentionMask,
         sinks: Tensor | None,
+        chosen: Chosen | None,
     ) -> Tensor:
         """One layer's attention; see `CachedAttention`."""
-        step, number = self._step, self._next
-        self._next += 1
+        step = self._step
         if not mask.causal:
             raise ValueError("only causal attention can go on from keys and values that were kept")
+        if step is None:
+            return attention.plainly(q, k, v, mask, sinks, chosen)
+        layer = self._kept(step, k, v, mask.window)
+        if isinstance(step, _Prefill):
+            return attention.plainly(q, k, v, mask, sinks, chosen)
+        places = step.mask(layer.size, q.device)
+        return attention.see_all(q, *layer.seen(step), places, sinks, chosen)
+
+    def index_keys(self, keys: Tensor) -> list[Tensor]:
+        """The index keys [L, D] of each document so far, with these of new tokens [1, S, D]."""
+        assert self._step is not None
+        k = keys.unsqueeze(2)
+        layer = self._kept(self._step, k, k[..., :0], None)
+        documents = zip(layer.k.unbind(), self.lengths, strict=True)
+        return [document[0, :length] for document, length in documents]
+
+    def _kept(self, step: _Prefill | _Decode, k: Tensor, v: Tensor, window: int | None) -> _Layer:
+        """The next layer, with new keys and values."""
+        number = self._next
+        self._next += 1
         if isinstance(step, _Decode):
             layer = self._layers[number]
             assert isinstance(layer, _Layer)
             layer.append(step, k, v)
-            return attention.see_all(q, *layer.seen(step), step.mask(layer.size, q.device), sinks)
-        out = attention.plainly(q, k, v, mask, sinks)
-        if step is not None:
-            size = cached_tokens(self.capacity, mask.window)
-            layer = _Layer(len(step.lengths), size, k, v)
+        else:
+            layer = _Layer(len(step.lengths), cached_tokens(self.capacity, window), k, v)
             layer.fill(step.lengths, k, v)
             self._layers.append(layer)
-        return out
+        return layer
 
     def go_on(self, scan: Callable[[Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
         """One layer's results of `scan`, which gives them and the states behind each document.
@@ -163,26 +182,47 @@ class CachedAttention:
         self._softcap = softcap
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """q [1, S, H, d], k and v [1, S, K, d], sinks [H] -> [1, S, H, d]."""
-        return self._cache.attend(self, q, k, v, mask, sinks)
+        return self._cache.attend(self, q, k, v, mask, sinks, chosen)
 
     def plainly(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        sinks: Tensor | None,
+        chosen: Chosen | None,
     ) -> Tensor:
         """By `local`."""
-        options = {} if sinks is None else {"sinks": sinks}
-        return self._local(q, k, v, mask=mask, **options)
+        return self._local(q, k, v, mask=mask, **given(sinks, chosen))
 
     def see_all(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        chosen: Chosen | None,
     ) -> Tensor:
         """q [1, n.., H, d], k and v [n, K, L, d], mask [n, 1, 1, L] -> [1, n.., H, d].
 
         Tokens of q beyond the n documents are padding, and give zeros.
         """
-        num, kv_heads = k.shape[:2]
+        num, kv_heads, length, _ = k.shape
+        if chosen is not None:
+            seen = seen_by(chosen.numbers[0, :num], chosen.run, length).permute(2, 0, 1, 3)
+            mask = seen if mask is None else mask & seen  # [n, G, 1, L]
         grouped = q[0, :num].unflatten(1, (kv_heads, -1))  # [n, K, G, d]: no key is repeated
         if self._softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self._scale)

@@ -23,6 +23,7 @@ its document has, as the model alone does it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ from isp.attention.keys import KeyExchange
 from isp.comm.tag import Purpose, Tag
 from isp.mixers.placement import Placement
 
-__all__ = ["Indexer", "choose"]
+__all__ = ["Indexer", "choose", "choose_next"]
 
 _MOST_SCORES = 1 << 26
 """Of a tile, over all heads, unless a query alone has more."""
@@ -63,19 +64,33 @@ def choose(indexer: Indexer, placement: Placement) -> Tensor:
         tag = Tag(Purpose.KEYS, tensor="indexer.k")
         exchange = KeyExchange(placement.channel, route.on(keys.device), tag)
         (keys,) = exchange.go_out((keys.contiguous(),))()
-    most = indexer.most(max(placement.document_lengths))
-    parts, token = [keys.new_empty((0, indexer.num_choices, most), dtype=torch.int32)], 0
+    documents = []
     lengths = zip(placement.segments, placement.whole_lengths, strict=True)
     for (size, length), own in zip(lengths, keys.split(route.mask.key_lengths), strict=False):
-        before = len(own) - size
-        if own.device.type == "cpu":  # [Note: Ties]
-            own = F.pad(own, (0, 0, 0, length - len(own)))
-        rows = max(1, _MOST_SCORES // (indexer.num_heads * len(own)))
+        lacking = length - len(own) if own.device.type == "cpu" else 0  # [Note: Ties]
+        documents.append((len(own) - size, size, F.pad(own, (0, 0, 0, lacking))))
+    return _numbers(indexer, documents, indexer.most(max(placement.document_lengths)))
+
+
+def choose_next(indexer: Indexer, documents: Sequence[Tensor], first: int) -> Tensor:
+    """The same of the last token of each document, with keys [L, D]; this rank has those from
+    `first` on, and padding behind them."""
+    own = documents[first : first + indexer.keys.shape[1]]
+    lasts = [(len(keys) - 1, 1, keys) for keys in own]
+    return _numbers(indexer, lasts, indexer.most(max(map(len, documents))))
+
+
+def _numbers(indexer: Indexer, documents: Iterable[tuple[int, int, Tensor]], most: int) -> Tensor:
+    """[T, G, n], `most` = n; of documents: where the tokens begin, how many, keys [C, D]."""
+    shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
+    numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
+    for before, size, keys in documents:
+        rows = max(1, _MOST_SCORES // (indexer.num_heads * len(keys)))
         for start in range(0, size, rows):
             stop = min(start + rows, size)
-            places = torch.arange(before + start, before + stop, device=own.device)
-            seen = torch.arange(len(own), device=own.device) <= places.unsqueeze(1)
-            found = indexer.choose(slice(token + start, token + stop), own, seen)
-            parts.append(F.pad(found.to(torch.int32), (0, most - found.shape[-1]), value=-1))
+            places = torch.arange(before + start, before + stop, device=keys.device)
+            seen = torch.arange(len(keys), device=keys.device) <= places.unsqueeze(1)
+            found = indexer.choose(slice(token + start, token + stop), keys, seen)
+            numbers[token + start : token + stop, :, : found.shape[-1]] = found
         token += size
-    return torch.cat(parts)
+    return numbers

@@ -50,6 +50,8 @@ class AttentionSizes(NamedTuple):
     """Keys that a token attends to at most, of those that it sees; None: all."""
     relative: bool = False
     """Whether there is a bias by distance."""
+    index_size: int = 0
+    """Of the keys by which it chooses; 0: it does not, or sees what an earlier one chose."""
 
     def pairs(self, length: int) -> int:
         """Twice the pairs of a query and a key that it sees in a causal document, about."""

@@ -11,9 +11,10 @@ from functools import partial
 
 from torch import Tensor
 
+from isp.comm.cargo import Cargo, Purpose
 from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
-from isp.mixers.choice import Indexer, choose
+from isp.mixers.choice import Indexer, choose, choose_next
 from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
@@ -77,8 +78,17 @@ class TracedMixers:
             raise ValueError(what)
         if keys.is_meta:
             raise ValueError(f"{what}: isp layouts and isp plan price attention to all of them")
-        placement = forward_pass.masks.placement(self._sequence, self._layers.tensor, keys)
-        return choose(indexer, placement).view(*keys.shape[:2], indexer.num_choices, -1)
+        cache, tensor = self._layers.cache, self._layers.tensor
+        documents = []
+        if cache is not None and cache.keeps:
+            cargo = Cargo(Purpose.KEYS, tensor="indexer.k")
+            documents = cache.index_keys(tensor.all_gather(keys, 1, cargo=cargo).wait())
+        if cache is not None and cache.decodes:
+            numbers = choose_next(indexer, documents, tensor.rank * keys.shape[1])
+        else:
+            placement = forward_pass.masks.placement(self._sequence, tensor, keys)
+            numbers = choose(indexer, placement)
+        return numbers.view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
         """That of the micro-batch."""

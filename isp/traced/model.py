@@ -198,7 +198,8 @@ class TracedModel:
                 split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
                 own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
                 heads = HeadPlan.of(*own, ranks).most_attended_kv
-                total += item_bytes * call.sizes.kept(tokens) * heads * 2 * call.sizes.head_size
+                of_token = heads * 2 * call.sizes.head_size + call.sizes.index_size
+                total += item_bytes * call.sizes.kept(tokens) * of_token
             if (state := call.state) is not None:
                 heads = max(map(len, HeadPlan.of(*state[:2], parts * ranks).query))
                 wide = max(4, item_bytes) if state.widened else item_bytes
@@ -338,11 +339,10 @@ class TracedModel:
             )
 
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
-        if layers.cache is not None and any(s.chunk or s.relative or s.chosen for s in sizes):
+        if layers.cache is not None and any(s.chunk or s.relative for s in sizes):
             raise ValueError(
-                f"{type(self.model).__name__} attends in chunks of tokens, with a bias by distance"
-                f" or to keys that it chooses, for which isp has no cache of keys: generate with"
-                f" transformers"
+                f"{type(self.model).__name__} attends in chunks of tokens or with a bias by"
+                f" distance, for which isp has no cache of keys: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
         chunk = TracedChunk(

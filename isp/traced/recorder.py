@@ -40,6 +40,8 @@ class Recorder:
         self._calls: list[Call] = []
         self._results: dict[int, tuple[Tensor, int]] = {}
         """Those of attention, and how often each had been written into, by number of the call."""
+        self._index_size = 0
+        """Of the keys of the indexer that was called for the next attention."""
         self._block: str | None = None
         self.entered = Counter[str]()
         """How often each block was called."""
@@ -62,7 +64,8 @@ class Recorder:
         heads, size = q.shape[2:]
         chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
         reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
-        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach)
+        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, self._index_size)
+        self._index_size = 0
         result = q.new_zeros(*q.shape[:3], v.shape[3])
         self._results[len(self._calls)] = result, result._version
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
@@ -85,6 +88,7 @@ class Recorder:
 
     def choose(self, indexer: Indexer) -> Tensor:
         """The numbers of any keys; as many as a long document has."""
+        self._index_size = indexer.keys.shape[-1]
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 

@@ -50,8 +50,11 @@ HYBRIDS = (
     "jamba",
     "minimax",
     "olmo_hybrid",
+    "deepseek_v32",
+    "minimax_m3_vl_text (sparse)",
 )
-"""Those that convolve and scan, mamba2 without any attention; mtp leaves olmo_hybrid's whole."""
+"""Those that convolve, scan or choose keys, mamba2 without any attention; mtp leaves olmo_hybrid's
+whole."""
 DECODER = ("llama", "qwen3")
 """Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
 
@@ -67,7 +70,7 @@ def made(family: str) -> Any:
     if family in HYBRIDS:
         whole = AutoConfig.for_model(family.split()[0], **ARCHITECTURES[family])
         whole.eos_token_id = None
-        return tiny_model(whole).eval()
+        return _without_ties(tiny_model(whole).eval())
     sizes: dict[str, Any] = dict(_SIZES)
     if family == "gpt2":
         sizes = {
@@ -87,6 +90,18 @@ def made(family: str) -> Any:
     if family in DECODER:
         in_float64(model)
     return kept_in_float64(model).eval()
+
+
+def _without_ties(model: Any) -> Any:
+    """With indexers of which two heads are never both zero behind a ReLU, for any key.
+
+    Which of equal keys is taken depends on how many there are, transformers' cache or not.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("indexer.wq_b.weight"):
+            heads = parameter.data.unflatten(0, (model.config.index_n_heads, -1))
+            heads[1] = -heads[0]
+    return model
 
 
 def saved(family: str, folder: Path) -> Path:

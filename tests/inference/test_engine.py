@@ -105,7 +105,7 @@ def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tens
 def test_traced_models_write_the_same_in_every_layout() -> None:
     cases = {f"gemma3_text {mode}": ("gemma3_text", parallel_of(mode, 2, 2)) for mode in Mode}
     cases["gpt2 isp, also decoding"] = ("gpt2", parallel_of(Mode.ISP, 2, 2))
-    hybrids = ("qwen3_next", "jamba", "olmo_hybrid")
+    hybrids = "qwen3_next", "jamba", "olmo_hybrid", "deepseek_v32", "minimax_m3_vl_text (sparse)"
     cases |= {hybrid: (hybrid, parallel_of(Mode.ISP, 2, 2)) for hybrid in hybrids}
     cases["qwen3_next msp"] = ("qwen3_next", parallel_of(Mode.MSP, 2, 2))
     for family in ("gemma3_text", "gpt2", *hybrids):
