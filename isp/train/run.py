@@ -17,8 +17,6 @@ from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
 from isp.models.build import parameter_shapes
 from isp.optim import check_groups
-from isp.planner.exchange import choose_exchange
-from isp.planner.fabric import DeviceSpec
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
@@ -81,11 +79,8 @@ def main(config: JobConfig) -> signal.Signals | None:
                     logger.info("%-11s %s", name, dataset.summary)
         if warning := beyond_positions(config.model, config.data.seq_len):
             logger.warning("%s", warning)
-        config, why = choose_exchange(
-            config, world.size, _usable_bytes(mesh, device), on_cpu=device.type == "cpu"
-        )
-        if why:
-            logger.info("keys and values of other context ranks: %s", why)
+        if config.topology(world.size).context > 1:
+            config = _with_exchange(config, world.size, mesh, device)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
         profiler, snapshots = config.profiler, None
@@ -169,13 +164,20 @@ def make_world(config: JobConfig) -> World:
     )
 
 
-def _usable_bytes(mesh: Mesh, device: torch.device) -> int | None:
-    """The least memory that any rank's tensors may take; None: not known."""
-    own = 0
+def _with_exchange(
+    config: JobConfig, world_size: int, mesh: Mesh, device: torch.device
+) -> JobConfig:
+    """`config` with the way in which keys and values reach other context ranks; a collective."""
+    from isp.planner.exchange import choose_exchange  # the planner is loaded only for this
+    from isp.planner.fabric import DeviceSpec
+
+    usable = 0
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        own = int(total * DeviceSpec.usable)
-    return min(exchange(mesh.host, own)) or None
+        usable = int(torch.cuda.get_device_properties(device).total_memory * DeviceSpec.usable)
+    least = min(exchange(mesh.host, usable)) or None
+    config, why = choose_exchange(config, world_size, least, on_cpu=device.type == "cpu")
+    logger.info("keys and values of other context ranks: %s", why)
+    return config
 
 
 def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
