@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from isp.comm.cargo import Cargo, Purpose
+from isp.comm.tag import Purpose, Tag
 from isp.layers.factory import LayerFactory
 from isp.layers.sequence import SequenceRanks
 from isp.mixers.choice import Indexer, choose, choose_next
@@ -81,8 +81,8 @@ class TracedMixers:
         cache, tensor = self._layers.cache, self._layers.tensor
         documents = []
         if cache is not None and cache.keeps:
-            cargo = Cargo(Purpose.KEYS, tensor="indexer.k")
-            documents = cache.index_keys(tensor.all_gather(keys, 1, cargo=cargo).wait())
+            tag = Tag(Purpose.KEYS, tensor="indexer.k")
+            documents = cache.index_keys(tensor.all_gather(keys, 1, tag=tag).wait())
         if cache is not None and cache.decodes:
             numbers = choose_next(indexer, documents, tensor.rank * keys.shape[1])
         else:
