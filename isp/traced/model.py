@@ -95,6 +95,13 @@ class TracedModel:
                 type(model).__name__,
             )
 
+    def computed(self, **keys: Any) -> TracedModel:
+        """The same model, computed as these `keys` of its making say; what is known is shared."""
+        other = copy.copy(self)
+        assert keys.keys() <= vars(other).keys(), keys
+        vars(other).update(keys)
+        return other
+
     def _leave_alone(self, unused: tuple[str, ...]) -> None:
         """Freeze what has no gradient; torch's optimizers would not change it either."""
         trained = [name for name in unused if self.model.get_parameter(name).requires_grad]

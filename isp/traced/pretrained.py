@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from isp.layers.module import MasterStream, NamedParameter
 from isp.parallel.layout import ParameterLayout
-from isp.settings.attention_backend import AttentionBackend
 from isp.traced.converted import ConvertedFiles
 from isp.traced.drawn import Drawing, drawings
 from isp.traced.make import made, parameters_on_meta, take_out_tower
@@ -30,25 +29,21 @@ __all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_ag
 logger = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=16)
-def folder_model(
-    folder: str,
-    dtype: str,
-    *,
-    checkpoint: float = 0.0,
-    checkpoint_offload: bool = False,
-    checkpoint_segment: int = 0,
-    attention_backend: AttentionBackend = AttentionBackend.AUTO,
-    loss_chunk_tokens: int = 4096,
-    trains: bool = True,
-) -> TracedModel:
+@lru_cache(maxsize=64)
+def folder_model(folder: str, dtype: str, *, trains: bool = True, **keys: Any) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
 
-    One that does not train may have dropout.
+    `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
+    model that does not train may have dropout.
 
     In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
     does not hold such a model, or one that cannot be driven.
     """
+    return _read_and_traced(folder, dtype, trains).computed(**keys)
+
+
+@lru_cache(maxsize=8)
+def _read_and_traced(folder: str, dtype: str, trains: bool) -> TracedModel:
     try:
         model = _made(folder, getattr(torch, dtype))
         weights = _weights_of(model, Path(folder))
@@ -56,16 +51,7 @@ def folder_model(
             _check_dropout(model)
         else:
             model.eval()
-        return TracedModel(
-            model,
-            checkpoint=checkpoint,
-            checkpoint_offload=checkpoint_offload,
-            checkpoint_segment=checkpoint_segment,
-            attention_backend=attention_backend,
-            loss_chunk_tokens=loss_chunk_tokens,
-            weights=weights,
-            in_place=False,
-        )
+        return TracedModel(model, weights=weights, in_place=False)
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device

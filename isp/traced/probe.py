@@ -218,14 +218,24 @@ class _LocalMixers:
         return out if bias is None else out + bias
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        x = inputs.of_heads[0]
-        out, _ = recurrence.scan(inputs.flat(), [1] * x.shape[1], None)
-        return out.view(x.shape)
+        """All that the scan reads counts, as in a state, and no state is made: it may be large."""
+        flat, mixed = inputs.flat(), inputs.of_heads[0]
+        x, *others = flat.of_heads
+        parts = [*others, *flat.of_groups, *(t[None] for t in flat.constants if t is not None)]
+        numbers = [_number(t.to(x.dtype).reshape(*t.shape[:2], -1)) for t in parts]  # [.., H or G]
+        of_heads = (n.repeat_interleave(flat.num_heads // n.shape[1], 1) for n in numbers)
+        own = sum(of_heads, x.new_zeros(()))  # [T, H]
+        return (x + own.tanh().view(*own.shape, *(1,) * (x.dim() - 2))).view(mixed.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
         """In place of numbers what the token's own key makes."""
-        own = indexer.keys @ torch.arange(indexer.keys.shape[-1], dtype=indexer.keys.dtype).cos()
-        return own[..., None, None]
+        return _number(indexer.keys)[..., None, None]
+
+
+def _number(x: Tensor) -> Tensor:
+    """[.., F] -> [..]: a sum in which all features count, about as large as one of them."""
+    weights = torch.arange(x.shape[-1], dtype=x.dtype).cos()
+    return x @ weights / math.sqrt(max(1, len(weights)))
 
 
 def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:
@@ -342,9 +352,7 @@ def _per_token(x: Any, size: int) -> Tensor | None:
         x = x[0]
     if not x.dim() or len(x) != size:
         return None
-    flat = x.reshape(size, -1).to(torch.float64)
-    number: Tensor = flat @ torch.arange(flat.shape[1], dtype=torch.float64).cos()
-    return number
+    return _number(x.reshape(size, -1).to(torch.float64))
 
 
 def _first_apart(whole: _Outcome, found: _Outcome, rows: Tensor, *, unlike: bool) -> str:

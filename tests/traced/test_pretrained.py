@@ -119,6 +119,14 @@ def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> No
     assert folder_model(str(folder), "float32").num_parameters > 0
 
 
+def test_a_folder_is_traced_once_for_all_ways_of_computing_it(tmp_path: Path) -> None:
+    """Catches a plan that probes a large model again for each key, and keys that reach another."""
+    folder = str(write_folder(tmp_path, "llama", weights=False))
+    plain, again = folder_model(folder, "float32"), folder_model(folder, "float32", checkpoint=1.0)
+    assert again.trace is plain.trace
+    assert (plain.checkpoint, again.checkpoint) == (0.0, 1.0)
+
+
 def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     """Catches quantised numbers that are read as weights, and a list of names in place of why."""
     folder = write_folder(tmp_path, "llama")
