@@ -35,15 +35,21 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def _shape(
-    model: ModelConfig, mode: Mode, embed_split_hidden: bool, order: PipelineOrder, rank: int
+    model: ModelConfig,
+    dtype: str,
+    mode: Mode,
+    embed_split_hidden: bool,
+    order: PipelineOrder,
+    rank: int,
 ) -> RankShape:
-    own = language_model(model, "float32")
+    own = language_model(model, dtype)
     return rank_shape(own, mode, order, rank, embed_split_hidden=embed_split_hidden)
 
 
 def shape_of(case: Case, rank: int) -> RankShape:
     """The part of the model that the `rank`-th rank of a pipeline has."""
-    return _shape(case.model, case.mode, case.parallel.weight.embed_split_hidden, case.order, rank)
+    split = case.parallel.weight.embed_split_hidden
+    return _shape(case.model, case.dtype, case.mode, split, case.order, rank)
 
 
 def all_blocks(case: Case) -> list[Block]:
@@ -58,33 +64,34 @@ def local_parameters(case: Case, place: Coordinates) -> tuple[NamedParameter, ..
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
         bare(case.model),
+        case.dtype,
         case.mode,
         case.parallel.weight.embed_split_hidden,
         case.order,
         place.stage,
         case.topology.weight,
         place.weight,
-        getattr(torch, case.dtype),
     )
 
 
 @lru_cache(maxsize=1024)
 def _local_parameters(
     model: ModelConfig,
+    dtype: str,
     mode: Mode,
     embed_split_hidden: bool,
     order: PipelineOrder,
     rank: int,
     parts: int,
     index: int,
-    dtype: torch.dtype,
 ) -> tuple[NamedParameter, ...]:
     """Those of the shards number `index` of `parts`; what is replicated stays whole."""
     found = []
-    for name, layout in _shape(model, mode, embed_split_hidden, order, rank).layouts.items():
+    shape = _shape(model, dtype, mode, embed_split_hidden, order, rank)
+    for name, layout in shape.layouts.items():
         if layout.reduce_over is Axis.WEIGHT_DATA:
             layout = replace(layout, parts=parts, index=index)
-        data = torch.empty(layout.local_shape, dtype=dtype, device="meta")
+        data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
         found.append(NamedParameter(name, nn.Parameter(data), layout))
     return tuple(found)
 
