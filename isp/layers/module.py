@@ -24,6 +24,7 @@ __all__ = [
     "MasterStream",
     "NamedParameter",
     "ParallelModule",
+    "RowsOf",
     "bind_names",
     "init_weights",
     "named_parameters",
@@ -58,10 +59,18 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 
 @dataclass(frozen=True)
 class MasterStream:
-    """Random numbers for one parameter: a function of the run's seed and its name alone."""
+    """Random numbers for one parameter: a function of the run's seed and its name alone.
+
+    Those of rows of a larger parameter are rows of its numbers.
+    """
 
     seed: int
     name: str
+    """Of the larger parameter, if it is rows of one."""
+    first: int = 0
+    """The first of these rows."""
+    whole: int | None = None
+    """Rows of the larger parameter; None: there is none."""
 
     @property
     def generator_seed(self) -> int:
@@ -77,13 +86,15 @@ class MasterStream:
     ) -> Tensor:
         """This rank's shard of what `fill` draws tile by tile, float32 on CPU [Note: Tiles]."""
         rows, *rest = layout.global_shape
-        shape = rows, math.prod(rest)
+        shape = rows if self.whole is None else self.whole, math.prod(rest)
         if layout.dim and len(rest) > 1:  # tiles are of rows, and this cuts within them
             whole = replace(layout, dim=0, parts=1, index=0, segments=())
             return layout.shard(self.drawn(whole, fill)).contiguous()
         width = min(_TILE, shape[1])
         sides = _TILE * _TILE // max(width, 1), width
-        cut = [(layout.intervals() if d == layout.dim else ((0, n),)) for d, n in enumerate(shape)]
+        cut: list[tuple[Interval, ...]] = [((0, rows),), ((0, shape[1]),)]
+        cut[layout.dim] = layout.intervals()
+        cut[0] = tuple((self.first + start, self.first + stop) for start, stop in cut[0])
         shard = torch.empty(layout.local_shape)
         if not shard.numel():
             return shard
@@ -125,6 +136,15 @@ class ParallelModule(nn.Module):
     def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
         """This rank's part of parameter `name` as it is before training."""
         raise NotImplementedError(f"{type(self).__name__} does not say how {name} begins")
+
+
+class RowsOf(NamedTuple):
+    """Rows of a parameter, under the name that it has in a checkpoint."""
+
+    name: str
+    first: int = 0
+    whole: int | None = None
+    """Rows of that parameter; None: these are all."""
 
 
 class NamedParameter(NamedTuple):

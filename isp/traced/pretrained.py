@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.layers.module import MasterStream, NamedParameter
+from isp.layers.module import MasterStream, NamedParameter, RowsOf
 from isp.parallel.layout import ParameterLayout
 from isp.traced.converted import ConvertedFiles
 from isp.traced.drawn import Drawing, drawings
@@ -241,9 +241,11 @@ class _Random:
         """None: there are no files."""
         return iter(())
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
+        """`drawn_as`: the parameters of other names whose random numbers some are drawn from."""
         self._shape = model
         """On the meta device, but for its buffers; never changed."""
+        self._drawn_as = drawn_as or {}
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
@@ -269,7 +271,8 @@ class _Random:
             if owner != owner_before:
                 drawn, values, owner_before = _drawn(shape, owner), {}, owner
             if drawn[local].known:
-                own = drawn[local].shard(layout, MasterStream(seed, name))
+                source = self._drawn_as.get(name, RowsOf(name))
+                own = drawn[local].shard(layout, MasterStream(seed, *source))
             else:
                 values = values or _begun(shape, owner, seed)
                 own = layout.shard(values[local])
@@ -281,7 +284,9 @@ class _Random:
             shard.copy_(own)
 
 
-def begun_by_the_model(model: nn.Module) -> InitialWeights | None:
+def begun_by_the_model(
+    model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
+) -> InitialWeights | None:
     """The source of the weights of a model on the meta device; None for one that has weights.
 
     Its buffers get their values, in place. Raises ValueError for a model with only some weights,
@@ -307,7 +312,7 @@ def begun_by_the_model(model: nn.Module) -> InitialWeights | None:
         for name, buffer in twin.named_buffers():
             owner, _, local = name.rpartition(".")
             setattr(model.get_submodule(owner), local, buffer.clone())
-    return _Random(copy.deepcopy(twin))
+    return _Random(copy.deepcopy(twin), drawn_as)
 
 
 @contextmanager

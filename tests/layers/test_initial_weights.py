@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,18 @@ def test_shards_are_parts_of_one_whole(name: str) -> None:
     for shards in itertools.chain(_layouts(name, 2), _layouts(name, 3), _layouts(name, 8)):
         for layout in shards:
             assert torch.equal(STREAM.normal(layout, 0.02), layout.shard(whole)), layout
+
+
+@pytest.mark.parametrize(("name", "first"), [("matrix", 70), ("fused", 260), ("vector", 16_500)])
+def test_rows_are_those_of_the_larger_parameter(name: str, first: int) -> None:
+    """Catches rows of other tiles, where q, k and v were drawn as one."""
+    ((whole_layout,), *_) = _layouts(name, 1)
+    rows = whole_layout.global_shape[0]
+    wanted = STREAM.normal(whole_layout, 1.0)[first : first + 80]
+    stream = MasterStream(STREAM.seed, STREAM.name, first, rows)
+    for layout in itertools.chain(*_layouts(name, 3)):
+        own = replace(layout, global_shape=tuple(wanted.shape), segments=())
+        assert torch.equal(stream.normal(own, 1.0), own.shard(wanted)), own
 
 
 def test_streams_differ() -> None:
