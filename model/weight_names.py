@@ -1,4 +1,7 @@
-"""The names of the decoder's weights in folders of Hugging Face, one table for both directions.
+"""The names of the decoder's weights: those of Hugging Face, with two exceptions.
+
+InternLM2's files have others, and so have the checkpoints of earlier versions, in which q, k and v
+are one parameter, and gate and up another. Random numbers are drawn as these are cut.
 
 [Note: InternLM2's fused projection] The rows of its `wqkv` lie by KV group: the q heads of the
 group, its k head, its v head, then the next group. Ours are all q, all k, all v. So a parameter
@@ -13,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from isp.layers.module import RowsOf
 from model.config import ModelConfig
 from model.huggingface import INTERNLM2
 
-__all__ = ["Piece", "WeightTable"]
+__all__ = ["Piece", "WeightTable", "earlier_names"]
 
-_ENDS = {
+_EARLIER_ENDS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_BLOCK: dict[str, tuple[str, ...]] = {
+_EARLIER_BLOCK: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": ("input_layernorm.weight",),
     "attention.wqkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "attention.wqkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
@@ -34,19 +38,48 @@ _BLOCK: dict[str, tuple[str, ...]] = {
     "feed_forward.w13.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "feed_forward.w2.weight": ("mlp.down_proj.weight",),
 }
-_INTERNLM2_ENDS = {
-    "embedding.weight": "model.tok_embeddings.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "output.weight",
+_INTERNLM2 = {
+    "model.embed_tokens.weight": "model.tok_embeddings.weight",
+    "model.norm.weight": "model.norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "self_attn.q_proj.weight": "attention.wqkv.weight",
+    "self_attn.k_proj.weight": "attention.wqkv.weight",
+    "self_attn.v_proj.weight": "attention.wqkv.weight",
+    "self_attn.o_proj.weight": "attention.wo.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight",
+    "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
 }
-_INTERNLM2_BLOCK = {
-    "attention_norm.weight": ("attention_norm.weight",),
-    "attention.wqkv.weight": ("attention.wqkv.weight",),
-    "attention.wo.weight": ("attention.wo.weight",),
-    "ffn_norm.weight": ("ffn_norm.weight",),
-    "feed_forward.w13.weight": ("feed_forward.w1.weight", "feed_forward.w3.weight"),
-    "feed_forward.w2.weight": ("feed_forward.w2.weight",),
-}
+"""Its names by ours, without that of the block."""
+
+
+def earlier_names(model: ModelConfig) -> dict[str, RowsOf]:
+    """Of each parameter, the rows that it is of one in checkpoints of earlier versions.
+
+    Also of parameters that only other models of the family have.
+    """
+    found = {name: RowsOf(earlier) for earlier, name in _EARLIER_ENDS.items()}
+    for index in range(model.num_layers):
+        for earlier in _EARLIER_BLOCK:
+            parts, first = _parts(model, f"layers.{index}.{earlier}", 0), 0
+            whole = sum(rows for _, rows in parts) or None
+            for name, rows in parts:
+                found[name] = RowsOf(f"layers.{index}.{earlier}", first, whole)
+                first += rows
+    return found
+
+
+def _parts(model: ModelConfig, earlier: str, rows: int) -> list[tuple[str, int]]:
+    """The parameters of which an earlier one of so many rows is made, and the rows of each."""
+    if earlier in _EARLIER_ENDS:
+        return [(_EARLIER_ENDS[earlier], rows)]
+    _, index, local = earlier.split(".", 2)
+    names = [f"model.layers.{index}.{name}" for name in _EARLIER_BLOCK[local]]
+    q, kv = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    sizes = {1: [rows], 2: [model.intermediate_size] * 2, 3: [q, kv, kv]}[len(names)]
+    return list(zip(names, sizes, strict=True))
 
 
 class Piece(NamedTuple):
@@ -58,9 +91,9 @@ class Piece(NamedTuple):
 
 
 class WeightTable:
-    """Which rows of their tensors make up each parameter of ours.
+    """The rows of a folder's tensors that make up each parameter of ours, and the other way round.
 
-    `shapes` are those of all parameters, by name. No tensor of theirs is in two of ours.
+    `shapes` are those of all parameters, by name.
     """
 
     def __init__(
@@ -69,58 +102,60 @@ class WeightTable:
         self.pieces = {
             name: tuple(_pieces(model, family, name, shape[0])) for name, shape in shapes.items()
         }
+        self.rows: dict[str, list[tuple[int, str, int, int]]] = {}
+        for ours, pieces in self.pieces.items():
+            first = 0
+            for name, start, rows in pieces:
+                self.rows.setdefault(name, []).append((start, ours, first, first + rows))
+                first += rows
+        """Of each tensor of theirs, which of its rows begin rows (start, stop) of what of ours."""
         self.shapes = {
-            theirs: (sum(p.rows for p in pieces if p.name == theirs), *shapes[ours][1:])
-            for ours, pieces in self.pieces.items()
-            for theirs in dict.fromkeys(piece.name for piece in pieces)
+            theirs: (sum(b - a for _, _, a, b in rows), *shapes[rows[0][1]][1:])
+            for theirs, rows in self.rows.items()
         }
         """The shape of each tensor of theirs, by name."""
         self.aliases = tuple(_aliases(model, family))
         """Tensors that a folder may have and nobody reads."""
 
-    def rows_of(self, ours: str) -> dict[str, list[tuple[int, int]]]:
-        """What each tensor of theirs takes from parameter `ours`: (start, stop), in its order."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        first = 0
-        for name, start, rows in self.pieces[ours]:
-            found.setdefault(name, []).append((start, first, first + rows))
-            first += rows
-        return {name: [(a, b) for _, a, b in sorted(runs)] for name, runs in found.items()}
+    def parts_of(self, theirs: str) -> list[tuple[str, int, int]]:
+        """The rows (start, stop) of our parameters that make up a tensor of theirs, in order."""
+        return [(ours, start, stop) for _, ours, start, stop in sorted(self.rows[theirs])]
 
 
 def _pieces(model: ModelConfig, family: str, ours: str, rows: int) -> Iterator[Piece]:
-    internlm2 = family == INTERNLM2
-    ends, blocks = (_INTERNLM2_ENDS, _INTERNLM2_BLOCK) if internlm2 else (_ENDS, _BLOCK)
-    if ours in ends:
-        yield Piece(ends[ours], 0, rows)
-        return
-    _, index, local = ours.split(".", 2)
-    names = [f"model.layers.{index}.{name}" for name in blocks[local]]
-    q, kv = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    if local.startswith("attention.wqkv") and internlm2:
-        yield from _grouped(names[0], model)
-        return
-    sizes = [rows]
-    if local.startswith("attention.wqkv"):
-        sizes = [q, kv, kv]
-    elif local.startswith("feed_forward.w13"):
-        sizes = [rows // 2, rows // 2]
-    for name, size in zip(names, sizes, strict=True):
-        yield Piece(name, 0, size)
+    earlier = not ours.startswith(("model.", "lm_head."))
+    for name, size in _parts(model, ours, rows) if earlier else [(ours, rows)]:
+        if family != INTERNLM2:
+            yield Piece(name, 0, size)
+            continue
+        block, local = _block_and_local(name)
+        kind = local.removeprefix("self_attn.").partition("_proj.")[0]
+        if kind in ("q", "k", "v"):
+            yield from _grouped(block + _INTERNLM2[local], model, kind)
+        else:
+            yield Piece(block + _INTERNLM2[local], 0, size)
 
 
-def _grouped(name: str, model: ModelConfig) -> Iterator[Piece]:
-    """All q, all k, all v from rows that lie by KV group: see the note."""
+def _block_and_local(name: str) -> tuple[str, str]:
+    """A parameter's name, cut behind that of its block; outside of blocks all is local."""
+    if not name.startswith("model.layers."):
+        return "", name
+    _, _, index, local = name.split(".", 3)
+    return f"model.layers.{index}.", local
+
+
+def _grouped(name: str, model: ModelConfig, kind: str) -> Iterator[Piece]:
+    """All q, k or v from rows that lie by KV group: see the note."""
     d, shared = model.head_size, model.num_heads // model.kv_heads
-    for start, heads in ((0, shared), (shared, 1), (shared + 1, 1)):
-        for group in range(model.kv_heads):
-            yield Piece(name, (group * (shared + 2) + start) * d, heads * d)
+    start, heads = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[kind]
+    for group in range(model.kv_heads):
+        yield Piece(name, (group * (shared + 2) + start) * d, heads * d)
 
 
 def _aliases(model: ModelConfig, family: str) -> Iterator[str]:
-    internlm2 = family == INTERNLM2
+    internlm2, head = family == INTERNLM2, "lm_head.weight"
     if model.tie_embeddings:
-        yield (_INTERNLM2_ENDS if internlm2 else _ENDS)["head.weight"]
+        yield _INTERNLM2[head] if internlm2 else head
     for index in range(model.num_layers):  # older folders keep what is computed from rope_theta
         attention = "attention" if internlm2 else "self_attn"
         yield f"model.layers.{index}.{attention}.rotary_emb.inv_freq"

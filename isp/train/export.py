@@ -132,7 +132,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     shapes = parameter_shapes(model)
     check_shapes(weights.info, shapes)
     table = WeightTable(model, described["model_type"], shapes)
-    tensors = ((name, _in_dtype(tensor, dtype)) for name, tensor in _renamed(weights, table))
+    tensors = ((name, _in_dtype(_made(name, table, weights), dtype)) for name in table.shapes)
     return _Plan(described, tensors)
 
 
@@ -160,11 +160,11 @@ def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
         ) from None
 
 
-def _renamed(weights: WholeWeights, table: WeightTable) -> Iterator[tuple[str, Tensor]]:
-    for ours in table.pieces:
-        whole = weights.read(ours)
-        for theirs, runs in table.rows_of(ours).items():
-            yield theirs, torch.cat([whole[a:b] for a, b in runs])
+def _made(theirs: str, table: WeightTable, weights: WholeWeights) -> Tensor:
+    """A tensor of theirs."""
+    parts = table.parts_of(theirs)
+    whole = {ours: weights.read(ours) for ours in dict.fromkeys(ours for ours, _, _ in parts)}
+    return torch.cat([whole[ours][a:b] for ours, a, b in parts])
 
 
 def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:

@@ -202,10 +202,10 @@ def test_a_decoder_of_our_own_is_the_same_in_transformers(model, tmp_path) -> No
     described = config_json(model, dtype="float64", context=24)
     (tmp_path / "config.json").write_text(json.dumps(described))
     table = WeightTable(model, described["model_type"], parameter_shapes(model))
+    weights = {item.name: item.parameter.detach() for item in ours.shards()}
     tensors = {
-        theirs: torch.cat([item.parameter.detach()[a:b] for a, b in runs])
-        for item in ours.shards()
-        for theirs, runs in table.rows_of(item.name).items()
+        theirs: torch.cat([weights[own][a:b] for own, a, b in table.parts_of(theirs)])
+        for theirs in table.shapes
     }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = torch.arange(24)[None] % 50
