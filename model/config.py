@@ -16,7 +16,7 @@ the work that has to be done, and does not reward doing it twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -40,6 +40,7 @@ from isp.settings.section import (
 if TYPE_CHECKING:
     from isp.attention import LocalAttention
     from isp.layers.factory import LayerFactory
+    from isp.layers.module import RowsOf
     from model.decoder import Decoder
 
 __all__ = ["ModelConfig"]
@@ -219,6 +220,10 @@ class ModelConfig:
     @property
     def tied_weight(self) -> str | None:
         return "embedding.weight" if self.tie_embeddings else None
+
+    @property
+    def earlier_names(self) -> Mapping[str, RowsOf]:
+        return {}
 
     @property
     def flop_rule(self) -> str:

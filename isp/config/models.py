@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from functools import lru_cache
+
 from isp.models.protocol import LanguageModel
 from isp.settings.packages import require_hf
 from model.config import ModelConfig
@@ -18,7 +21,8 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     packages that read it.
     """
     if model.hf is None:
-        return model
+        # Until the plain decoder has taken the other's place.
+        return _plain(model, dtype) if os.environ.get("ISP_PLAIN") == "1" else model
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
 
@@ -31,4 +35,30 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
         attention_backend=model.attention_backend,
         loss_chunk_tokens=model.loss_chunk_tokens,
         trains=trains,
+    )
+
+
+@lru_cache(maxsize=16)
+def _plain(model: ModelConfig, dtype: str) -> LanguageModel:
+    """The plain decoder, traced."""
+    import torch
+
+    from isp.traced.model import TracedModel
+    from isp.traced.pretrained import begun_by_the_model
+    from model.plain import Decoder
+    from model.weight_names import earlier_names
+
+    with torch.device("meta"):
+        decoder = Decoder(model).to(getattr(torch, dtype))
+    names = earlier_names(model)
+    return TracedModel(
+        decoder,
+        checkpoint=model.checkpoint,
+        checkpoint_offload=model.checkpoint_offload,
+        checkpoint_segment=model.checkpoint_segment,
+        attention_backend=model.attention_backend,
+        loss_chunk_tokens=model.loss_chunk_tokens,
+        weights=begun_by_the_model(decoder, names),
+        earlier_names=names,
+        in_place=False,
     )

@@ -81,7 +81,8 @@ class RotaryEmbedding(nn.Module):
         self._logit_scale = scaling.logit_scale
         # [Note: Frequencies on demand] Not a buffer: `module.to(bfloat16)` would round it, and a
         # model built on the meta device would lose it.
-        self._inverse = tuple(inverse_frequencies(head_dim, base, scaling).tolist())
+        with torch.device("cpu"):
+            self._inverse = tuple(inverse_frequencies(head_dim, base, scaling).tolist())
         self._sent: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @torch.no_grad()

@@ -14,7 +14,30 @@ from torch import Tensor
 from isp.autograd import Function, once_differentiable
 from isp.layers.compiled import lazily_compiled, widened
 
-__all__ = ["silu_and_multiply"]
+__all__ = ["silu_and_multiply", "swiglu"]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, each [.., F], of which nothing else is kept for backward."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
+    out: Tensor = _SwiGLU.apply(gate, up)
+    return out
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = dy * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, F.silu(gate).mul_(dy)
 
 
 def silu_and_multiply(fused: Tensor, *, compiled: bool = False) -> Tensor:

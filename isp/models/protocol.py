@@ -5,7 +5,7 @@ B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a configuration is read without torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
     from isp.attention import LocalAttention
     from isp.layers.factory import LayerFactory
-    from isp.layers.module import NamedParameter
+    from isp.layers.module import NamedParameter, RowsOf
     from isp.parallel.config import ParallelConfig
     from isp.parallel.context import Windows
     from isp.weights.declare import DeclaredBlock
@@ -73,6 +73,10 @@ class LanguageModel(Protocol):
     @property
     def tied_weight(self) -> str | None:
         """The weight that the first and the last stage both have, by name, if there is one."""
+
+    @property
+    def earlier_names(self) -> Mapping[str, RowsOf]:
+        """Of parameters, by name, what they are in checkpoints of earlier versions."""
 
     @property
     def flop_rule(self) -> str:

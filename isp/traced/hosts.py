@@ -60,7 +60,10 @@ def host_of(model: nn.Module) -> Host:
 
 
 class OwnModule:
-    """A module that is called with tokens and positions, and calls `isp.attention`."""
+    """A module that is called with tokens and positions, and calls `isp.attention`.
+
+    It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers.
+    """
 
     def connect(self, model: nn.Module) -> None:
         use_registered_mixers(model)
@@ -80,7 +83,8 @@ class OwnModule:
         return {}
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        return {}
+        plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+        return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
         return {}

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from isp.attention.explicit import ExplicitAttention
 from isp.comm.channel import DryChannel
 from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
+from isp.layers.module import RowsOf
 from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig
 from isp.parallel.context import Windows
@@ -56,10 +57,12 @@ class TracedModel:
         weights: InitialWeights | None = None,
         in_place: bool = True,
         loss_chunk_tokens: int = 4096,
+        earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
         """`checkpoint..`: as the keys of `model` in a configuration.
 
         `weights`: the source of those of a `model` without memory; None: it has them.
+        `earlier_names`: see `LanguageModel`.
 
         Not `in_place`, `build` takes a copy of the model each time.
         """
@@ -70,6 +73,7 @@ class TracedModel:
         self.loss_chunk_tokens = loss_chunk_tokens
         self.attention_backend = attention_backend
         self.model = model
+        self.earlier_names = earlier_names or {}
         self._weights = weights
         self._in_place = in_place
         self._rehearsed: set[int] = set()
