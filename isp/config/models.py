@@ -22,7 +22,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     """
     if model.hf is None:
         # Until the plain decoder has taken the other's place.
-        return _plain(model, dtype) if os.environ.get("ISP_PLAIN") == "1" else model
+        return _plain(model) if os.environ.get("ISP_PLAIN") == "1" else model
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
 
@@ -39,7 +39,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
 
 
 @lru_cache(maxsize=16)
-def _plain(model: ModelConfig, dtype: str) -> LanguageModel:
+def _plain(model: ModelConfig) -> LanguageModel:
     """The plain decoder, traced."""
     import torch
 
@@ -49,7 +49,7 @@ def _plain(model: ModelConfig, dtype: str) -> LanguageModel:
     from model.weight_names import earlier_names
 
     with torch.device("meta"):
-        decoder = Decoder(model).to(getattr(torch, dtype))
+        decoder = Decoder(model)
     names = earlier_names(model)
     return TracedModel(
         decoder,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from isp.checkpoint.boxes import Piece
 from isp.checkpoint.state import TrainState, weight_shards
+from isp.config.models import language_model
 from isp.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
@@ -78,7 +79,8 @@ def _opened(model: ModelConfig) -> _Folder:
     path = Path(model.init_from)
     try:
         family = read_json(path / CONFIG_FILE)["model_type"]
-        table = WeightTable(model, family, parameter_shapes(model))
+        shapes = parameter_shapes(language_model(model, "float32"))
+        table = WeightTable(model, family, shapes)
         files = WeightFiles(path)
         files.check(table.shapes, aliases=table.aliases)
     except ValueError as error:

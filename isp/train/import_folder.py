@@ -13,6 +13,7 @@ from isp.checkpoint.folder import describe_contents
 from isp.checkpoint.state import TrainState
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.config.models import language_model
 from isp.data.config import DataConfig
 from isp.models.build import build_model
 from isp.parallel import Axis, ParallelConfig
@@ -46,7 +47,7 @@ def import_folder(folder: Path, into: Path, *, dtype: str) -> int:
     )
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     built = build_model(
-        model,
+        language_model(model, dtype),
         config.parallel,
         mesh,
         seed=0,
