@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from isp.layers.module import RowsOf
 from isp.parallel.layout import Interval, ParameterLayout
 
 __all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard", "boxes_of"]
@@ -194,14 +195,20 @@ class BoxSavePlanner(SavePlanner):
 class BoxLoadPlanner(LoadPlanner):
     """Reads into every box of this rank what the saved boxes hold of it, whatever their layout.
 
-    The state dict is {key: Shard}; `sources` names the saved tensor of each. Values are converted
-    to the dtype of the box. Raises ValueError for what the checkpoint does not have, and, on the
-    coordinator, if there is one of the `required` keys that no rank loads.
+    The state dict is {key: Shard}; `sources` says which rows of which saved tensor each is. Values
+    are converted to the dtype of the box. `required` are the keys that have to be loaded from each
+    of some saved tensors. Raises ValueError for what the checkpoint does not have, and, on the
+    coordinator, if no rank loads one of those.
     """
 
-    def __init__(self, sources: Mapping[str, str], *, required: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, RowsOf],
+        *,
+        required: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self._sources = sources
-        self._required = set(required)
+        self._required = required or {}
 
     def set_up_planner(
         self,
@@ -219,7 +226,8 @@ class BoxLoadPlanner(LoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
-        if unread := self._required - loaded:
+        unread = [key for key, needed in self._required.items() if not loaded.issuperset(needed)]
+        if unread:
             raise ValueError(f"the checkpoint has what the run lacks: {', '.join(sorted(unread))}")
         return global_plan
 
@@ -239,25 +247,25 @@ class BoxLoadPlanner(LoadPlanner):
         pass
 
     def _reads(self, shard: Shard) -> list[ReadItem]:
-        source = self._sources[shard.key]
+        source, first, _ = rows = self._sources[shard.key]
         saved = self._saved[source]
         assert isinstance(saved, TensorStorageMetadata)
-        if tuple(saved.size) != shard.global_shape:
+        if tuple(saved.size) != (shape := rows.whole_shape(shard.global_shape)):
             raise ValueError(
-                f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs"
-                f" {shard.global_shape}"
+                f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs {shape}"
             )
-        reads = create_read_items_for_chunk_list(source, saved, [_chunk(p) for p in shard.pieces])
+        reads = [
+            dataclasses.replace(read, dest_index=MetadataIndex(shard.key, piece.offsets))
+            for piece in shard.pieces
+            for read in create_read_items_for_chunk_list(source, saved, [_chunk(piece, first)])
+        ]
         needed = sum(p.data.numel() for p in shard.pieces)
         found = sum(math.prod(read.lengths) for read in reads)
         if found != needed:
             raise ValueError(
                 f"{source} has only {found} of {needed} needed elements in the checkpoint"
             )
-        return [
-            dataclasses.replace(read, dest_index=MetadataIndex(shard.key, read.dest_index.offset))
-            for read in reads
-        ]
+        return reads
 
 
 def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
@@ -268,8 +276,10 @@ def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
     }
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+def _chunk(piece: Piece, first: int = 0) -> ChunkStorageMetadata:
+    """Its place in a tensor whose row `first` is the first of the piece's."""
+    row, *others = piece.offsets
+    return ChunkStorageMetadata(torch.Size((row + first, *others)), torch.Size(piece.sizes))
 
 
 def _write_item(shard: Shard, piece: Piece) -> WriteItem:

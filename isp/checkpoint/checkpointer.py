@@ -33,6 +33,7 @@ from isp.checkpoint.state import (
 )
 from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
 from isp.comm import Channel
+from isp.layers.module import RowsOf
 from isp.settings import CheckpointConfig
 
 __all__ = ["CheckpointInfo", "Checkpointer"]
@@ -257,7 +258,7 @@ class Checkpointer:
             shards, sources, required = targets_for(state, metadata, weights_only=weights_only)
             if has_local:
                 local = local.new_empty(num_elements(metadata, key, most=manifest.num_bytes))
-                shards[key], sources[key] = Shard.whole(key, local), key
+                shards[key], sources[key] = Shard.whole(key, local), RowsOf(key)
             planner = BoxLoadPlanner(sources, required=required)
             tasks.append((shards, planner, SafeReader(info.path, metadata)))
             return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from isp.checkpoint.boxes import Shard
 from isp.checkpoint.choice import CheckpointInfo
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.storage import read_metadata
-from isp.layers.module import NamedParameter
+from isp.layers.module import NamedParameter, RowsOf
 from isp.optim import Zero1Optimizer
 from isp.parallel import Topology
 
@@ -25,6 +25,7 @@ __all__ = [
     "TrainState",
     "check_shapes",
     "local_key",
+    "saved_rows",
     "saved_shards",
     "targets_for",
     "weight_shards",
@@ -44,6 +45,8 @@ class TrainState:
     optimizer: Zero1Optimizer | None
     """None to save or load the weights alone."""
     topology: Topology
+    earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
+    """See `isp.models.protocol.LanguageModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,12 @@ class Resumed:
 
 
 class Targets(NamedTuple):
-    """Everything to load: shards by key, the saved name of each, and what must not be left."""
+    """Everything to load: shards by key, the saved rows of each, and what must not be left."""
 
     shards: dict[str, Shard]
-    sources: dict[str, str]
-    required: list[str]
+    sources: dict[str, RowsOf]
+    required: dict[str, list[str]]
+    """By saved weight, the keys that have to be loaded from it, over all ranks."""
 
 
 def model_key(name: str) -> str:
@@ -94,13 +98,21 @@ def saved_shards(state: TrainState) -> dict[str, Shard]:
     if state.optimizer is not None:
         for item in state.parameters:
             state.optimizer.published(item.parameter)
-    return _by_key(_shards(state))
+    return {shard.key: shard for _, _, shard in _shards(state)}
+
+
+def saved_rows(
+    names: Iterable[str], saved: Collection[str], earlier: Mapping[str, RowsOf]
+) -> dict[str, RowsOf]:
+    """What parameters of these names are in a checkpoint of the parameters `saved`."""
+    by_earlier = (n for n in names if n not in saved and n in earlier and earlier[n].name in saved)
+    return {name: RowsOf(name) for name in names} | {name: earlier[name] for name in by_earlier}
 
 
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     """In words, if the optimizer states in a checkpoint are not those of the run's update rule."""
     found = state_kinds(metadata.state_dict_metadata)
-    needed = state_kinds(shard.key for shard in _shards(state))
+    needed = state_kinds(shard.key for _, _, shard in _shards(state))
     if state.optimizer is None or found == needed:
         return None
     name = state.optimizer.rule.config.name
@@ -121,35 +133,36 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
     Raises ValueError, with the names, if something is not in the checkpoint.
     """
     saved = metadata.state_dict_metadata
-    shards = _by_key(_shards(state, weights_only=weights_only))
-    sources = {key: key for key in shards}
-    for item in state.parameters:
-        weights, master = model_key(item.name), optimizer_key(item.name, MASTER)
-        if weights not in saved:
-            continue
+    names = _parameters(saved)
+    rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
+    shards, sources = dict[str, Shard](), dict[str, RowsOf]()
+    for name, kind, shard in _shards(state, weights_only=weights_only):
+        weights, master = model_key(rows[name].name), optimizer_key(rows[name].name, MASTER)
         best = master if master in saved else weights
-        if _dtype(saved[weights]) != item.parameter.dtype:
-            sources[weights] = best
-        if master in sources:
-            sources[master] = best
-    if missing := sorted(source for source in sources.values() if source not in saved):
+        key = weights if kind is None else optimizer_key(rows[name].name, kind)
+        other = kind is None and key in saved and _dtype(saved[key]) != shard.dtype
+        source = best if other or kind == MASTER else key
+        shards[shard.key], sources[shard.key] = shard, rows[name]._replace(name=source)
+    if missing := sorted({found.name for found in sources.values()} - saved.keys()):
         raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
-    required = [key for key in saved if key.startswith(MODEL)]
+    required: dict[str, list[str]] = {}
+    for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
+        required.setdefault(model_key(found.name), []).append(model_key(name))
+    required = {key: required.get(key, [key]) for key in map(model_key, names)}
     return Targets(shards, sources, required)
 
 
 def weight_shards(state: TrainState) -> Iterator[tuple[str, Shard]]:
     """The names of all parameters with their weights and their master weights; views."""
-    for shard in _shards(state, weights_only=True):
-        name = shard.key.removeprefix(MODEL)
-        if shard.key.startswith(OPTIMIZER):
-            name = shard.key.removeprefix(OPTIMIZER).removesuffix(f".{MASTER}")
-        yield name, shard
+    return ((name, shard) for name, _, shard in _shards(state, weights_only=True))
 
 
-def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]:
+def _shards(
+    state: TrainState, *, weights_only: bool = False
+) -> Iterator[tuple[str, str | None, Shard]]:
+    """Of each parameter, by name, itself (None), master weights and states, by kind."""
     for name, parameter, layout in state.parameters:
-        yield Shard.of_rows(model_key(name), parameter, layout)
+        yield name, None, Shard.of_rows(model_key(name), parameter, layout)
     if state.optimizer is None:
         return
     own = state.optimizer.state_dict()["parameters"]
@@ -162,11 +175,13 @@ def _shards(state: TrainState, *, weights_only: bool = False) -> Iterator[Shard]
             # Master weights of the parameter's own dtype are the parameter itself.
             wanted = tensor.dtype != parameter.dtype if kind == MASTER else not weights_only
             if wanted:
-                yield Shard.of_rows(optimizer_key(name, kind), tensor, layout, (start, stop))
+                key, rows = optimizer_key(name, kind), (start, stop)
+                yield name, kind, Shard.of_rows(key, tensor, layout, rows)
 
 
-def _by_key(shards: Iterable[Shard]) -> dict[str, Shard]:
-    return {shard.key: shard for shard in shards}
+def _parameters(saved: Iterable[str]) -> set[str]:
+    """The names of the parameters among saved keys."""
+    return {key.removeprefix(MODEL) for key in saved if key.startswith(MODEL)}
 
 
 def _dtype(saved: object) -> torch.dtype:
@@ -188,7 +203,11 @@ def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
     return count
 
 
-def check_shapes(info: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(
+    info: CheckpointInfo,
+    shapes: Mapping[str, tuple[int, ...]],
+    earlier_names: Mapping[str, RowsOf],
+) -> None:
     """Raise ValueError if a checkpoint is not of the model whose parameters have these `shapes`."""
     try:
         saved = read_metadata(info.path, info.manifest.files).state_dict_metadata
@@ -199,9 +218,11 @@ def check_shapes(info: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]) ->
         for key, value in saved.items()
         if key.startswith(MODEL) and isinstance(value, TensorStorageMetadata)
     }
-    odd = [name for name in sorted({*there, *shapes}) if there.get(name) != shapes.get(name)]
+    rows = saved_rows(shapes, there, earlier_names)
+    own = {rows[name].name: rows[name].whole_shape(shape) for name, shape in shapes.items()}
+    odd = [name for name in sorted({*there, *own}) if there.get(name) != own.get(name)]
     if odd:
-        lines = [f"\n  {n}: {there.get(n, 'none')} there, {shapes.get(n, 'none')} now" for n in odd]
+        lines = [f"\n  {n}: {there.get(n, 'none')} there, {own.get(n, 'none')} now" for n in odd]
         more = f"\n  and {len(odd) - 5} more" if len(odd) > 5 else ""
         raise ValueError(
             f"{info.path} is of another model, by the shapes of its parameters:"

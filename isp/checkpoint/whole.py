@@ -17,6 +17,7 @@ from isp.checkpoint.folder import checkpoints_at
 from isp.checkpoint.state import MODEL, model_key
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
 from isp.comm import Channel
+from isp.layers.module import RowsOf
 
 __all__ = ["WholeWeights"]
 
@@ -60,7 +61,7 @@ class WholeWeights:
             load(
                 {key: Shard.whole(key, whole)},
                 storage_reader=SafeReader(self.info.path, self._metadata),
-                planner=BoxLoadPlanner({key: key}),
+                planner=BoxLoadPlanner({key: RowsOf(key)}),
                 no_dist=True,
             )
 

@@ -142,7 +142,12 @@ class Source:
         return Engine(self.model, parallel, mesh, device=device, build=build, cache=cache)
 
     def _fill(self, built: BuiltModel, mesh: Mesh) -> None:
-        state = TrainState(parameters=built.parameters, optimizer=None, topology=mesh.topology)
+        state = TrainState(
+            parameters=built.parameters,
+            optimizer=None,
+            topology=mesh.topology,
+            earlier_names=built.model.earlier_names,
+        )
         if self.checkpoint is not None:
             world, folder = mesh[Axis.WORLD], self.checkpoint
             with Checkpointer(folder, CheckpointConfig(), world=world) as checkpointer:
@@ -201,7 +206,7 @@ def _of_checkpoint(
         adds_special_tokens=False,
         template_file=None if tokenizer else data.get("chat_template"),
     )
-    check_shapes(info, parameter_shapes(source.model))
+    check_shapes(info, parameter_shapes(source.model), source.model.earlier_names)
     return source
 
 

@@ -146,6 +146,10 @@ class RowsOf(NamedTuple):
     whole: int | None = None
     """Rows of that parameter; None: these are all."""
 
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of that parameter, of rows of this `shape`."""
+        return shape if self.whole is None else (self.whole, *shape[1:])
+
 
 class NamedParameter(NamedTuple):
     """A parameter of a model, once, even if several modules share it."""

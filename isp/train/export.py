@@ -14,8 +14,9 @@ from torch import Tensor
 
 from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
-from isp.checkpoint.state import check_shapes
+from isp.checkpoint.state import check_shapes, saved_rows
 from isp.checkpoint.whole import WholeWeights
+from isp.config.models import language_model
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
 from isp.settings.packages import require_hf
@@ -126,13 +127,23 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
             )
         return _plan_as_named(weights, source, dtype)
     like = None if source is None else read_json(source / CONFIG_FILE)
-    model = _model(weights.info, kept["model"])
+    section = _model(weights.info, kept["model"])
+    model = language_model(section, kept["training"]["dtype"])
     context = kept["data"]["seq_len"]
-    described = config_json(model, dtype=dtype, context=context, like=like)
-    shapes = parameter_shapes(model)
-    check_shapes(weights.info, shapes)
-    table = WeightTable(model, described["model_type"], shapes)
-    tensors = ((name, _in_dtype(_made(name, table, weights), dtype)) for name in table.shapes)
+    described = config_json(section, dtype=dtype, context=context, like=like)
+    shapes, earlier = parameter_shapes(model), model.earlier_names
+    check_shapes(weights.info, shapes, earlier)
+    table = WeightTable(section, described["model_type"], shapes)
+    saved = saved_rows(shapes, weights.shapes, earlier)
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        first = saved[name].first
+        return weights.read(saved[name].name)[first + start : first + stop]
+
+    tensors = (
+        (name, _in_dtype(torch.cat([read(*part) for part in table.parts_of(name)]), dtype))
+        for name in table.shapes
+    )
     return _Plan(described, tensors)
 
 
@@ -158,13 +169,6 @@ def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
             f"{info.path} is of a model that this version does not read:"
             f" {'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         ) from None
-
-
-def _made(theirs: str, table: WeightTable, weights: WholeWeights) -> Tensor:
-    """A tensor of theirs."""
-    parts = table.parts_of(theirs)
-    whole = {ours: weights.read(ours) for ours in dict.fromkeys(ours for ours, _, _ in parts)}
-    return torch.cat([whole[ours][a:b] for ours, a, b in parts])
 
 
 def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:

@@ -169,16 +169,21 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     if own is not None:
         _check_length(own, config)
         check_changes(own, config, topology)
-        check_shapes(own, parameter_shapes(config.language_model))
+        _check_model(own, config)
     elif checkpoint.initial_load_path is not None:
         initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
         assert initial is not None
         if not checkpoint.initial_load_model_only:
             _check_length(initial, config)
             check_changes(initial, config, topology)
-        check_shapes(initial, parameter_shapes(config.language_model))
+        _check_model(initial, config)
     elif config.model.init_from is not None:
         check_folder(config.model)
+
+
+def _check_model(info: CheckpointInfo, config: JobConfig) -> None:
+    model = config.language_model
+    check_shapes(info, parameter_shapes(model), model.earlier_names)
 
 
 def _check_length(info: CheckpointInfo, config: JobConfig) -> None:

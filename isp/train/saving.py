@@ -65,6 +65,7 @@ class RunCheckpoints:
             parameters=train_step.built.parameters,  # frozen ones, too
             optimizer=train_step.optimizer,
             topology=mesh.topology,
+            earlier_names=train_step.built.model.earlier_names,
         )
         self.checkpointer = Checkpointer(folder, config.checkpoint, world=mesh[Axis.WORLD])
 

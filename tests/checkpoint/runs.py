@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from isp.checkpoint import TrainState
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
-from isp.layers.module import bind_names, named_parameters
+from isp.layers.module import RowsOf, bind_names, named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import (
     Axis,
@@ -62,13 +63,32 @@ class Run(NamedTuple):
     optimizer: Zero1Optimizer
 
 
+_APART = {"q": 8, "k": 4, "v": 4}
+"""Rows of what is fused."""
+
+
+def _earlier_names() -> dict[str, RowsOf]:
+    """Of parameters apart."""
+    first, whole = dict(zip(_APART, accumulate(_APART.values(), initial=0), strict=False)), 16
+    return {
+        f"{name}.{kind}": RowsOf(f"wqkv.{kind}", first[name], whole)
+        for name in _APART
+        for kind in ("weight", "bias")
+    }
+
+
 class _Model(nn.Module):
     """One of everything: fused, biased, uneven, tied, replicated, and empty on the last ranks."""
 
-    def __init__(self, layers: LayerFactory, *, wide: int) -> None:
+    def __init__(self, layers: LayerFactory, *, wide: int, apart: bool = False) -> None:
+        """With q, k and v `apart` they are no fused parameter."""
         super().__init__()
         self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
-        self.wqkv = layers.column(wide, (8, 4, 4), bias=True, std=1.0)
+        if apart:
+            for name, rows in _APART.items():
+                self.add_module(name, layers.column(wide, (rows,), bias=True, std=1.0))
+        else:
+            self.wqkv = layers.column(wide, tuple(_APART.values()), bias=True, std=1.0)
         self.wo = layers.row(8, wide, bias=True, std=1.0)
         self.small = layers.head(wide, 5, std=1.0)  # on 4 ranks: 2, 2, 1 and 0 rows
         self.norm = layers.rms_norm(wide, eps=1e-5)
@@ -85,6 +105,7 @@ def make_run(
     device: str = "cpu",
     config: OptimizerConfig = ADAMW,
     frozen: frozenset[str] = frozenset(),
+    apart: bool = False,
 ) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
@@ -97,10 +118,15 @@ def make_run(
         device=torch.device(device),
         dtype=dtype,
     )
-    parameters = list(named_parameters(_Model(layers, wide=wide)))
+    parameters = list(named_parameters(_Model(layers, wide=wide, apart=apart)))
     trained = [item for item in parameters if item.name not in frozen]
     optimizer = Zero1Optimizer(MainGradients(trained, mesh), mesh, config)
-    state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
+    state = TrainState(
+        parameters=parameters,
+        optimizer=optimizer,
+        topology=topology,
+        earlier_names=_earlier_names() if apart else {},
+    )
     run = Run(mesh[Axis.WORLD], state, optimizer)
     clear(run)
     return run
@@ -172,7 +198,10 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
         tensors = {kind: (x, slice(start, stop)) for kind, x in part["tensors"].items()}
         tensors["weights"] = parameter.detach(), slice(None)
         for kind, (tensor, rows) in tensors.items():
-            whole = whole_value(name, kind.replace("weights", "master"), layout.global_shape)
+            of = run.state.earlier_names.get(name, RowsOf(name))
+            shape = of.whole_shape(layout.global_shape)
+            whole = whole_value(of.name, kind.replace("weights", "master"), shape)
+            whole = whole[of.first :][: layout.global_shape[0]]
             expected = layout.shard(whole if through is None else whole.to(through))[rows]
             if tensor.dtype == torch.bfloat16:
                 expected = expected.float()  # the master weights are rounded, not the value itself

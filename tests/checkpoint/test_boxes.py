@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard, boxes_of
+from isp.layers.module import RowsOf
 from isp.optim.rows import owned_rows
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
@@ -101,7 +102,7 @@ def test_elements_that_were_not_saved_are_refused() -> None:
     _, metadata = BoxSavePlanner().create_global_plan([_plan([shard]) for shard in shards])
     saved = metadata.state_dict_metadata["x"]
     assert isinstance(saved, TensorStorageMetadata)
-    planner = BoxLoadPlanner({"x": "x"})
+    planner = BoxLoadPlanner({"x": RowsOf("x")})
     planner.set_up_planner({"x": Shard.whole("x", torch.zeros(7, 3))}, metadata)
     assert len(planner.create_local_plan().items) == 2
     del saved.chunks[0]

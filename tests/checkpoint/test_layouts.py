@@ -85,6 +85,23 @@ def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
 
 
+def _load_apart(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> int:
+    run = make_run(rank, layout, dtype, apart=True)
+    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
+    info = checkpointer.choose()
+    assert info is not None
+    checkpointer.load(info, run.state)
+    return expect(run, torch.float32)
+
+
+def test_rows_of_what_was_fused_are_loaded_in_another_layout(tmp_path: Path) -> None:
+    """Catches weights, masters and moments of q, k or v that are another's rows."""
+    saved, loaded = LAYOUTS["isp-wide"], LAYOUTS["mtp"]
+    run_ranks(saved.world, _save, saved, torch.bfloat16, tmp_path)
+    for dtype in (torch.bfloat16, torch.float64):  # whose weights are the saved masters
+        assert all(run_ranks(loaded.world, _load_apart, loaded, dtype, tmp_path))
+
+
 FROZEN = frozenset({"embedding.weight", "wo.bias"})
 
 

@@ -5,7 +5,7 @@ B batch, S sequence, D hidden size, F inner size, V vocabulary; ' what a rank ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isp.attention import LocalAttention
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
-from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
+from isp.layers.module import NamedParameter, RowsOf, bind_names, init_weights, named_parameters
 from isp.models.build import parameter_shapes
 from isp.models.protocol import LanguageModel
 from isp.models.schedule import schedule_text
@@ -45,6 +45,10 @@ class Mlp:
     @property
     def tied_weight(self) -> str | None:
         return "table.weight" if self.tied else None
+
+    @property
+    def earlier_names(self) -> Mapping[str, RowsOf]:
+        return {}
 
     @property
     def flop_rule(self) -> str:

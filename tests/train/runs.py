@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from isp.comm import Mesh
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
@@ -218,7 +219,10 @@ def make_run(
     device: torch.device = CPU,
 ) -> Run:
     """A run on this rank; parameters with these words in their names are frozen."""
-    built = build_model(task.model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
+    model = task.model
+    if isinstance(model, ModelConfig):  # else a test's own
+        model = language_model(model, str(dtype).removeprefix("torch."))
+    built = build_model(model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
     for item in built.parameters:
         item.parameter.requires_grad_(not any(word in item.name for word in frozen))
     parameters = list(built.trained)
