@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from isp.models.protocol import LanguageModel
 from isp.settings.packages import require_hf
+from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
 
+if TYPE_CHECKING:  # a configuration is read without torch
+    from isp.traced.model import TracedModel
+
 __all__ = ["language_model"]
+
+_HOW = (
+    "checkpoint",
+    "checkpoint_offload",
+    "checkpoint_segment",
+    "attention_backend",
+    "loss_chunk_tokens",
+)
+"""Keys of how a traced model is computed."""
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
@@ -20,27 +35,21 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     Raises ValueError for a folder whose model cannot be made, or cannot be driven, and without the
     packages that read it.
     """
+    keys = {key: getattr(model, key) for key in _HOW}
     if model.hf is None:
-        # Until the plain decoder has taken the other's place.
-        return _plain(model) if os.environ.get("ISP_PLAIN") == "1" else model
+        if os.environ.get("ISP_PLAIN") != "1":  # until the plain decoder takes the other's place
+            return model
+        plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
+        return _decoder(replace(model, **{**plain, "init_std": model.init_std})).computed(**keys)
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
-    from isp.traced.pretrained import folder_model  # here: a configuration is read without torch
+    from isp.traced.pretrained import folder_model
 
-    return folder_model(
-        model.hf,
-        dtype,
-        checkpoint=model.checkpoint,
-        checkpoint_offload=model.checkpoint_offload,
-        checkpoint_segment=model.checkpoint_segment,
-        attention_backend=model.attention_backend,
-        loss_chunk_tokens=model.loss_chunk_tokens,
-        trains=trains,
-    )
+    return folder_model(model.hf, dtype, trains=trains, **keys)
 
 
 @lru_cache(maxsize=16)
-def _plain(model: ModelConfig) -> LanguageModel:
-    """The plain decoder, traced."""
+def _decoder(model: ModelConfig) -> TracedModel:
+    """The plain decoder of these sizes, traced once for all ways of computing it."""
     import torch
 
     from isp.traced.model import TracedModel
@@ -51,14 +60,5 @@ def _plain(model: ModelConfig) -> LanguageModel:
     with torch.device("meta"):
         decoder = Decoder(model)
     names = earlier_names(model)
-    return TracedModel(
-        decoder,
-        checkpoint=model.checkpoint,
-        checkpoint_offload=model.checkpoint_offload,
-        checkpoint_segment=model.checkpoint_segment,
-        attention_backend=model.attention_backend,
-        loss_chunk_tokens=model.loss_chunk_tokens,
-        weights=begun_by_the_model(decoder, names),
-        earlier_names=names,
-        in_place=False,
-    )
+    weights = begun_by_the_model(decoder, names)
+    return TracedModel(decoder, weights=weights, earlier_names=names, in_place=False)
