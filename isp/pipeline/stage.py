@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from isp.autograd import Function, once_differentiable
+from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients
@@ -197,7 +197,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, door: Tensor, x: Tensor, entry: _Entry) -> Tensor:
         ctx.entry = entry
-        return x.view_as(x)
+        return writable(x.view_as(x))
 
     @staticmethod
     @once_differentiable
