@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -86,38 +88,47 @@ class Call(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """The form of what a block gives: a hidden state [B, S, D], alone or in a tuple."""
+    """The form of what a block gives: hidden states [B, S, ..] in a tree, which travel as one."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     """Those that are no tensors; None for tensors."""
-    hidden: int
-    """Which leaf is the hidden state."""
-    num_tensors: int
-    width: int
-    """D."""
+    sizes: dict[int, tuple[int, ...]]
+    """By leaf that is a hidden state, its sizes behind [B, S]."""
+
+    @property
+    def width(self) -> int:
+        """Features of a token in all hidden states."""
+        return sum(map(math.prod, self.sizes.values()))
 
     @classmethod
-    def of(cls, output: Any) -> BlockOutput | None:
-        """That of `output`; None if there is no hidden state."""
+    def of(cls, output: Any, rows: tuple[int, int]) -> BlockOutput | None:
+        """That of `output`; None if none of it is a hidden state of `rows`, [B, S]."""
         found, spec = tree_flatten(output)
-        tensors = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
-        hidden = [i for i in tensors if found[i].dim() == 3 and found[i].is_floating_point()]
-        if not hidden:
-            return None
+        tensors = {i: leaf for i, leaf in enumerate(found) if isinstance(leaf, Tensor)}
+        sizes = {
+            i: tuple(leaf.shape[2:])
+            for i, leaf in tensors.items()
+            if leaf.shape[:2] == rows and leaf.dim() > 2 and leaf.is_floating_point()
+        }
         others = tuple(None if i in tensors else leaf for i, leaf in enumerate(found))
-        return cls(spec, others, hidden[0], len(tensors), found[hidden[0]].shape[-1])
+        return cls(spec, others, sizes) if sizes else None
 
     def around(self, hidden: Tensor) -> Any:
-        """What a block gives with this hidden state, and None for its other tensors."""
-        leaves = list(self.leaves)
-        leaves[self.hidden] = hidden
+        """What a block gives with these hidden states, [B, S, D], and None for other tensors."""
+        leaves, start = list(self.leaves), 0
+        for leaf, sizes in self.sizes.items():
+            stop = start + math.prod(sizes)
+            own = hidden if len(self.sizes) == 1 else hidden[..., start:stop]
+            leaves[leaf] = own.unflatten(-1, sizes) if len(sizes) > 1 else own
+            start = stop
         return tree_unflatten(leaves, self.spec)
 
     def hidden_of(self, output: Any) -> Tensor:
-        """The hidden state in what a block gave."""
-        hidden: Tensor = tree_flatten(output)[0][self.hidden]
-        return hidden
+        """The hidden states in what a block gave, [B, S, D]."""
+        leaves = tree_flatten(output)[0]
+        found = [leaves[leaf].flatten(2) for leaf in self.sizes]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 class ForwardEnd(Exception):

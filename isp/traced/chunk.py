@@ -6,7 +6,7 @@ S' the tokens of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,15 +92,18 @@ class TracedChunk:
         self._plan = plan
         self._local_attention = local_attention
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
-        self._recompute = Recomputer(
-            tracker=RngStatesTracker(layers.device),
-            announce=layers.recomputing,
-            offload_to=layers.host if offload else None,
-            segment=segment,
-        )
+        self._recomputers: dict[str, Recomputer] = {}
+        """Of each block, that of its stage."""
         self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
         self._input_kept: dict[str, bool] = {}
         for stage in stages:
+            recomputer = Recomputer(
+                tracker=RngStatesTracker(layers.device),
+                announce=layers.recomputing,
+                offload_to=layers.host if offload else None,
+                segment=segment,
+            )
+            self._recomputers |= dict.fromkeys(stage.blocks, recomputer)
             kept = inputs_kept(tuple(self._recomputed[b] for b in stage.blocks), segment)
             self._input_kept |= dict(zip(stage.blocks, kept, strict=True))
         self._calls = {
@@ -110,7 +113,7 @@ class TracedChunk:
         numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
         self._points = {number: nn.Identity() for number in numbers}
         self._mixers = TracedMixers(layers, self._mixing, self._under_way)
-        self._outer_calls = tuple(outer_calls(trace))
+        self._outer_calls, self._outside = tuple(outer_calls(trace)), frozenset(trace.called_at)
         self._length_limits = host.length_limits(model)
         self._most_tokens = host.most_tokens(model)
         self._forward_pass: ForwardPass | None = None
@@ -136,7 +139,7 @@ class TracedChunk:
         forward_pass = ForwardPass(
             "the model", self._outer_calls, self._masks(positions, cu_seqlens)
         )
-        self._recompute.begin()
+        self._recomputers[next(b for b in self.trace.blocks if b not in self.left_out)].begin()
         ends = {} if self._head is None else {self._head: _end}
         with (
             self._passing(forward_pass),
@@ -158,9 +161,9 @@ class TracedChunk:
             self._received, x = x, torch.zeros_like(positions)
         if not stage.is_last:
             self._last_block = stage.blocks[-1]
-        self.left_out = frozenset(self.trace.blocks) - {*stage.blocks}
+        self.left_out = frozenset(self.trace.blocks) - stage.parts
         try:
-            with self._instead({} if stage.is_first else self._nothing_of(self.trace.before)):
+            with self._instead(self._nothing_of(self._outside - stage.parts)):
                 return self(x, positions, cu_seqlens)
         finally:
             self.left_out, self._received, self._last_block = before
@@ -219,10 +222,14 @@ class TracedChunk:
         """The parameters, each once, with their names in the model."""
         yield from self._named
 
-    def init_weights(self, seed: int | None) -> None:
-        """The initial weights are the model's own, or come from their source."""
+    def init_weights(self, seed: int | None, names: Collection[str] | None = None) -> None:
+        """The initial weights are the model's own, or come from their source.
+
+        `names`: of the parameters that are filled; None: all.
+        """
         if self._weights is not None:
-            self._weights.fill(self.model, () if seed is None else self._named, seed or 0)
+            shards = [item for item in self._named if names is None or item.name in names]
+            self._weights.fill(self.model, () if seed is None else shards, seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
         """The blocks, and what has parameters outside of them.
@@ -251,7 +258,7 @@ class TracedChunk:
                 input_kept=self._input_kept.get(name, True),
             )
             for name, calls in parts_of(self.trace)
-            if stage is None or stage.has(name, self.trace)
+            if stage is None or name in stage.parts
         )
 
     # -- inside ------------------------------------------------------------------------------
@@ -337,10 +344,10 @@ class TracedChunk:
                 return forward(*args, **kwargs)
 
         recomputed = self._recomputed[block] and torch.is_grad_enabled()
-        out = self._recompute(run, *args) if recomputed else run(*args)
+        out = self._recomputers[block](run, *args) if recomputed else run(*args)
         if block == self._last_block:
             assert form is not None
-            raise ForwardEnd(form.hidden_of(out))
+            raise ForwardEnd(form.hidden_of(out).to(self._layers.dtype))
         return out
 
     # -- behind the head ---------------------------------------------------------------------
@@ -376,14 +383,13 @@ class TracedChunk:
         """The logits that the model makes of what its head gives, [B, n, V]."""
         ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
-        outside = (call.module for call in self._outer_calls if call.kind is not Kind.BLOCK)
         assert self._head is not None
         before = generator_states(self._layers.device) if self.model.training else None
         left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
         try:
             with (
                 self._passing(ForwardPass("the model", self._outer_calls, Masks(None))),
-                self._instead({**self._nothing_of(outside), self._head: lambda _: y}),
+                self._instead({**self._nothing_of(self._outside), self._head: lambda _: y}),
             ):
                 return self._host.forward(self.model, ids, positions)
         finally:

@@ -20,8 +20,9 @@ from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.layers.module import RowsOf
 from isp.parallel import Mode
-from isp.parallel.config import ParallelConfig
+from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
+from isp.pipeline import PipelineOrder
 from isp.settings.attention_backend import AttentionBackend
 from isp.traced.chunk import TracedChunk
 from isp.traced.hosts import OwnModule, check_row, host_of
@@ -124,8 +125,8 @@ class TracedModel:
     @property
     def hidden_size(self) -> int:
         """Features of a token that blocks give each other."""
-        outputs = iter(self.trace.outputs.values())
-        return next((form.width for form in outputs), self._first_table.embedding_dim)
+        form = self.trace.outputs.get(self.trace.blocks[0])
+        return self._first_table.embedding_dim if form is None else form.width
 
     @property
     def vocab_rows(self) -> int:
@@ -225,25 +226,29 @@ class TracedModel:
         check_row(self.host.most_tokens(self.model), seq_len)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
         if num_stages > 1:
-            self._check_stages(num_stages, parallel.pipeline.size)
+            self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
 
-    def _check_stages(self, num_stages: int, size: int) -> None:
+    def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
         """Raise ValueError if the model cannot be cut into so many pipeline stages."""
-        if num_stages in self._cut:
-            return
         try:
             stages = stages_of(self._shape, self.trace, num_stages)
-            shape = copy.deepcopy(self._shape)
-            self.host.connect(shape)
-            check_stages(shape, self.model.buffers(), self.trace, self.host.forward, stages)
+            if num_stages not in self._cut:
+                shape = copy.deepcopy(self._shape)
+                self.host.connect(shape)
+                check_stages(shape, self.model.buffers(), self.trace, self.host.forward, stages)
+            for rank in range(pipeline.size):
+                own = PipelineOrder(pipeline).stages_of(rank)
+                names = frozenset[str]().union(*(stages[number].parameters for number in own))
+                if not any(self._shape.get_parameter(name).requires_grad for name in names):
+                    raise ValueError(f"no weight of rank {rank} of the pipeline is trained")
         except ValueError as error:
             raise ValueError(
-                f"parallel.pipeline.size={size} cuts {type(self.model).__name__} into {num_stages}"
-                f" stages, between which one hidden state travels, and that does not do: {error};"
-                f" use 1"
+                f"parallel.pipeline.size={pipeline.size} cannot cut {type(self.model).__name__}"
+                f" into {num_stages} stages: {error}"
+                f"{'; use 1' if num_stages <= len(self.trace.blocks) else ''}"
             ) from None
         self._cut.add(num_stages)
 

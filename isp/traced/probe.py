@@ -205,6 +205,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # [B, S, H, ..]
     of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
     own = q @ of_q.cos() + k @ of_k.sin()  # [B, S, H]
+    if options.profiles is not None:
+        own = own + options.profiles.to(q.dtype).cos().sum()
     if options.chosen is not None:
         own = own + options.chosen.numbers.sum((2, 3)).unsqueeze(2)
     return v + own.tanh().unsqueeze(-1)

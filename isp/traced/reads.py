@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,14 +25,20 @@ _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 class Reads(TorchFunctionMode):
     """Notes reads of parameters that are not the way of their own module, and of positions."""
 
-    def __init__(self, model: nn.Module, positions: Tensor) -> None:
+    def __init__(
+        self, model: nn.Module, positions: Tensor, place: Callable[[], tuple[str | None, int]]
+    ) -> None:
+        """`place`: of what is called, in the recorder's terms."""
         super().__init__()
+        self._place = place
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._positions = positions
         self.open: list[nn.Module] = []
         """The modules whose forward runs, the innermost last."""
         self.foreign: dict[str, str] = {}
         """The parameters that are read in another way, and by what."""
+        self.places: dict[str, set[tuple[str | None, int]]] = {}
+        """The parameters that are read, and where."""
         self.reads_positions = False
 
     def __torch_function__(
@@ -46,6 +52,8 @@ class Reads(TorchFunctionMode):
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
+            if known is not None and makes_tensor:
+                self.places.setdefault(known, set()).add(self._place())
             if known is not None and not self._expected(leaf, func, args, kwargs):
                 self.foreign[known] = name
         return out

@@ -86,6 +86,10 @@ class Recorder:
         self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
         return torch.zeros_like(inputs.of_heads[0])
 
+    def place(self) -> tuple[str | None, int]:
+        """The entry of a list that runs, if one does, and how many have been entered."""
+        return self._block, len(self.entered)
+
     def choose(self, indexer: Indexer) -> Tensor:
         """The numbers of any keys; as many as a long document has."""
         self._index_size = indexer.keys.shape[-1]
@@ -139,7 +143,7 @@ class Recorder:
     def _leaving(self, block: str) -> Callable[..., None]:
         def leave(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
             self.finder.passed(block, given, output)
-            if (form := BlockOutput.of(output)) is not None:
+            if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
                 self.outputs[block] = form
 
         return leave

@@ -42,8 +42,8 @@ class TracedStage:
         return (item for item in self._chunk.shards() if item.name in self._stage.parameters)
 
     def init_weights(self, seed: int | None) -> None:
-        """Fill all that the rank has: a weight that two of its stages have is one."""
-        self._chunk.init_weights(seed)
+        """As `Chunk.init_weights`; a weight that two stages of a rank have is filled twice."""
+        self._chunk.init_weights(seed, self._stage.parameters)
 
     def parts(self) -> dict[str, nn.Module]:
         """The blocks, and what has parameters outside of them."""

@@ -178,8 +178,8 @@ def shard_parameters(
 ) -> Iterator[NamedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used.
 
-    Those that are not its `own`, by name, are left out. They have no memory; vectors outside the
-    blocks are zeros, as what is read before the blocks runs on every pipeline stage.
+    Those that are not its `own`, by name, are not a number, and have the memory of one: what lies
+    before the blocks runs on every pipeline stage.
     """
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -188,7 +188,8 @@ def shard_parameters(
     for name in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(name)
         if name not in own:
-            nothing = _left_out(name, parameter, trace, layers)
+            nan = torch.full((), torch.nan, device=layers.device, dtype=layers.dtype)
+            nothing = nn.Parameter(nan.expand(parameter.shape), requires_grad=False)
             for module, local in uses.pop(id(parameter)):
                 setattr(module, local, nothing)
             del parameter
@@ -229,17 +230,6 @@ def _layout(
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
     turned = local == "weight" and is_transposed(model.get_submodule(owner))
     return layers.sharded_layout(shape, dim=int((cut.role is LinearRole.ROW) != turned))
-
-
-def _left_out(
-    name: str, parameter: nn.Parameter, trace: ModelTrace, layers: LayerFactory
-) -> nn.Parameter:
-    read = trace.roles[name] is Role.VECTOR and not name.startswith(
-        tuple(f"{block}." for block in trace.blocks)
-    )
-    device = layers.device if read else torch.device("meta")
-    value = torch.zeros(parameter.shape, device=device, dtype=layers.dtype)
-    return nn.Parameter(value, requires_grad=False)
 
 
 def _own_part(parameter: nn.Parameter, layout: ParameterLayout, layers: LayerFactory) -> Tensor:

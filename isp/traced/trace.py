@@ -7,8 +7,7 @@ Nothing is found by name: a linear is an `nn.Linear` that is called, a block is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import takewhile
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from isp.traced.roles import (
 from isp.traced.untraced import untraced
 
 __all__ = [
+    "BEHIND",
     "AttentionSizes",
     "Call",
     "Kind",
@@ -37,6 +37,10 @@ __all__ = [
     "check_not_compiled",
     "trace_model",
 ]
+
+
+BEHIND = ""
+"""The place behind all blocks; others are named by the block that they lie in or before."""
 
 
 class ModelTrace(NamedTuple):
@@ -58,6 +62,8 @@ class ModelTrace(NamedTuple):
     experts, those that it goes to."""
     outputs: dict[str, BlockOutput]
     """The form of what each block gives, if it has a hidden state."""
+    read_at: dict[str, set[str]]
+    """The places where each parameter is read, other than those of experts."""
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
     unused: tuple[str, ...]
@@ -71,10 +77,15 @@ class ModelTrace(NamedTuple):
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
 
     @property
-    def before(self) -> tuple[str, ...]:
-        """The linears and tables that are called before the blocks, in order."""
-        calls = takewhile(lambda call: call.block is None, self.calls)
-        return tuple(dict.fromkeys(call.module for call in calls))
+    def called_at(self) -> dict[str, set[str]]:
+        """The places of the linears and tables that are called outside of the blocks."""
+        found, place = dict[str, set[str]](), BEHIND
+        for call in reversed(self.calls):
+            if call.block is None:
+                found.setdefault(call.module, set()).add(place)
+            else:
+                place = call.block
+        return found
 
     @property
     def multiplied(self) -> int:
@@ -133,7 +144,8 @@ def trace_model(
     """
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
-    recorder, reads = Recorder(model), Reads(model, positions)
+    recorder = Recorder(model)
+    reads = Reads(model, positions, recorder.place)
     try:
         with (
             recorder.listening(reads),
@@ -166,12 +178,26 @@ def trace_model(
         {name: parameter.numel() for name, parameter in parameters.items()},
         _multiplied(model, every, roles),
         recorder.outputs,
+        _read_at(reads, [*recorder.entered], {call.block for call in calls}),
         tuple(recorder.called),
         unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
         reads.reads_positions,
         _head(model, calls, recorder.finder, logits),
     )
+
+
+def _read_at(
+    reads: Reads, entered: Sequence[str], blocks: Collection[str | None]
+) -> dict[str, set[str]]:
+    """As `ModelTrace.read_at`; `entered`: the entries of lists, in order."""
+
+    def place(inside: str | None, count: int) -> str:
+        if inside in blocks and inside is not None:
+            return inside
+        return next((entry for entry in entered[count:] if entry in blocks), BEHIND)
+
+    return {name: {place(*at) for at in places} for name, places in reads.places.items()}
 
 
 def _check_logits(model: nn.Module, logits: object) -> None:
