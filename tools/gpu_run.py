@@ -122,14 +122,15 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path | None:
     """The report of the steps run so far; None where the packages for it are missing."""
     try:
-        from isp.report.page import Column, Page, Section, Table, numbers
+        from isp.profile.table import Table
+        from isp.report.page import Page, Section
     except ImportError:
         return None
     passed = sum(one["exit"] == 0 for one in found)
-    rows = tuple((o["step"], o["asks"], o["result"], f"{o['seconds']:.0f}") for o in found)
-    columns = (Column("step"), Column("what it tells", prose=True), Column("result"))
+    rows = [(o["step"], f"{o['seconds']:.0f}", o["result"], o["asks"]) for o in found]
+    table = Table([("step", "seconds", "result", "what it shows"), *rows], text_from=2)
     sections = [Section(title="Machine", facts=tuple(machine.facts.items()))]
-    sections.append(Section(title="Steps", table=Table((*columns, *numbers("seconds")), rows)))
+    sections.append(Section(title="Steps", table=table))
     for one in found:
         log = (folder / f"{one['step']}.log").read_text(errors="replace").splitlines()
         facts = (("result", one["result"]), ("command", one["command"]))

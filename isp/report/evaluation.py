@@ -9,16 +9,14 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
 from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, TextLosses
-from isp.report.page import Column, Page, Section, Table, numbers
+from isp.profile.table import Table
+from isp.report.page import Page, Section
 from isp.report.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    VERMILLION,
-    WIDE,
+    FONT,
+    WIDTH,
+    Color,
     Look,
     Picture,
-    Size,
     add_bar,
     key,
     legend_above,
@@ -28,9 +26,9 @@ from isp.report.style import (
 
 __all__ = ["evaluation_page"]
 
-_RATES = LinearSegmentedColormap.from_list("rates", ["#f7f7f5", GREEN])
+_RATES = LinearSegmentedColormap.from_list("rates", ["#f7f7f5", Color.GREEN])
 _GRID = "#d9d9d9"
-_WITHIN, _BEYOND = Look(BLUE), Look(VERMILLION, "////")
+_WITHIN, _BEYOND = Look(Color.BLUE), Look(Color.VERMILLION, "////")
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
@@ -51,7 +49,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
 
 
 def _lead(evaluation: Evaluation) -> list[str]:
-    told, trained = [], evaluation.trained_length
+    sentences, trained = [], evaluation.trained_length
     if (passkeys := evaluation.passkeys) is not None:
         for where, lengths in (
             ("within", [n for n in passkeys.lengths if trained is None or n <= trained]),
@@ -60,12 +58,12 @@ def _lead(evaluation: Evaluation) -> list[str]:
             if lengths:
                 rate = sum(map(passkeys.rate, lengths)) / len(lengths)
                 of = "at all lengths" if trained is None else f"{where} {trained:,} tokens"
-                told.append(f"{rate:.0%} of the passkeys found {of}.")
+                sentences.append(f"{rate:.0%} of the passkeys found {of}.")
     if evaluation.text is not None:
         loss = evaluation.text.loss_within(evaluation.text.length)
         shown = "not finite" if loss is None else f"{loss:.4f}"
-        told.append(f"Loss {shown} over rows of {evaluation.text.length:,} tokens.")
-    return told
+        sentences.append(f"Loss {shown} over sequences of {evaluation.text.length:,} tokens.")
+    return sentences
 
 
 def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
@@ -73,24 +71,23 @@ def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
     return (
         ("weights", evaluation.model),
         ("read by", f"{evaluation.layout}, in {evaluation.dtype}"),
-        ("trained on rows of", "not known" if trained is None else f"{trained:,} tokens"),
+        ("trained on sequences of", "not known" if trained is None else f"{trained:,} tokens"),
     )
 
 
 def _text_section(text: TextLosses, trained: int | None) -> Section:
-    rows = tuple(text.shown(bucket) for bucket in text.buckets if bucket.tokens)
-    places, *measured = BUCKET_COLUMNS
+    rows = (text.shown(bucket) for bucket in text.buckets if bucket.tokens)
     return Section(
         title="Loss by place",
         texts=(
-            f"{text.rows} rows of {text.length:,} tokens, {text.source}. The place of a token is"
-            f" the number of tokens before it in its row.",
+            f"{text.rows} sequences of {text.length:,} tokens, {text.source}. The place of a token"
+            f" is the number of tokens before it in its sequence.",
         ),
-        table=Table((Column(places), *numbers(*measured)), rows),
+        table=Table([BUCKET_COLUMNS, *rows]),
         pictures=(
             Picture(
                 name="loss_by_place",
-                caption="Loss of the tokens at some places of a row: where positions are not"
+                caption="Loss of the tokens at some places of a sequence: where positions are not"
                 " understood any more, it rises.",
                 alt="Bars of loss over places",
                 draw=partial(_draw_text, text, trained),
@@ -99,8 +96,8 @@ def _text_section(text: TextLosses, trained: int | None) -> Section:
     )
 
 
-def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="places in the row", ylabel="loss (nats a token)")
+def _draw_text(text: TextLosses, trained: int | None) -> Figure:
+    figure, axes = new_axes(xlabel="place in the sequence", ylabel="loss (nats a token)")
     shown = [bucket for bucket in text.buckets if bucket.tokens]
     top = max((bucket.loss or 0.0 for bucket in shown), default=0.0) or 1.0
     for index, bucket in enumerate(shown):
@@ -121,28 +118,27 @@ def _draw_text(text: TextLosses, trained: int | None, size: Size) -> Figure:
         axes.text(index, bucket.loss + 0.01 * top, f"{bucket.loss:.2f}", ha="center", va="bottom")
     axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.set_ylim(0, 1.12 * top)
-    _name_columns(axes, [bucket.places for bucket in shown], size)
+    _name_columns(axes, [bucket.places for bucket in shown])
     axes.grid(visible=False, axis="x")
     if trained is not None:
         handles = [key(f"within {trained:,} tokens", _WITHIN), key("beyond", _BEYOND)]
-        legend_above(axes, columns=2, handles=handles)
+        legend_above(axes, handles)
     return figure
 
 
-def _name_columns(axes: Axes, names: list[str], size: Size) -> None:
+def _name_columns(axes: Axes, names: list[str]) -> None:
     """Name the columns 0, 1, ..; slanted where they would touch."""
     axes.set_xticks(range(len(names)), names)
-    if sum(map(len, names)) * size.font * 0.75 > size.width:
+    if sum(map(len, names)) * FONT * 0.75 > WIDTH:
         axes.tick_params(axis="x", labelrotation=40)
 
 
 def _passkey_section(passkeys: Passkeys, trained: int | None) -> Section:
-    lanes = len(passkeys.depths)
     return Section(
         title="Passkeys",
         texts=(
-            f"A number of {passkeys.digits} digits is told once, somewhere in text that says"
-            f" nothing, and asked for at the end. {passkeys.keys} of them at each length and depth;"
+            f"A number of {passkeys.digits} digits is hidden once in text that says nothing,"
+            f" and asked for at the end. {passkeys.keys} of them at each length and depth;"
             f" a key counts if the model, always writing the likeliest token, writes all of it.",
         ),
         pictures=(
@@ -152,17 +148,17 @@ def _passkey_section(passkeys: Passkeys, trained: int | None) -> Section:
                 " the key: 0% is the beginning.",
                 alt="Heat map of passkeys found over lengths and depths",
                 draw=partial(_draw_passkeys, passkeys, trained),
-                wide=Size(WIDE.width, 150 + 44 * lanes, WIDE.font),
-                phone=Size(360, 150 + 34 * lanes, 11),
             ),
         ),
     )
 
 
-def _draw_passkeys(passkeys: Passkeys, trained: int | None, size: Size) -> Figure:
+def _draw_passkeys(passkeys: Passkeys, trained: int | None) -> Figure:
     depths = [f"{depth:.0%}" for depth in passkeys.depths]
     top = 0.5 if trained is None else 1.0
-    figure, axes = new_lanes(size, depths, xlabel="tokens of the prompt", top=top)
+    figure, axes = new_lanes(
+        depths, xlabel="tokens of the prompt", top=top, height=150 + 44 * len(depths)
+    )
     axes.set_ylabel("depth of the key")
     for column, (length, row) in enumerate(zip(passkeys.lengths, passkeys.found, strict=True)):
         for lane, found in enumerate(row):
@@ -173,17 +169,17 @@ def _draw_passkeys(passkeys: Passkeys, trained: int | None, size: Size) -> Figur
             begin, end = column - 0.5, column + 0.5
             add_bar(axes, begin, end, top=lane - 0.5, height=1, look=look, hover=hover, edge=_GRID)
             percent = f"{100 * found / passkeys.keys:.0f}"
-            axes.text(column, lane, percent, ha="center", va="center", color=BLACK)
+            axes.text(column, lane, percent, ha="center", va="center", color=Color.BLACK)
     columns = len(passkeys.lengths)
     axes.set_xlim(-0.5, columns - 0.5)
-    _name_columns(axes, [f"{length:,}" for length in passkeys.lengths], size)
+    _name_columns(axes, [f"{length:,}" for length in passkeys.lengths])
     axes.grid(visible=False)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     if trained is not None:
         edge = sum(length <= trained for length in passkeys.lengths) - 0.5
         if 0 <= edge <= columns - 1:
-            axes.plot([edge, edge], [-1, len(depths) - 0.5], color=BLACK, linewidth=2.5)
+            axes.plot([edge, edge], [-1, len(depths) - 0.5], color=Color.BLACK, linewidth=2.5)
             axes.text(edge - 0.05, -0.75, "trained on", ha="right", va="center")
             axes.text(edge + 0.05, -0.75, "beyond", ha="left", va="center")
     return figure

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from matplotlib.artist import Artist
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from isp.planner import Candidate, Fabric, Found, as_text
 from isp.planner.lengths import Longest
@@ -24,51 +20,28 @@ from isp.planner.report import (
     time_of,
     verdict_of,
 )
-from isp.report.page import Column, Page, Section, Table, numbers
-from isp.report.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    WIDE,
-    Look,
-    Picture,
-    Size,
-    add_bar,
-    key,
-    new_lanes,
-)
+from isp.profile.table import Table
+from isp.report.page import Page, Section
+from isp.report.style import Color, Look, Picture, Stack, draw_stacks
 
 __all__ = ["layouts_page", "plan_page"]
 
-_YELLOW = "#F0E442"
 _STEP = {
-    "compute": Look(SKY),
-    "exposed": Look(VERMILLION, "///"),
-    "bubble": Look(ORANGE, "xxx"),
+    "compute": Look(Color.SKY),
+    "exposed": Look(Color.VERMILLION, "///"),
+    "bubble": Look(Color.ORANGE, "xxx"),
 }
 _MEMORY = {
-    "weights": Look(BLUE),
-    "gradients": Look(SKY),
-    "optimizer": Look(GREEN),
-    "pool": Look(_YELLOW),
-    "activations": Look(VERMILLION),
-    "attention": Look(PURPLE),
-    "loss": Look(ORANGE),
-    "work": Look(GREY),
+    "weights": Look(Color.BLUE),
+    "gradients": Look(Color.SKY),
+    "optimizer": Look(Color.GREEN),
+    "pool": Look(Color.YELLOW),
+    "activations": Look(Color.VERMILLION),
+    "attention": Look(Color.PURPLE),
+    "loss": Look(Color.ORANGE),
+    "work": Look(Color.GREY),
 }
-_LENGTH = {"fits": Look(BLUE)}
-
-
-class _Stack(NamedTuple):
-    """A bar of parts, one behind the other."""
-
-    name: str
-    parts: Mapping[str, float]
+_LENGTH = {"fits": Look(Color.BLUE)}
 
 
 def layouts_page(
@@ -96,9 +69,8 @@ def layouts_page(
     shown = shown_of(found, own, fabric, top)
     mine = own.key if isinstance(own, Candidate) else None
     cells = [row_of(c, "*" if c.key == mine else "", world_size) for c in shown]
-    names = [
-        f"{place}{mark} {mode} {tensor}" for place, (mark, mode, tensor, *_) in _counted(cells)
-    ]
+    numbered = [(f"{place}{row[0]}", *row[1:]) for place, row in enumerate(cells, start=1)]
+    names = [" ".join(row[:3]) for row in numbered]
     return Page(
         name="layouts",
         title=title,
@@ -113,16 +85,13 @@ def layouts_page(
                     f" configuration itself (*) if it fits.",
                     LEGEND.replace("\n", " "),
                 ),
-                table=Table(
-                    (Column(""), Column("mode"), *numbers(*COLUMNS[2:])),
-                    tuple((f"{place}{row[0]}", *row[1:]) for place, row in _counted(cells)),
-                ),
+                table=Table([COLUMNS, *numbered], text_columns=2),
                 pictures=(
                     _step_picture(names, shown),
                     _memory_picture(
                         "The memory of the rank that takes most, by part, at the moment of its"
                         " maximum. The names are those of the table: place, mode and tensor size.",
-                        [_memory_stack(n, c.memory) for n, c in zip(names, shown, strict=True)],
+                        {n: c.memory for n, c in zip(names, shown, strict=True)},
                         room=fabric.device.usable_bytes,
                     ),
                 ),
@@ -136,23 +105,18 @@ def layouts_page(
 def plan_page(said: Said, *, command: str) -> Page:
     """The page of what `isp plan` found."""
     config, room = said.planned.config, said.budget.device
-    own = f"as it is, {config.data.seq_len:,} tokens"
-    stacks = [_memory_stack(own, said.memory)]
-    longest = [(step.rung.name, step.longest) for step in said.steps]
-    fitting = [(name, end) for name, end in longest if isinstance(end, Longest)]
-    stacks += [_memory_stack(f"{name}, {end.seq_len:,}", end.memory) for name, end in fitting]
-    pictures = [
-        _memory_picture(
-            "The memory of the rank that takes most, by part: of the configuration, and of the"
-            " longest rows that fit with each way to save memory."
-            if fitting
-            else "The memory of the rank that takes most, by part.",
-            stacks,
-            room=room,
-        )
-    ]
+    fitting = {s.rung.name: s.longest for s in said.steps if isinstance(s.longest, Longest)}
+    memories = {f"as it is, {config.data.seq_len:,} tokens": said.memory}
+    memories |= {f"{name}, {end.seq_len:,}": end.memory for name, end in fitting.items()}
+    caption = "The memory of the rank that takes most, by part"
     if fitting:
-        pictures.append(_length_picture([_Stack(n, {"fits": e.seq_len}) for n, e in fitting]))
+        caption += (
+            ": of the configuration, and of the longest sequences that fit with each way to save"
+            " memory"
+        )
+    pictures = [_memory_picture(f"{caption}.", memories, room=room)]
+    if fitting:
+        pictures.append(_length_picture(fitting))
     return Page(
         name="plan",
         title=f"Memory of {config.job.name} on {said.planned.world_size:,} ranks",
@@ -164,10 +128,6 @@ def plan_page(said: Said, *, command: str) -> Page:
         ),
         command=command,
     )
-
-
-def _counted(rows: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
-    return list(enumerate(rows, start=1))
 
 
 def _sentence(text: str) -> str:
@@ -202,96 +162,49 @@ def _step_picture(names: Sequence[str], shown: Sequence[Candidate]) -> Picture:
         assert times is not None
         compute = times.step - times.exposed - times.bubble
         parts = {"compute": compute, "exposed": times.exposed, "bubble": times.bubble}
-        stacks.append(_Stack(name, parts))
-    return _picture(
-        "step",
-        "A step by part: compute, transfers that compute waits for (exposed), and waits for other"
-        " pipeline stages (bubble). Predicted, not measured.",
-        "Bars of the seconds of a step, by part, for each layout",
-        stacks,
-        partial(_draw, stacks, _STEP, "step (s)", time_of, None),
-    )
-
-
-def _memory_stack(name: str, memory: Memory) -> _Stack:
-    return _Stack(name, {part: size / 2**20 for part, size in memory.by_owner().items()})
-
-
-def _memory_picture(caption: str, stacks: Sequence[_Stack], *, room: int) -> Picture:
-    largest = max(sum(stack.parts.values()) for stack in stacks)
-    limit = room / 2**20 if room / 2**20 < 2 * largest else None  # else bars would be too short
-    unit, label = (2**10, "GiB") if largest >= 2**10 else (1, "MiB")
-    scaled = [_Stack(s.name, {part: n / unit for part, n in s.parts.items()}) for s in stacks]
-    return _picture(
-        "memory",
-        caption,
-        "Bars of the memory of a rank, by part",
-        stacks,
-        partial(
-            _draw,
-            scaled,
-            _MEMORY,
-            f"memory ({label})",
-            lambda value: f"{value:,.1f} {label}",
-            None if limit is None else limit / unit,
-        ),
-    )
-
-
-def _length_picture(stacks: Sequence[_Stack]) -> Picture:
-    return _picture(
-        "lengths",
-        "The longest row that fits, with each way to save memory and all above it that help.",
-        "Bars of the longest row that fits",
-        stacks,
-        partial(_draw, stacks, _LENGTH, "tokens of a row", "{:,.0f}".format, None),
-    )
-
-
-def _picture(
-    name: str, caption: str, alt: str, stacks: Sequence[_Stack], draw: Callable[[Size], Figure]
-) -> Picture:
-    height = 130 + 30 * len(stacks)
+        stacks.append(Stack(name, parts, time_of(times.step)))
     return Picture(
-        name=name,
-        caption=caption,
-        alt=alt,
-        draw=draw,
-        wide=Size(1080, height, 13),
-        phone=Size(360, height + 60, 11),
+        name="step",
+        caption="A step by part: compute, transfers that compute waits for (exposed), and waits for"
+        " other pipeline stages (bubble). Predicted, not measured.",
+        alt="Bars of the seconds of a step, by part, for each layout",
+        draw=lambda: draw_stacks(stacks, _STEP, xlabel="step (s)", text=time_of)[0],
     )
 
 
-def _draw(
-    stacks: Sequence[_Stack],
-    looks: Mapping[str, Look],
-    xlabel: str,
-    text: Callable[[float], str],
-    limit: float | None,
-    size: Size,
-) -> Figure:
-    """Bars of `stacks`, each with its sum behind it; a line at `limit`, in the same unit."""
-    is_wide = size.width > WIDE.width / 2
-    names = [stack.name if is_wide else stack.name.replace(", ", "\n") for stack in stacks]
-    figure, axes = new_lanes(size, names, xlabel=xlabel, top=0.6)
-    most = max(limit or 0.0, *(sum(stack.parts.values()) for stack in stacks))
-    for lane, stack in enumerate(stacks):
-        end = 0.0
-        for part, value in stack.parts.items():
-            begin, end = end, end + value
-            hover = f"{stack.name}: {part} {text(value)}"
-            add_bar(axes, begin, end, top=lane - 0.35, height=0.7, look=looks[part], hover=hover)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        at = end + 0.01 * most, lane
-        axes.text(*at, text(end), va="center", fontsize="small", bbox=box, zorder=3)
-    handles: list[Artist] = [
-        key(part, look) for part, look in looks.items() if any(s.parts[part] for s in stacks)
-    ]
-    if limit is not None:
-        handles.append(axes.axvline(limit, color=BLACK, linestyle="--", label="room of a rank"))
-    axes.set_xlim(0, most * (1.1 if is_wide else 1.35))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if is_wide else 3))
-    axes.xaxis.set_major_formatter("{x:,.10g}")
-    if len(looks) > 1:
-        figure.legend(handles=handles, loc="outside upper left", ncols=9 if is_wide else 3)
-    return figure
+def _memory_picture(caption: str, memories: Mapping[str, Memory], *, room: int) -> Picture:
+    largest = max(memory.total for memory in memories.values())
+    unit, label = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+    def text(value: float) -> str:
+        return f"{value:,.1f} {label}"
+
+    stacks = []
+    for name, memory in memories.items():
+        parts = {part: size / unit for part, size in memory.by_owner().items()}
+        stacks.append(Stack(name, parts, text(sum(parts.values()))))
+
+    def draw() -> Figure:
+        limit = room / unit if room < 2 * largest else 0.0  # else bars would be too short
+        figure, axes = draw_stacks(
+            stacks, _MEMORY, xlabel=f"memory ({label})", text=text, limit=limit
+        )
+        if limit:
+            axes.axvline(limit, color=Color.BLACK, linestyle="--")
+            axes.text(limit, -0.5, "room of a rank ", ha="right", va="center")
+        return figure
+
+    return Picture("memory", caption, "Bars of the memory of a rank, by part", draw)
+
+
+def _length_picture(longest: Mapping[str, Longest]) -> Picture:
+    stacks = [Stack(n, {"fits": e.seq_len}, f"{e.seq_len:,}") for n, e in longest.items()]
+    return Picture(
+        name="lengths",
+        caption="The longest sequence that fits, with each way to save memory and all above it that"
+        " help.",
+        alt="Bars of the longest sequence that fits",
+        draw=lambda: draw_stacks(
+            stacks, _LENGTH, xlabel="tokens of a sequence", text="{:,.0f}".format
+        )[0],
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isp.profile import Cause, ModeProfile, Profile, Wait
-from isp.report.compare import exposed_section, kinds_section, memory_section, modes_section
-from isp.report.page import Column, Page, Section, Table, kind_name, mib, ms, numbers, share
-from isp.report.plan import plan_section
+from isp.profile import Cause, ModeProfile, Profile
+from isp.profile import table as tables
+from isp.report.compare import exposed_section, memory_section, modes_section
+from isp.report.page import Page, Section, kind_name, ms
 from isp.report.timeline import timeline_section
 
 __all__ = ["lead_sentence", "profile_page"]
@@ -39,15 +39,20 @@ def profile_page(profile: Profile) -> Page:
             timeline_section(modes),
             memory_section(profile),
             *(_waits_section(mode, at_most=5) for mode in modes[1:]),
-            *(
-                section
-                for mode in profile.modes
-                if (section := plan_section(profile, mode)) is not None
-            ),
-            kinds_section(profile),
+            *(_plan_section(mode) for mode in profile.modes if mode.plan_grid is not None),
+            Section(title="By kind of transfer", table=tables.kinds(profile)),
             _about(profile),
         ),
     )
+
+
+def _plan_section(mode: ModeProfile) -> Section:
+    text = (
+        "Where each weight is gathered, waited for and freed in a step; “ahead” is the number of"
+        " uses of weights from the gather to the wait. `isp prefetch CONFIG` prints this for any"
+        " configuration."
+    )
+    return Section(title="The plan of the weights", texts=(text,), listing=mode.plan_grid)
 
 
 def _about(profile: Profile) -> Section:
@@ -70,7 +75,7 @@ def lead_sentence(profile: Profile) -> str:
     lead = _lead_mode(profile)
     s = lead.summary
     if not s.num_transfers:
-        return f"In {lead.mode} nothing is exposed, because nothing travels."
+        return f"In {lead.mode} nothing is exposed, because nothing is transferred."
     return (
         f"In {lead.mode}, {s.exposed_share:.0%} of the step is exposed: {ms(s.exposed_ms)} of"
         f" {ms(s.step_ms)} ms."
@@ -83,7 +88,7 @@ def _lead_points(profile: Profile) -> Iterator[str]:
     causes = lead.exposed_by_cause
     if causes:
         cause, exposed = next(iter(causes.items()))
-        yield f"{share(exposed, sum(causes.values()))} of it in {cause}, {_WHY[cause]}."
+        yield f"{exposed / sum(causes.values()):.0%} of it in {cause}, {_WHY[cause]}."
     if profile.shared_cores:
         yield f"{profile.shared_cores}, so they wait more for each other than on GPUs."
     if lead.waits:
@@ -103,33 +108,15 @@ def _waits_section(mode: ModeProfile, *, at_most: int) -> Section:
     title = f"The worst waits in {mode.mode}"
     if not mode.waits:
         return Section(title=title, texts=("Nothing was waited for.",))
-    columns = (
-        Column("waiting for"),
-        *numbers("exposed (ms)", "of all exposed"),
-        Column("why", prose=True),
-        *numbers("moving (ms)", "sent (MiB)", "times"),
-    )
     text = (
-        "In a step of one rank, the mean over all measured steps and ranks. “Moving” is the time"
-        " from when the transfer could begin on every rank, “times” how often it goes in a step."
+        "In a step of one rank, the mean over all measured steps and ranks, times in milliseconds."
+        " “Moving” is the time from when the transfer could begin on every rank, “times” how often"
+        " it goes in a step."
     )
-    rows = tuple(_row(wait, mode.summary.exposed_ms) for wait in mode.waits[:at_most])
-    return Section(title=title, texts=(text,), table=Table(columns, rows))
-
-
-def _row(wait: Wait, exposed_ms: float) -> tuple[str, ...]:
-    return (
-        f"{kind_name(wait.kind)} of {wait.label}, {_where(wait)}",
-        ms(wait.exposed_ms),
-        share(wait.exposed_ms, exposed_ms),
-        f"{wait.reason}: {wait.advice}",
-        ms(wait.moving_ms),
-        mib(wait.sent_bytes),
-        f"{wait.count:g}",
+    titles, *rows = tables.waits(mode, at_most).rows
+    advised = (
+        [*row[:-1], f"{row[-1]}: {wait.advice}"]
+        for row, wait in zip(rows, mode.waits, strict=False)
     )
-
-
-def _where(wait: Wait) -> str:
-    """The phase, and the part of the model where the label does not name it."""
-    is_named = not wait.block or wait.label.startswith(wait.block)
-    return wait.phase if is_named else f"{wait.phase} of {wait.block}"
+    table = tables.Table([titles, *advised], text_columns=0, text_from=3)
+    return Section(title=title, texts=(text,), table=table)

@@ -16,17 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from isp.config import JobConfig, load_config
 from isp.metrics import StepRecord, read_metrics
 from isp.report.page import Page, Section
-from isp.report.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    PURPLE,
-    VERMILLION,
-    Picture,
-    Size,
-    legend_above,
-    new_axes,
-)
+from isp.report.style import Color, Picture, legend_above, new_axes
 from isp.run.environment import Environment
 from isp.run.folder import RunFolder
 
@@ -189,64 +179,71 @@ def _ranks(environment: Environment) -> str:
 
 
 def _training_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
+    loss = Picture(
+        name="loss",
+        caption="Loss: the mean over the valid tokens of a step, before its update.",
+        alt="Loss over the steps, of training and of held-out text",
+        draw=partial(_draw_loss, records),
+    )
+    rate = _Curve("lr", "learning rate", Color.GREEN)
+    norm = _Curve("grad_norm", "gradient norm", Color.PURPLE)
     return (
-        Picture(
-            name="loss",
-            caption="Loss: the mean over the valid tokens of a step, before its update.",
-            alt="Loss over the steps, of training and of held-out text",
-            draw=partial(_draw_loss, records),
-        ),
-        Picture(
-            name="lr",
-            caption="Learning rate of the update.",
-            alt="Learning rate over the steps",
-            draw=partial(_draw_one, records, "lr", "learning rate", GREEN),
-        ),
-        Picture(
-            name="grad_norm",
-            caption="Gradient norm: of all parameters, before clipping.",
-            alt="Gradient norm over the steps",
-            draw=partial(_draw_one, records, "grad_norm", "gradient norm", PURPLE),
-        ),
+        loss,
+        _picture(records, "lr", "Learning rate: of the update.", rate),
+        _picture(records, "grad_norm", "Gradient norm: of all parameters, before clipping.", norm),
     )
 
 
 def _time_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
+    text = "Throughput: tokens that each rank trains on in a second."
+    times = (
+        _Curve("step_ms", "ms a step", Color.BLACK, "-", "step"),
+        _Curve("comm_ms", "ms a step", Color.BLUE, "--", "transfers"),
+        _Curve("exposed_ms", "ms a step", Color.VERMILLION, "-.", "exposed"),
+    )
     return (
-        Picture(
-            name="throughput",
-            caption="Throughput: tokens that each rank trains on in a second.",
-            alt="Tokens a second and rank over the steps",
-            draw=partial(_draw_one, records, "tgs", "tokens / s / rank", GREEN),
-        ),
-        Picture(
-            name="exposed",
-            caption="Time of a step on rank 0: the whole of it, the part in which transfers were"
-            " under way, and the part for which compute was blocked on one.",
-            alt="Milliseconds of a step, of its transfers, and exposed, over the steps",
-            draw=partial(_draw_exposed, records),
+        _picture(records, "throughput", text, _Curve("tgs", "tokens / s / rank", Color.GREEN)),
+        _picture(
+            records,
+            "exposed",
+            "Time of a step on rank 0: the whole of it, the part in which transfers were under way,"
+            " and the part for which compute was blocked on one.",
+            *times,
         ),
     )
 
 
 def _memory_picture(records: Sequence[StepRecord]) -> Picture:
-    return Picture(
-        name="memory",
-        caption="Memory: the most that was in use at once up to a step, on the rank that has"
-        " most; of tensors on CUDA, of the whole process on CPU.",
-        alt="Peak memory in GiB over the steps",
-        draw=partial(_draw_one, records, "mem_gib", "peak memory (GiB)", PURPLE),
+    text = (
+        "Memory: the most that was in use at once up to a step, on the rank that has most; of"
+        " tensors on CUDA, of the whole process on CPU."
     )
+    return _picture(records, "memory", text, _Curve("mem_gib", "peak memory (GiB)", Color.PURPLE))
 
 
-def _draw_loss(records: Sequence[StepRecord], size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="step", ylabel="loss (nats a token)")
+class _Curve(NamedTuple):
+    """A field of records over the steps."""
+
+    field: str
+    ylabel: str
+    color: str
+    linestyle: str = "-"
+    label: str | None = None
+
+
+def _picture(records: Sequence[StepRecord], name: str, caption: str, *curves: _Curve) -> Picture:
+    alt = f"{caption.partition('.')[0].partition(':')[0]} over the steps"
+    return Picture(name, caption, alt, partial(_draw, records, curves))
+
+
+def _draw_loss(records: Sequence[StepRecord]) -> Figure:
+    figure, axes = new_axes(xlabel="step", ylabel="loss (nats a token)")
     kept = [_GAP if record.skipped else record.loss for record in records]
-    _line(axes, records, kept, color=BLUE, label="training")
+    _line(axes, records, kept, color=Color.BLUE, label="training")
     evaluated = [record for record in records if record.val_loss is not None]
     if evaluated:
         values = [_GAP if record.val_loss is None else record.val_loss for record in evaluated]
-        style = {"color": VERMILLION, "linestyle": "--", "marker": "D"}
+        style = {"color": Color.VERMILLION, "linestyle": "--", "marker": "D"}
         _line(axes, evaluated, values, label="held-out text", **style)
     skipped = [record.step for record in records if record.skipped]
     if skipped:
@@ -255,39 +252,26 @@ def _draw_loss(records: Sequence[StepRecord], size: Size) -> Figure:
             skipped,
             [0.04] * len(skipped),
             transform=bottom,
-            color=BLACK,
+            color=Color.BLACK,
             marker="x",
             linestyle="none",
             label="update skipped",
         )
     _finish(axes, records)
-    legend_above(axes, columns=3)
+    legend_above(axes)
     return figure
 
 
-def _draw_one(
-    records: Sequence[StepRecord], field: str, ylabel: str, color: str, size: Size
-) -> Figure:
-    figure, axes = new_axes(size, xlabel="step", ylabel=ylabel)
-    _line(axes, records, [getattr(record, field) for record in records], color=color)
+def _draw(records: Sequence[StepRecord], curves: Sequence[_Curve]) -> Figure:
+    figure, axes = new_axes(xlabel="step", ylabel=curves[0].ylabel)
+    for field, _, color, linestyle, label in curves:
+        values = [getattr(record, field) for record in records]
+        _line(axes, records, values, color=color, linestyle=linestyle, label=label)
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 5))
     _finish(axes, records)
-    return figure
-
-
-def _draw_exposed(records: Sequence[StepRecord], size: Size) -> Figure:
-    figure, axes = new_axes(size, xlabel="step", ylabel="ms a step")
-    for name, label, color, linestyle in (
-        ("step_ms", "step", BLACK, "-"),
-        ("comm_ms", "transfers", BLUE, "--"),
-        ("exposed_ms", "exposed", VERMILLION, "-."),
-    ):
-        values = [getattr(record, name) for record in records]
-        _line(axes, records, values, color=color, linestyle=linestyle, label=label)
-    axes.set_ylim(bottom=0)
-    _finish(axes, records)
-    legend_above(axes, columns=3)
+    if len(curves) > 1:
+        legend_above(axes)
     return figure
 
 

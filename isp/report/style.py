@@ -1,13 +1,13 @@
-"""Style of pictures: sizes, colours that colour-blind people can tell apart, SVG and PNG."""
+"""Style of pictures: colours that colour-blind people can tell apart, bars, SVG and PNG."""
 
 from __future__ import annotations
 
+import html
 import io
 import re
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,24 +16,18 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
 __all__ = [
-    "BLACK",
-    "BLUE",
-    "EDGE",
-    "GREEN",
-    "GREY",
-    "ORANGE",
-    "PHONE",
-    "PURPLE",
-    "SKY",
-    "VERMILLION",
-    "WIDE",
+    "FONT",
+    "WIDTH",
+    "Color",
     "Look",
     "Picture",
-    "Size",
+    "Stack",
     "add_bar",
+    "draw_stacks",
     "key",
     "legend_above",
     "new_axes",
@@ -43,31 +37,45 @@ __all__ = [
     "to_svg",
 ]
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
-"""Source: Okabe and Ito 2008, Color Universal Design; grey is for what is in the background."""
-EDGE = "#333333"
-"""Around bars."""
+WIDTH = 1080
+"""Pixels of a picture, on a page and at half the resolution of its PNG."""
+FONT = 13
+_POINTS_PER_INCH = 72
+_LEAST_WIDTH = 720
+"""Pixels below which text could not be read: a narrower page scrolls."""
+
+
+class Color(StrEnum):
+    """Source: Okabe and Ito 2008, Color Universal Design; grey is for the background."""
+
+    BLACK = "#000000"
+    ORANGE = "#E69F00"
+    SKY = "#56B4E9"
+    GREEN = "#009E73"
+    YELLOW = "#F0E442"
+    BLUE = "#0072B2"
+    VERMILLION = "#D55E00"
+    PURPLE = "#CC79A7"
+    GREY = "#777777"
+    EDGE = "#333333"
+
 
 _STYLE: dict[RcKeyType, Any] = {
     "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": Color.GREY.value,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlesize": FONT,
     "font.family": ["DejaVu Sans"],
+    "font.size": FONT,
     "grid.color": "#dddddd",
     "hatch.linewidth": 0.8,
+    "legend.fontsize": FONT,
     "legend.frameon": False,
     "savefig.facecolor": "white",
     "svg.fonttype": "none",  # text stays text: small, sharp, and found by searching
-    "svg.hashsalt": "isp",  # the same numbers give the same file
 }
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "http://www.w3.org/1999/xlink"
-_URL = re.compile(r"url\(#([^)]*)\)")
-_POINTS_PER_INCH = 72
-_PNG_SCALE = 2  # pixels of a PNG for each of the page
 
 
 class Look(NamedTuple):
@@ -77,58 +85,86 @@ class Look(NamedTuple):
     hatch: str = ""
 
 
-@dataclass(frozen=True)
-class Size:
-    """The room of a picture, in pixels of the page; `font` is the size of its text."""
+class Stack(NamedTuple):
+    """A bar of parts, one behind the other, with a text at its end."""
 
-    width: int
-    height: int
-    font: float
-
-
-WIDE = Size(1080, 340, 13)
-"""On a desktop, and in PNGs."""
-PHONE = Size(360, 300, 12)
-"""On a phone, where a shrunk desktop picture could not be read."""
+    name: str
+    parts: Mapping[str, float]
+    text: str
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing that is made again for each size."""
+    """A drawing, in the page and as a PNG beside it."""
 
     name: str
     """Of the PNG, without its ending."""
     caption: str
     alt: str
     """The content, for those who cannot see it."""
-    draw: Callable[[Size], Figure]
-    wide: Size = WIDE
-    """Its size on a desktop, and in the PNG."""
-    phone: Size = PHONE
+    draw: Callable[[], Figure]
     has_file: bool = True
     """Whether there is a PNG of it beside the page."""
 
 
-def new_figure(size: Size) -> Figure:
-    """An empty figure of `size`."""
-    inches = size.width / _POINTS_PER_INCH, size.height / _POINTS_PER_INCH
+def new_figure(width: float = WIDTH, height: float = 340) -> Figure:
+    """An empty figure of this size in pixels."""
+    inches = width / _POINTS_PER_INCH, height / _POINTS_PER_INCH
     return Figure(figsize=inches, layout="constrained")
 
 
-def new_axes(size: Size, *, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """A figure of `size` with one pair of labelled axes."""
-    figure = new_figure(size)
-    axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
-    return figure, axes
+def new_axes(
+    *, xlabel: str, ylabel: str, width: float = WIDTH, height: float = 340
+) -> tuple[Figure, Axes]:
+    """A figure with one pair of labelled axes."""
+    figure = new_figure(width, height)
+    return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
-def new_lanes(size: Size, names: Sequence[str], *, xlabel: str, top: float) -> tuple[Figure, Axes]:
+def new_lanes(
+    names: Sequence[str], *, xlabel: str, top: float, height: float, width: float = WIDTH
+) -> tuple[Figure, Axes]:
     """Axes with a lane for each of `names`, the first one above; `top` lanes of room over it."""
-    figure, axes = new_axes(size, xlabel=xlabel, ylabel="")
+    figure, axes = new_axes(xlabel=xlabel, ylabel="", width=width, height=height)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -top)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
+def draw_stacks(
+    stacks: Sequence[Stack],
+    looks: Mapping[str, Look],
+    *,
+    xlabel: str,
+    text: Callable[[float], str],
+    limit: float = 0.0,
+) -> tuple[Figure, Axes]:
+    """A lane with the bars of each of `stacks`; the hover of a part has its value as `text`.
+
+    The x axis reaches to `limit` at least.
+    """
+    names = [stack.name for stack in stacks]
+    figure, axes = new_lanes(names, xlabel=xlabel, top=0.6, height=130 + 30 * len(stacks))
+    most = max(limit, *(sum(stack.parts.values()) for stack in stacks)) or 1.0
+    for lane, stack in enumerate(stacks):
+        end = 0.0
+        for part, value in stack.parts.items():
+            begin, end = end, end + value
+            hover = f"{stack.name}: {part} {text(value)}"
+            add_bar(axes, begin, end, top=lane - 0.35, height=0.7, look=looks[part], hover=hover)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        at = end + 0.01 * most, lane
+        axes.text(*at, stack.text, va="center", fontsize="small", bbox=box, zorder=3)
+    axes.set_xlim(0, most * 1.1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    handles = [
+        key(part, look) for part, look in looks.items() if any(s.parts[part] for s in stacks)
+    ]
+    if len(looks) > 1 and handles:
+        figure.legend(handles=handles, loc="outside upper left", ncols=9)
     return figure, axes
 
 
@@ -141,7 +177,7 @@ def add_bar(
     height: float,
     look: Look,
     hover: str,
-    edge: str = EDGE,
+    edge: str = Color.EDGE,
 ) -> None:
     """Draw a bar from `begin` to `end`, whose text is seen under the mouse."""
     bar = Rectangle(
@@ -159,72 +195,37 @@ def add_bar(
 
 def key(label: str, look: Look) -> Patch:
     """A bar in a legend."""
-    return Patch(facecolor=look.color, edgecolor=EDGE, hatch=look.hatch, label=label)
+    return Patch(facecolor=look.color, edgecolor=Color.EDGE, hatch=look.hatch, label=label)
 
 
-def legend_above(axes: Axes, *, columns: int, handles: Sequence[Artist] | None = None) -> None:
-    """Name what is drawn, or `handles`, above the axes, where it hides nothing."""
-    axes.legend(
-        handles=axes.get_legend_handles_labels()[0] if handles is None else handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        borderaxespad=0.2,
-    )
+def legend_above(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Name what is drawn, or `handles`, in one line above the axes, where it hides nothing."""
+    shown = axes.get_legend_handles_labels()[0] if handles is None else handles
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(handles=shown, ncols=max(1, len(shown)), **place)
 
 
 def to_png(picture: Picture, path: Path) -> None:
     """Write `picture` to `path`, at twice the resolution of the page."""
-    with _style(picture.wide):
-        picture.draw(picture.wide).savefig(path, format="png", dpi=_POINTS_PER_INCH * _PNG_SCALE)
+    with mpl.rc_context(_STYLE):
+        picture.draw().savefig(path, format="png", dpi=2 * _POINTS_PER_INCH)
 
 
-def to_svg(picture: Picture, size: Size) -> str:
+def to_svg(picture: Picture) -> str:
     """`picture` as an SVG element to be put into a page beside others.
 
-    A group of the drawing whose gid is `hover:TEXT` shows TEXT under the mouse.
+    A group of the drawing whose gid is `hover:TEXT` shows TEXT under the mouse. The names of what
+    is referred to differ between pictures, and the same numbers give the same text.
     """
-    buffer = io.BytesIO()
+    buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with _style(size):
-        picture.draw(size).savefig(buffer, format="svg", metadata=nothing)
-    root = ET.fromstring(buffer.getvalue())
-    _isolate(root, f"{picture.name}-{size.width}-")
-    for name in ("width", "height"):
-        del root.attrib[name]  # the page decides, by its viewBox
-    root.attrib |= {"role": "img", "aria-label": picture.alt}
-    return ET.tostring(root, encoding="unicode")
-
-
-@contextmanager
-def _style(size: Size) -> Iterator[None]:
-    texts: tuple[RcKeyType, ...] = ("font.size", "legend.fontsize", "axes.titlesize")
-    sizes = dict.fromkeys(texts, size.font)
-    with mpl.rc_context(_STYLE | sizes):
-        yield
-
-
-def _isolate(root: ET.Element, prefix: str) -> None:
-    """Give the names of `root`, which hold in the whole page, a prefix; drop those of no use."""
-    ids = {node.attrib["id"] for node in root.iter() if "id" in node.attrib}
-    used = set()
-    for node in root.iter():
-        for key, value in node.attrib.items():
-            if key == f"{{{_XLINK}}}href" and value[1:] in ids:
-                used.add(value[1:])
-                node.attrib[key] = f"#{prefix}{value[1:]}"
-            elif "url(#" in value:
-                used |= set(_URL.findall(value))
-                node.attrib[key] = _URL.sub(rf"url(#{prefix}\1)", value)
-    for node in root.iter():
-        name = node.attrib.pop("id", "")
-        if name in used:
-            node.attrib["id"] = prefix + name
-        if name.startswith("hover:"):
-            title = ET.Element(f"{{{_SVG}}}title")
-            title.text = name.removeprefix("hover:")
-            node.insert(0, title)
-
-
-ET.register_namespace("", _SVG)
-ET.register_namespace("xlink", _XLINK)
+    with mpl.rc_context(_STYLE | {"svg.hashsalt": picture.name}):
+        figure = picture.draw()
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue().partition("?>")[2].partition(">")[2]  # behind XML's own two lines
+    text = re.sub(r'<g id="hover:([^"]*)">', r"<g><title>\1</title>", text)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # of no use, and the same in every picture
+    width = round(figure.get_figwidth() * _POINTS_PER_INCH)
+    least = width if width > WIDTH else _LEAST_WIDTH
+    label = f' role="img" aria-label="{html.escape(picture.alt)}" style="min-width: {least}px"'
+    return re.sub(' width="[^"]*" height="[^"]*"', lambda _: label, text, count=1)

@@ -38,7 +38,7 @@ def test_profile_with_its_page(job: Path) -> None:
     text = HtmlPage(page.read_text()).text
     (mode,) = Profile.load(folder / "profile.json").modes
     assert mode.losses[0] is not None
-    assert f"isp {mode.losses[0]:.4f} " in text
+    assert f" {mode.losses[0]:.5f} " in text
     assert f"isp profile {job} --modes isp" in text
 
 

@@ -11,7 +11,6 @@ import pytest
 from isp.cli import main
 from isp.metrics.evaluation import Bucket, Evaluation, Passkeys, TextLosses
 from isp.report.evaluation import _draw_passkeys, evaluation_page
-from isp.report.style import WIDE
 from tests.report.html_page import HtmlPage
 
 pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
@@ -49,7 +48,7 @@ def test_page_needs_no_network_and_has_the_numbers(trained: int | None) -> None:
     assert all(reference.startswith("#") for reference in page.references)
     assert "://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
     assert page.tags["b"] == 0
-    assert page.tags["svg"] == 4  # two pictures, for desktops and phones
+    assert page.tags["svg"] == 2
     assert "256-511 256 10.0000 2.203e+04 4.6667" in page.text  # (512 x 2 + 256 x 10) / 768
     assert "512 tokens, depth 0%: 1 of 4 keys found" in page.hovers
     if trained is None:
@@ -80,7 +79,7 @@ def test_no_key_found_is_a_light_cell() -> None:
     """Catches a map of zeros that is one block of a strong colour."""
     passkeys = EVALUATION.passkeys
     assert passkeys is not None
-    cells = _draw_passkeys(passkeys, None, WIDE).axes[0].patches
+    cells = _draw_passkeys(passkeys, None).axes[0].patches
     found = [count for row in passkeys.found for count in row]
     lightness = [min(cell.get_facecolor()[:3]) for cell in cells]
     assert len(found) == len(cells)

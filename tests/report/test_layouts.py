@@ -42,7 +42,7 @@ def test_layouts_by_part(files: tuple[str, Path], capsys: pytest.CaptureFixture[
     """Catches bars that are not those of the layouts, and parts that do not add up."""
     config, file = files
     page, bars = made(file, "layouts", config, "--world", "2", "--top", "3", "--json")
-    assert page.tags["svg"] == 4  # step and memory, for desktops and phones
+    assert page.tags["svg"] == 2  # step and memory
     assert "Machine: 8 x H100" in page.text
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     seconds = best["seconds"]
@@ -71,7 +71,7 @@ def test_memory_by_part(files: tuple[str, Path], longest: bool) -> None:
     config, file = files
     words = ["--max-seq-len", "--memory", "0.5"] if longest else []
     page, bars = made(file, "plan", config, *words)
-    assert page.tags["svg"] == (4 if longest else 2)
+    assert page.tags["svg"] == (2 if longest else 1)
     assert "1,024 tokens fit: " in page.text
     assert bars["as it is, 1,024 tokens: weights"] > 0
     assert any("again" in bar for bar in bars) is longest

@@ -16,7 +16,7 @@ from isp.profile import ModeProfile, Profile, RankProfile
 from isp.report import write_profile_report
 from isp.report.compare import exposed_section, memory_section, modes_section
 from isp.report.profile import lead_sentence
-from isp.report.style import PHONE, WIDE, to_svg
+from isp.report.style import to_svg
 from isp.report.timeline import timeline_section
 from tests.profile.example import example_profile
 from tests.report.html_page import HtmlPage
@@ -74,7 +74,7 @@ def test_hatches_are_there(written: Written) -> None:
     """Catches bars that colour alone tells apart: a pattern lost when pictures are put together."""
     used = set(re.findall(r"url\(#([^)]*)\)", written.html))
     assert used <= set(written.page.ids)
-    assert any("-h" in name for name in used)
+    assert any(name.startswith("h") for name in used)
 
 
 def test_first_sentence(written: Written) -> None:
@@ -93,15 +93,16 @@ def test_first_sentence(written: Written) -> None:
 def test_tables_have_the_numbers(written: Written) -> None:
     """Catches a column of another quantity, a wrong unit, and modes that change places."""
     text = written.page.text
-    assert "mtp 5.0000 100.0 2.00 16.0 16.0 16% 16.0 1.70 2 1" in text
-    assert "isp 5.0000 100.0 3.00 25.0 9.00 9% 6.00 1.70 2 2" in text
-    assert "equal to the last bit" in text
-    assert "isp 9.00 0.00 6.00 2.00 4.00 0.00 0.00" in text  # what is exposed, and the bound
-    assert "isp all-gather 2 2.00 20.0 5.00" in text
-    assert "all-gather of layers.1.attention.wo.weight, forward 3.00 33% launched too late:" in text
+    assert "mtp 2 1 100.0 16.0 16.0 16% 0.0 0.0 16.0 0.0 16.0 1.00 2.00 1.70 5.00000" in text
+    assert "isp 2 2 100.0 25.0 9.0 9% 2.0 4.0 0.0 0.0 6.0 1.50 3.00 1.70 5.00000" in text
+    assert "agree within 0.0e+00" in text
+    assert "isp all_gather 2 2.000 20.0 5.0" in text
+    weight = "layers.1.attention.wo.weight"
+    late = "launched too late: launched 3.0 ms too late"
+    assert f"3.0 11.0 1 all_gather of {weight} forward of layers.1 {late}" in text
     assert "action phase start" in text
     assert CONFIG in written.page.texts  # with its line breaks
-    assert text.count(COMMAND) == text.count("2 ranks share 1 core") == 1
+    assert text.count(COMMAND) == 1
 
 
 def test_names_are_escaped(written: Written) -> None:
@@ -114,7 +115,7 @@ def test_pictures_are_there(written: Written) -> None:
     """Catches a picture of the page without its file."""
     names = {path.name for path in written.folder.glob("*.png")}
     timelines = {"timeline-isp-rank0.png", "timeline-mtp-rank0.png"}
-    assert names == {"modes.png", "exposed.png", "memory.png", "plan.png"} | timelines
+    assert names == {"modes.png", "exposed.png", "memory.png"} | timelines
 
 
 def test_each_rank_can_be_chosen(written: Written) -> None:
@@ -127,8 +128,8 @@ def test_each_rank_can_be_chosen(written: Written) -> None:
 
 def bars(mode: ModeProfile) -> list[tuple[float, float, float]]:
     """(lane, begin, end) of every bar in the timeline of rank 0."""
-    picture = timeline_section([mode]).choices[0].picture
-    patches = picture.draw(picture.wide).axes[0].patches
+    picture = timeline_section([mode]).choices[0][1]
+    patches = picture.draw().axes[0].patches
     found = [patch for patch in patches if isinstance(patch, Rectangle)]
     return [
         (round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_x() + p.get_width()) for p in found
@@ -155,7 +156,7 @@ def test_many_ranks() -> None:
     slow = replace(timeline.collectives[0], exposed_ms=50.0)
     ranks[13] = replace(ranks[13], timeline=replace(timeline, collectives=(slow,)))
     choices = timeline_section([replace(isp, ranks=tuple(ranks))]).choices
-    assert [choice.values[1] for choice in choices] == ["0", "1", "2", "3", "4", "5", "6", "13"]
+    assert [values[1] for values, _ in choices] == ["0", "1", "2", "3", "4", "5", "6", "13"]
 
 
 def test_losses_that_differ() -> None:
@@ -163,12 +164,12 @@ def test_losses_that_differ() -> None:
     profile = example_profile()
     mtp, isp = profile.modes
     other = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(4.0,)))))
-    assert "agree within 2.0e-01 of their size" in other.texts[1]
+    assert "agree within 2.0e-01" in other.texts[-1]
     lost = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(None,)))))
-    assert "not all modes have a finite one" in lost.texts[1]
+    assert "not all modes have a finite loss" in lost.texts[-1]
     assert lost.table is not None
-    assert lost.table.rows[1][1] == "not finite"
-    to_svg(lost.pictures[0], PHONE)
+    assert lost.table.rows[2][-1] == "not finite"
+    to_svg(lost.pictures[0])
 
 
 def test_nothing_travels(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_nothing_travels(tmp_path: Path) -> None:
     quiet = replace(rank, timeline=replace(rank.timeline, collectives=(), memory=()))
     mode = replace(mtp, summary=totals, ranks=(quiet,), waits=(), tensor=1)
     profile = replace(example_profile(), modes=(mode,), world_size=1)
-    assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing travels."
+    assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing is transferred."
     assert "Nothing was waited for" in write_profile_report(profile, tmp_path).html.read_text()
 
 
@@ -195,7 +196,7 @@ def test_waiting_for_other_ranks_is_told_apart() -> None:
     )
     profile = replace(example_profile(), modes=(replace(isp, ranks=(slow, isp.ranks[1])),))
     (picture,) = exposed_section(profile).pictures
-    widths = [bar.get_width() for bar in picture.draw(WIDE).axes[0].patches]
+    widths = [bar.get_width() for bar in picture.draw().axes[0].patches]
     assert widths == [9.0 - 0.75, 0.75, 16.0]
 
 
@@ -221,7 +222,7 @@ def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_bars_of_modes_begin_at_zero() -> None:
     """Catches bars whose lengths do not compare."""
     (picture,) = modes_section(example_profile()).pictures
-    figure = picture.draw(WIDE)
+    figure = picture.draw()
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [[100.0, 100.0], [2.0, 3.0], [16.0, 9.0], [1.7, 1.7]]
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
@@ -230,7 +231,7 @@ def test_bars_of_modes_begin_at_zero() -> None:
 def test_marks_of_memory_are_whole() -> None:
     """Catches the marks of the first and the highest moments cut at the edge of the picture."""
     (picture,) = memory_section(example_profile()).pictures
-    axes = picture.draw(WIDE).axes[0]
+    axes = picture.draw().axes[0]
     (left, bottom), (right, top) = axes.transAxes.transform([(0, 0), (1, 1)])
     for line in axes.lines:
         marks = axes.transData.transform(line.get_xydata())
@@ -250,5 +251,5 @@ def test_every_lane_is_explained() -> None:
     rank = replace(isp.ranks[0], timeline=replace(timeline, collectives=collectives))
     section = timeline_section([replace(isp, ranks=(rank,))])
     assert {name for name, _ in section.facts} == {"compute", "waits", *lanes}
-    drawn = section.choices[0].picture.draw(WIDE).axes[0]
+    drawn = section.choices[0][1].draw().axes[0]
     assert {label.get_text() for label in drawn.get_yticklabels()} == {"compute", "waits", *lanes}

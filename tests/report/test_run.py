@@ -17,7 +17,7 @@ from isp.cli import main
 from isp.metrics import MetricsFile, StepRecord
 from isp.report import run
 from isp.report.run import means, run_command, run_page
-from isp.report.style import PHONE, WIDE, to_svg
+from isp.report.style import to_svg
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from tests.metrics.test_record import RECORD
@@ -78,7 +78,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_page_needs_no_network(written: Written) -> None:
     """Catches a script, style, font or picture that is fetched from somewhere."""
     page = written.page
-    assert page.tags["svg"] == 12
+    assert page.tags["svg"] == 6
     assert page.references
     assert all(reference.startswith("#") for reference in page.references)
     assert page.styles.replace("url(#", "").count("url(") == 0
@@ -114,7 +114,7 @@ def test_loss_rate_and_norm_come_before_time(written: Written) -> None:
     titles = re.findall("<h2>(.*?)</h2>", written.html)
     assert titles == ["Training", "Time", "Memory", "The run"]
     assert [picture.stem for picture in written.pictures] == sorted(PICTURES)
-    shown = re.findall('aria-label="(.*?)"', written.html)[::2]  # for desktops, then for phones
+    shown = re.findall('aria-label="(.*?)"', written.html)
     assert [alt.split(" over")[0] for alt in shown[:3]] == [
         "Loss",
         "Learning rate",
@@ -155,7 +155,7 @@ def test_throughput_is_tokens_over_time() -> None:
 
 def drawn(records: Sequence[StepRecord], draw: str) -> list[list[float]]:
     """The values of each line of a picture, None where there is a gap."""
-    lines = getattr(run, draw)(records, WIDE).axes[0].lines
+    lines = getattr(run, draw)(records).axes[0].lines
     return [[None if math.isnan(y) else float(y) for y in line.get_ydata()] for line in lines]
 
 
@@ -179,7 +179,7 @@ def test_value_between_gaps_is_seen() -> None:
     losses = [1.0] * 100
     losses[49] = losses[51] = math.nan
     records = [record(step, loss=loss) for step, loss in enumerate(losses, start=1)]
-    (line,) = run._draw_loss(records, WIDE).axes[0].lines
+    (line,) = run._draw_loss(records).axes[0].lines
     assert line.get_markevery() == [50]
 
 
@@ -197,7 +197,7 @@ def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     """Catches pictures, or a sentence, that need two steps, a finite loss or a transfer."""
     page = run_page(make_run(tmp_path / "run", records))
     for picture in page.pictures:
-        to_svg(picture, PHONE)
+        to_svg(picture)
     assert ("Nothing is exposed" in page.to_html()) == (records[-1].comm_ms == 0)
 
 
