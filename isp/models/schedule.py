@@ -25,6 +25,8 @@ class RankShape(NamedTuple):
     """By parameter, in order of declaration; weights by their names in `chunks`."""
     tied: str | None
     """The model's tied weight, if the rank has it, by its name in `chunks`."""
+    frozen: frozenset[str]
+    """Of `layouts`, those that are not trained."""
 
 
 def rank_shape(
@@ -46,6 +48,7 @@ def rank_shape(
         as_chunks(declared),
         {names[id(item.parameter)]: item.layout for item in items},
         next((names[parameter] for parameter in tied), None),
+        frozenset(names[id(p.parameter)] for p in items if not p.parameter.requires_grad),
     )
 
 

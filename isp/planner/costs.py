@@ -13,7 +13,7 @@ from functools import cached_property
 
 from isp.parallel.phase import Phase
 from isp.planner.case import Case, Coordinates
-from isp.planner.declared import local_parameters
+from isp.planner.declared import trained_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.rehearsal import rehearsal
 from isp.planner.tape import Attend, Scan, pairs_seen
@@ -87,7 +87,7 @@ class Costs:
 
         States on the host travel there and back at the same time, behind the update.
         """
-        numbers = sum(p.parameter.numel() for p in local_parameters(self.case, self.place))
+        numbers = sum(p.parameter.numel() for p in trained_parameters(self.case, self.place))
         case, owned = self.case, numbers / self.case.topology.zero1
         wide, item = case.wide_bytes, case.item_bytes
         published = 3 * numbers * item if case.topology.zero1 > 1 else 0

@@ -24,7 +24,16 @@ from isp.settings.section import KeyRole, defaults_of
 from isp.weights.trace import Block, Use
 from model.config import ModelConfig
 
-__all__ = ["BlockKind", "all_blocks", "bare", "kind_of", "kinds_of", "local_parameters", "shape_of"]
+__all__ = [
+    "BlockKind",
+    "all_blocks",
+    "bare",
+    "kind_of",
+    "kinds_of",
+    "local_parameters",
+    "shape_of",
+    "trained_parameters",
+]
 
 
 @lru_cache(maxsize=64)
@@ -60,6 +69,11 @@ def all_blocks(case: Case) -> list[Block]:
     return [block for stage in sorted(found) for block in found[stage]]
 
 
+def trained_parameters(case: Case, place: Coordinates) -> list[NamedParameter]:
+    """Those of `local_parameters` that are not frozen."""
+    return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
+
+
 def local_parameters(case: Case, place: Coordinates) -> tuple[NamedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
@@ -92,7 +106,8 @@ def _local_parameters(
         if layout.reduce_over is Axis.WEIGHT_DATA:
             layout = replace(layout, parts=parts, index=index)
         data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
-        found.append(NamedParameter(name, nn.Parameter(data), layout))
+        parameter = nn.Parameter(data, requires_grad=name not in shape.frozen)
+        found.append(NamedParameter(name, parameter, layout))
     return tuple(found)
 
 

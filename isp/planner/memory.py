@@ -30,7 +30,7 @@ from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows, pads_little
 from isp.planner.case import Case, Coordinates
 from isp.planner.counts import between_stages, neighbours_of
-from isp.planner.declared import local_parameters, shape_of
+from isp.planner.declared import local_parameters, shape_of, trained_parameters
 from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
@@ -77,10 +77,10 @@ class Memory:
 
 def states(case: Case, place: Coordinates) -> Memory:
     """Weights, gradients and optimizer of a rank."""
-    parameters, parts = local_parameters(case, place), case.topology.zero1
-    numbers = sum(p.parameter.numel() for p in parameters)
-    padded = sum(_padded(case, p) for p in parameters)
-    owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in parameters)
+    trained, parts = trained_parameters(case, place), case.topology.zero1
+    numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
+    padded = sum(_padded(case, p) for p in trained)
+    owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in trained)
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
     weights = numbers * case.item_bytes
     kept, on_host = owned * (master_bytes + case.state_bytes), case.optimizer.offload_states
@@ -143,7 +143,7 @@ def _moments(case: Case, place: Coordinates, fixed: Memory, flights: Flights) ->
         )
         yield from _backward(case, place, base, own, flights)
     if case.on_cpu:
-        items = (p for p in local_parameters(case, place) if _is_scattered(case, p))
+        items = (p for p in trained_parameters(case, place) if _is_scattered(case, p))
         received = sum(_padded(case, p) for p in items) * case.wide_bytes
         yield replace(fixed, work=received, moment="the sums over replicas")
     yield replace(fixed, work=_update(case, place), moment="the update")

@@ -18,7 +18,7 @@ from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
 from isp.planner.case import Case, Coordinates
-from isp.planner.declared import local_parameters
+from isp.planner.declared import local_parameters, trained_parameters
 from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.pool import MemoryPool
 from isp.weights.transfers import GradientReducer, ShardedParameter, gather
@@ -42,9 +42,10 @@ class DryRank:
 
     def __init__(self, case: Case, place: Coordinates, listener: Listener) -> None:
         self.case = case
-        self.items = local_parameters(case, place)
-        self.parameters = {item.name: item.parameter for item in self.items}
-        self.layouts = {item.name: item.layout for item in self.items}
+        items = local_parameters(case, place)
+        self.trained = trained_parameters(case, place)
+        self.parameters = {item.name: item.parameter for item in items}
+        self.layouts = {item.name: item.layout for item in items}
         self._listener = listener
         self._index = {
             Axis.TENSOR: place.tensor,
@@ -61,14 +62,14 @@ class DryRank:
     @cached_property
     def gradients(self) -> MainGradients:
         """The main gradients, which no autograd fills."""
-        gradients = MainGradients(self.items, self, rows_of=self[Axis.ZERO1])
+        gradients = MainGradients(self.trained, self, rows_of=self[Axis.ZERO1])
         gradients.close()
         return gradients
 
     @cached_property
     def publisher(self) -> Publisher:
         """The way of updated weights to the zero1 group."""
-        return Publisher(self.items, self[Axis.ZERO1])
+        return Publisher(self.trained, self[Axis.ZERO1])
 
     @cached_property
     def reducer(self) -> GradientReducer:
@@ -100,8 +101,9 @@ class DryRank:
         """
         self._uses = Counter(uses)
         self.gradients.expect_last()
-        for name in self.parameters.keys() - uses.keys():
-            self.gradients.collect(self.parameters[name])
+        for item in self.trained:
+            if item.name not in uses:
+                self.gradients.collect(item.parameter)
 
     def passed(self, name: str) -> None:
         """A gradient of parameter `name` has come, in the last backward pass."""
