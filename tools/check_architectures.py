@@ -304,7 +304,7 @@ Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3
 made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,
 and what it chose is gathered with its query. A choice has no gradient: an indexer's weights stay as
 they are, as in the unmodified model. In isp mode; text is generated on one rank, or on more with
-`--parallel.tensor.mode=isp`. No plans.
+`--parallel.tensor.mode=isp`.
 
 | type | class | kinds of layers | isp | mtp, msp, fsp |
 |---|---|---|---|---|"""

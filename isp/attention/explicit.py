@@ -22,11 +22,16 @@ from isp.attention.mask import AttentionMask
 from isp.attention.pieces import EVERYTHING, Block, document_lengths, pieces_of
 from isp.autograd import Function, once_differentiable
 
-__all__ = ["ExplicitAttention"]
+__all__ = ["ExplicitAttention", "block_rows"]
 
 _ROWS = 256
 _MOST_LOGITS = 1 << 26
 """Of a block, unless a query alone has more."""
+
+
+def block_rows(num_heads: int, keys: int) -> int:
+    """Queries of a block at most, which see up to so many keys."""
+    return max(1, min(_ROWS, _MOST_LOGITS // (num_heads * max(1, keys))))
 
 
 class ExplicitAttention:
@@ -62,13 +67,12 @@ class ExplicitAttention:
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
         lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
-        most = _MOST_LOGITS // (q.shape[2] * max(1, *(keys for _, keys in lengths)))
         pieces = pieces_of(
             lengths,
             causal=mask.causal,
             window=mask.window,
             split_up_to=q.shape[1],
-            rows=max(1, min(_ROWS, most)),
+            rows=block_rows(q.shape[2], max(keys for _, keys in lengths)),
         )
         blocks = tuple(piece.block for piece in pieces)
         if sinks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -94,6 +94,15 @@ class LayerFactory:
     def recurrence(self, kind: Recurrence) -> Recurrence:
         """What scans the segments of this rank."""
         return kind
+
+    def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
+        """Those of alike parts of a computation that are run: all."""
+        return parts
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a CPU computes."""
+        return self.device.type == "cpu"
 
     @property
     def splits_logits(self) -> bool:

@@ -23,7 +23,7 @@ its document has, as the model alone does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -57,8 +57,17 @@ class Indexer(Protocol):
         """`tokens` of T, keys [C, D] of which they may choose where `seen` [R, C] -> [R, G, n]."""
 
 
-def choose(indexer: Indexer, placement: Placement) -> Tensor:
-    """The numbers of the keys that each token attends to, [T, G, n], within its document."""
+def choose(
+    indexer: Indexer,
+    placement: Placement,
+    *,
+    on_cpu: bool,
+    tiles: Callable[[Sequence[slice]], Iterable[slice]] = iter,
+) -> Tensor:
+    """The numbers of the keys that each token attends to, [T, G, n], within its document.
+
+    `tiles`: which of alike tiles are run.
+    """
     keys, route = indexer.keys.flatten(0, 1), placement.earlier
     if not route.stays:
         tag = Tag(Purpose.KEYS, tensor="indexer.k")
@@ -67,9 +76,9 @@ def choose(indexer: Indexer, placement: Placement) -> Tensor:
     documents = []
     lengths = zip(placement.segments, placement.whole_lengths, strict=True)
     for (size, length), own in zip(lengths, keys.split(route.mask.key_lengths), strict=False):
-        lacking = length - len(own) if own.device.type == "cpu" else 0  # [Note: Ties]
+        lacking = length - len(own) if on_cpu else 0  # [Note: Ties]
         documents.append((len(own) - size, size, F.pad(own, (0, 0, 0, lacking))))
-    return _numbers(indexer, documents, indexer.most(max(placement.document_lengths)))
+    return _numbers(indexer, documents, indexer.most(max(placement.document_lengths)), tiles)
 
 
 def choose_next(indexer: Indexer, documents: Sequence[Tensor], first: int) -> Tensor:
@@ -77,20 +86,25 @@ def choose_next(indexer: Indexer, documents: Sequence[Tensor], first: int) -> Te
     `first` on, and padding behind them."""
     own = documents[first : first + indexer.keys.shape[1]]
     lasts = [(len(keys) - 1, 1, keys) for keys in own]
-    return _numbers(indexer, lasts, indexer.most(max(map(len, documents))))
+    return _numbers(indexer, lasts, indexer.most(max(map(len, documents))), iter)
 
 
-def _numbers(indexer: Indexer, documents: Iterable[tuple[int, int, Tensor]], most: int) -> Tensor:
+def _numbers(
+    indexer: Indexer,
+    documents: Iterable[tuple[int, int, Tensor]],
+    most: int,
+    tiles: Callable[[Sequence[slice]], Iterable[slice]],
+) -> Tensor:
     """[T, G, n], `most` = n; of documents: where the tokens begin, how many, keys [C, D]."""
     shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
     numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
     for before, size, keys in documents:
         rows = max(1, _MOST_SCORES // (indexer.num_heads * len(keys)))
-        for start in range(0, size, rows):
-            stop = min(start + rows, size)
-            places = torch.arange(before + start, before + stop, device=keys.device)
+        ends = range(token, token + size, rows)
+        for tile in tiles([slice(n, min(n + rows, token + size)) for n in ends]):
+            places = torch.arange(tile.start, tile.stop, device=keys.device) + (before - token)
             seen = torch.arange(len(keys), device=keys.device) <= places.unsqueeze(1)
-            found = indexer.choose(slice(token + start, token + stop), keys, seen)
-            numbers[token + start : token + stop, :, : found.shape[-1]] = found
+            found = indexer.choose(tile, keys, seen)
+            numbers[tile, :, : found.shape[-1]] = found
         token += size
     return numbers

@@ -7,7 +7,7 @@ float32 at least. What CUDA keeps has not been counted on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
+from isp.attention.chosen import Chosen
+from isp.attention.explicit import block_rows
+from isp.attention.pieces import document_lengths
 from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
@@ -157,16 +160,28 @@ class DryAttention:
         self._on_cpu = on_cpu
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
-        """q [B, Sq, H, d], k [B, Sk, K, d] and v [B, Sk, K, e] -> [B, Sq, H, e]."""
+        """q [B, Sq, H, d], k [B, Sk, K, d] and v [B, Sk, K, e] -> [B, Sq, H, e].
+
+        Of chosen keys isp computes the products of all, and keeps the numbers.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
-        own = wide if self._on_cpu else q.dtype  # [Note: One node]
+        own = wide if self._on_cpu or chosen is not None else q.dtype  # [Note: One node]
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
         event = self._event(q, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
-        out: Tensor = _Attention.apply(*tensors, statistics, event, self._recorder)
+        numbers, block = (None, 0) if chosen is None else (chosen.numbers, _block(q, k, mask))
+        work = _LOGITS * block * own.itemsize
+        out: Tensor = _Attention.apply(*tensors, numbers, work, statistics, event, self._recorder)
         self._recorder.attends = False
         return out.to(q.dtype)
 
@@ -207,6 +222,19 @@ def _pairs(mask: AttentionMask) -> float | None:
     return sum(pairs_seen(k, mask.window) - pairs_seen(k - q, mask.window) for q, k in documents)
 
 
+_LOGITS = 3
+"""Of a block of explicit attention, as many at once in backward: softmax, and gradients."""
+
+
+def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
+    """Logits of the largest block of explicit attention."""
+    lengths = document_lengths(mask, len(q), q.shape[1], k.shape[1])
+    queries, keys = (max(each) for each in zip(*lengths, strict=True))
+    heads = q.shape[2]
+    logits: int = heads * min(queries, block_rows(heads, keys)) * keys
+    return logits
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -214,22 +242,26 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        numbers: Tensor | None,
+        work: int,
         statistics: torch.dtype,
         event: Attend,
         recorder: TapeRecorder,
     ) -> Tensor:
-        ctx.event, ctx.recorder = event, recorder
+        ctx.event, ctx.recorder, ctx.work = event, recorder, work
         recorder.note(event)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         sums = out.new_empty(out.shape[:-1], dtype=statistics)
-        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.save_for_backward(q, k, v, *((out, sums) if numbers is None else (numbers,)))
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.recorder.note(ctx.event._replace(phase=Phase.BACKWARD))
-        q, k, v, _, _ = ctx.saved_tensors
-        return (*(torch.empty_like(x) for x in (q, k, v)), None, None, None)
+        q, k, v, *_ = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        q.new_empty(ctx.work, dtype=torch.uint8)  # seen at its most, and gone
+        return *gradients, None, None, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +272,18 @@ class DryLayers(LayerFactory):
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         return DryRecurrence(kind, self.recorder)
+
+    def tiles(self, parts: Sequence[slice]) -> Iterator[slice]:
+        """The first, whose products stand for those of the others."""
+        first, *others = parts
+        begin = self.recorder.position()
+        yield first
+        rows = sum(part.stop - part.start for part in others)
+        self.recorder.note(Product(self.recorder.flops(begin) * rows // (first.stop - first.start)))
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
 
     def tiled_mlp(self, **parts: Any) -> TiledMLP:
         return FewTiles(**parts, recorder=self.recorder)
@@ -263,6 +307,10 @@ class FewTiles(TiledMLP):
 
 class CudaLayers(DryLayers):
     """Layers as CUDA computes them, [Note: One node]."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return False
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         layout = super().rms_norm(size, eps=eps, per_head=per_head).layouts["weight"]

@@ -262,6 +262,10 @@ class TapeRecorder:
             return len(events)
         return [i for i, event in enumerate(events) if isinstance(event, Product)][product]
 
+    def flops(self, begin: int) -> int:
+        """Those of the products from position `begin` of the tape that runs on."""
+        return sum(e.flops for e in self._running()[begin:] if isinstance(e, Product))
+
     def repeat(self, begin: int, end: int, times: int) -> None:
         """Say that what came from position `begin` of the tape that runs to `end` comes `times`
         more; what is on its way then is that of the last."""

@@ -71,14 +71,12 @@ class TracedMixers:
         return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """As `Mixers.choose`; ValueError in modes that split features, and in plans."""
+        """As `Mixers.choose`; ValueError in modes that split features."""
         keys, forward_pass = indexer.keys, self._under_way("an indexer")
-        what = f"{forward_pass.name} chooses the keys that its attention sees"
-        if self._layers.splits_features:
-            raise ValueError(what)
-        if keys.is_meta:
-            raise ValueError(f"{what}: isp layouts and isp plan price attention to all of them")
-        cache, tensor = self._layers.cache, self._layers.tensor
+        layers = self._layers
+        if layers.splits_features:
+            raise ValueError(f"{forward_pass.name} chooses the keys that its attention sees")
+        cache, tensor = layers.cache, layers.tensor
         documents = []
         if cache is not None and cache.keeps:
             tag = Tag(Purpose.KEYS, tensor="indexer.k")
@@ -87,7 +85,7 @@ class TracedMixers:
             numbers = choose_next(indexer, documents, tensor.rank * keys.shape[1])
         else:
             placement = forward_pass.masks.placement(self._sequence, tensor, keys)
-            numbers = choose(indexer, placement)
+            numbers = choose(indexer, placement, on_cpu=layers.on_cpu, tiles=layers.tiles)
         return numbers.view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:

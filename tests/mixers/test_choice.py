@@ -47,7 +47,7 @@ def _on_rank(rank: int, size: int) -> dict[str, bool]:
             expected.append(torch.nn.functional.pad(found, (0, lacking), value=-1))
         placement = Placement(channel, plan)
         own = torch.from_numpy(plan.order).split(placement.sizes)[rank]
-        numbers = choice.choose(_Indexer(queries[own], keys[own]), placement)
+        numbers = choice.choose(_Indexer(queries[own], keys[own]), placement, on_cpu=True)
         same[name] = torch.equal(numbers.long(), torch.cat(expected)[own])
     return same
 

@@ -15,11 +15,13 @@ from isp.cli import main
 from isp.comm import Mesh
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
+from isp.mixers import choice
 from isp.parallel import Axis
 from isp.planner import rehearsal
 from isp.planner.case import Case
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
+from isp.planner.tape import Product
 from isp.train.data import share_micro_batches, stacked
 from isp.train.step import TrainStep, make_train_step
 from tests.planner.live import LiveBytes, tensors_here
@@ -95,6 +97,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
         ("qwen3_moe", LAYOUTS[:4]),
         ("qwen3_next", HYBRIDS[:2]),
         ("nemotron_h", HYBRIDS[1:]),
+        ("deepseek_v32", (*LAYOUTS[:3:2], *HYBRIDS[1:])),
     ],
 )
 def test_planned_transfers_and_weights_are_those_of_a_run(
@@ -102,7 +105,8 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
 ) -> None:
     """Catches a plan of isp's own model of these sizes in place of the folder's.
 
-    Of hybrids: halos and states planned of other documents, and recomputing planned for none.
+    Of hybrids: halos and states planned of other documents, and recomputing planned for none. Of
+    keys that are chosen: gradients planned of an indexer, which has none.
     """
     job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False))
     configs = [load_config(job, words) for words in layouts]
@@ -136,6 +140,7 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
     [
         ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8}, LAYOUTS[:3]),
         ("nemotron_h", {"mamba_head_dim": 32, "ssm_state_size": 16}, HYBRIDS[:2]),
+        ("deepseek_v32", {"index_topk": 64}, (LAYOUTS[2], *HYBRIDS[1:])),
     ],
 )
 def test_planned_peak_is_the_measured_one(
@@ -143,7 +148,8 @@ def test_planned_peak_is_the_measured_one(
 ) -> None:
     """Catches experts planned whole, or as kept by the graph; products planned without memory.
 
-    Of hybrids: what a scan keeps planned as that of a short one, or of all tokens on each rank.
+    Of hybrids: what a scan keeps planned as that of a short one, or of all tokens on each rank. Of
+    keys that are chosen: blocks of logits planned without memory.
     """
     sizes = {"vocab_size": 512, "hidden_size": 64, **sizes}
     keys = ["--data.seq_len=256", "--training.dtype=float32"]
@@ -170,6 +176,23 @@ def test_first_and_last_of_a_kind_stand_for_all(
         assert [memory(case, 0).total for case in cases] == pytest.approx(found, rel=0.01)
     finally:
         rehearsal._rehearsed.cache_clear()
+
+
+def test_the_first_tile_of_a_choice_stands_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches products of an indexer that are not planned, or as if all tiles were as large."""
+    job = write_job(tmp_path, write_folder(tmp_path / "m", "deepseek_v32", weights=False))
+    case = Case.of(load_config(job, LAYOUTS[0]), WORLD, on_cpu=True)
+    found = []
+    for most in (choice._MOST_SCORES, 3 * 32 * 5):  # a tile of 16 queries, or of 5 and 1
+        monkeypatch.setattr(choice, "_MOST_SCORES", most)
+        rehearsal._rehearsed.cache_clear()
+        tapes = rehearsal.rehearsal(case, case.place(0)).tapes.values()
+        events = [event for tape in tapes for event in (*tape.forward, *tape.backward)]
+        found.append(sum(event.flops for event in events if isinstance(event, Product)))
+    rehearsal._rehearsed.cache_clear()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])

@@ -67,6 +67,13 @@ _OWN = {
         "n_shared_experts": 1,
     },
 }
+_OWN["deepseek_v32"] = {
+    **_OWN["deepseek_v3"],
+    "num_hidden_layers": 3,
+    "index_topk": 7,
+    "index_n_heads": 3,
+    "index_head_dim": 8,
+}
 
 _JOB = """
 job: {{name: {name}, dump_folder: {folder}/out}}
