@@ -155,7 +155,7 @@ def gradients_of(block: Block, tapes: Tapes) -> list[str]:
 
 def between_stages(case: Case) -> Transfer:
     """The transfer of a micro-batch to the next stage, whose gradient comes back."""
-    sent = case.rows * case.tokens_between * case.model.hidden_size * case.item_bytes
+    sent = case.rows * case.tokens_between * case.language_model.hidden_size * case.item_bytes
     return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
 

@@ -47,6 +47,16 @@ HYBRIDS = (
     ),
 )
 """The last two have other documents on each rank."""
+STAGES = ("--parallel.pipeline.size=2", "--parallel.weight.size=2", "--data.micro_num=4")
+PIPELINES = (
+    (*STAGES, "--parallel.tensor.size=2"),
+    (*STAGES, "--model.checkpoint=1.0"),
+    (
+        *STAGES,
+        *("--parallel.pipeline.schedule=Interleaved1F1B", "--parallel.pipeline.num_chunks=2"),
+    ),
+)
+DEEP = {"num_hidden_layers": 4, "tie_word_embeddings": True}
 Counts = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -90,25 +100,27 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layouts"),
+    ("kind", "sizes", "layouts"),
     [
-        ("llama", LAYOUTS),
-        ("gpt2", LAYOUTS[:3]),
-        ("qwen3_moe", LAYOUTS[:4]),
-        ("qwen3_next", HYBRIDS[:2]),
-        ("nemotron_h", HYBRIDS[1:]),
-        ("deepseek_v32", (*LAYOUTS[:3:2], *HYBRIDS[1:])),
+        ("llama", {}, LAYOUTS),
+        ("llama", DEEP, PIPELINES),
+        ("gpt2", {}, LAYOUTS[:3]),
+        ("qwen3_moe", {}, (*LAYOUTS[:4], PIPELINES[0])),
+        ("qwen3_next", {}, HYBRIDS[:2]),
+        ("nemotron_h", {}, HYBRIDS[1:]),
+        ("deepseek_v32", {}, (*LAYOUTS[:3:2], *HYBRIDS[1:])),
     ],
 )
 def test_planned_transfers_and_weights_are_those_of_a_run(
-    tmp_path: Path, kind: str, layouts: tuple[tuple[str, ...], ...]
+    tmp_path: Path, kind: str, sizes: dict[str, int], layouts: tuple[tuple[str, ...], ...]
 ) -> None:
     """Catches a plan of isp's own model of these sizes in place of the folder's.
 
     Of hybrids: halos and states planned of other documents, and recomputing planned for none. Of
-    keys that are chosen: gradients planned of an indexer, which has none.
+    keys that are chosen: gradients planned of an indexer, which has none. Of
+    pipelines: blocks, tied weights or hidden states of another stage.
     """
-    job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False))
+    job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False, **sizes))
     configs = [load_config(job, words) for words in layouts]
     of_ranks = run_ranks(WORLD, _counted, configs)
     for n, config in enumerate(configs):
@@ -138,6 +150,7 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "sizes", "layouts"),
     [
+        ("llama", DEEP, PIPELINES[:1]),
         ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8}, LAYOUTS[:3]),
         ("nemotron_h", {"mamba_head_dim": 32, "ssm_state_size": 16}, HYBRIDS[:2]),
         ("deepseek_v32", {"index_topk": 64}, (LAYOUTS[2], *HYBRIDS[1:])),
@@ -149,7 +162,8 @@ def test_planned_peak_is_the_measured_one(
     """Catches experts planned whole, or as kept by the graph; products planned without memory.
 
     Of hybrids: what a scan keeps planned as that of a short one, or of all tokens on each rank. Of
-    keys that are chosen: blocks of logits planned without memory.
+    keys that are chosen: blocks of logits planned without memory. Of
+    pipelines: what other micro-batches keep, planned for all stages alike.
     """
     sizes = {"vocab_size": 512, "hidden_size": 64, **sizes}
     keys = ["--data.seq_len=256", "--training.dtype=float32"]
