@@ -67,6 +67,10 @@ class LanguageModel(Protocol):
         """Features of a token that travel between stages."""
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, shared ones once."""
 

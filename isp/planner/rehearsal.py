@@ -54,7 +54,6 @@ from isp.planner.tape import (
     Tapes,
 )
 from isp.traced.chunk import TracedChunk
-from isp.traced.model import TracedModel
 from isp.weights.declare import as_chunks
 from isp.weights.trace import Block
 from model.config import ModelConfig
@@ -251,8 +250,7 @@ def _rehearsed(
     shared = saved[first].total - saved[second].total
     own_kinds = ((b, kinds[b]) for b in run_blocks if kinds[b][0] == recomputed)
     by_kind = {kind: recorder.tapes(b, saved[b]) for b, kind in own_kinds}
-    vocab = own_model.trace.vocab_size if isinstance(own_model, TracedModel) else model.vocab_size
-    logits = rows * tokens * vocab // tensor.size
+    logits = rows * tokens * own_model.vocab_size // tensor.size
     # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
     rest = (length - run) * rows * output.shape[2] * output.itemsize
     after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0

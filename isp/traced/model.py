@@ -129,6 +129,11 @@ class TracedModel:
         return self._first_table.embedding_dim if form is None else form.width
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of a token, fewer or more than `vocab_rows`."""
+        return self.trace.vocab_size
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the first table: tokens that the model takes."""
         return self._first_table.num_embeddings
