@@ -388,8 +388,8 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan shown for a mode that gathers nothing, and the older name of the command lost."""
-    assert main(["schedule", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
+    """A plan shown for a mode that gathers nothing."""
+    assert main(["prefetch", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
     assert "use isp" in capsys.readouterr().err
 
 

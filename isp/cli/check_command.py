@@ -28,9 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " 2x2' (default: all, with 1, 2 and 4 of each, that the model can be split in, and some"
         " with a context group)",
     )
-    parser.usage = (
-        "isp check CONFIG|FOLDER [--layouts all|TxW|HxCxW|modeT,...] [--section.key value ...]"
-    )
     parser.epilog = (
         "The model is shrunk to a small one of the same structure, with random weights, and trains"
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."

@@ -50,9 +50,9 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     _add_dtype(parser, None, "training.dtype of the run")
 
 
-def _add_dtype(parser: argparse.ArgumentParser, default: str | None, told: str) -> None:
+def _add_dtype(parser: argparse.ArgumentParser, default: str | None, meaning: str) -> None:
     choices = ["float32", "float64", "bfloat16", "float16"]
-    help_text = f"of the weights (default: {told})"
+    help_text = f"of the weights (default: {meaning})"
     parser.add_argument("--dtype", choices=choices, default=default, help=help_text)
 
 

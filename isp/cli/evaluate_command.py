@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks, task_words
+from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
 from isp.cli.options import not_negative, positive
-from isp.cli.reading import Reading, add_reading, option_words
+from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
     from isp.inference.passkey import PasskeyPrompts
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _NUMBERS = {
-    "rows": (not_negative, 16, "rows of text to read, at most; 0: no text"),
+    "rows": (not_negative, 16, "sequences of text to read, at most; 0: no text"),
     "keys": (not_negative, 10, "passkeys at each length and depth; 0: no passkeys"),
     "digits": (positive, 5, "digits of a passkey"),
     "depths": (positive, 5, "depths of a passkey, from the beginning to the end"),
     "seed": (not_negative, 0, "of the passkeys"),
-    "batch-tokens": (positive, 16_384, "tokens that are read at once; one row or prompt always is"),
+    "batch-tokens": (
+        positive,
+        16_384,
+        "tokens that are read at once; at least a sequence or prompt",
+    ),
 }
 
 
@@ -45,14 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens: where the buckets of places end, and the lengths of passkey prompts (default:"
         " an eighth of the trained length, doubled up to four times it)",
     )
-    for name, (kind, default, told) in _NUMBERS.items():
-        parser.add_argument(
-            f"--{name}",
-            metavar="N",
-            type=kind,
-            default=default,
-            help=f"{told} (default: {default})",
-        )
+    for name, (kind, default, meaning) in _NUMBERS.items():
+        help_text = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help_text)
     parser.add_argument(
         "--output",
         metavar="FOLDER",
@@ -63,17 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
     add_task_options(parser)
-    parser.usage = (
-        "isp evaluate RUN|STEP|HF_FOLDER [--data FILE ...] [--lengths N,N,...] [--rows N]"
-        " [--keys N] [--digits N] [--depths N] [--seed N] [--batch-tokens N] [--output FOLDER]"
-        " [--html] [--nproc N] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
-        " [--parallel.key value ...]"
-        " [--tasks NAME,NAME,... [--include-path FOLDER] [--num-fewshot N] [--limit N]"
-        " [--max-length N] [--apply-chat-template]]"
-    )
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"
-        " in isp each row is split over the ranks, so that long ones fit."
+        " in isp each sequence is split over the ranks, so that long ones fit."
     )
 
 
@@ -86,7 +77,7 @@ def _lengths(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and write it."""
-    from isp.cli.launch import launch
+    from isp.cli.launch import start_ranks
     from isp.inference.passkey import PasskeyPrompts
     from isp.inference.rows import open_rows
 
@@ -118,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
     reading.describe(*notes)
     if args.nproc is not None and reading.layout.ranks > 1:
-        return launch(reading.layout.ranks, ["-m", "isp", "evaluate", *_words(args)])
+        return start_ranks(reading.layout.ranks, args.words)
     _evaluate(args, reading, rows, prompts)
     return 0
 
@@ -134,7 +125,7 @@ def _checked(lengths: list[int] | None, source: Source) -> list[int]:
             )
         return lengths
     if trained is None:
-        raise ValueError("the model does not say how long its rows were: give --lengths")
+        raise ValueError("the model does not say how long its sequences were: give --lengths")
     found = sorted({max(1, trained * times // 8) for times in (1, 2, 4, 8, 16, 32)})
     return [length for length in found if limit is None or length <= limit]
 
@@ -150,25 +141,18 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
     return output
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of each rank."""
-    words = [args.path, *task_words(args), *option_words(args, (*_NUMBERS, "output"))]
-    words += [f"--lengths={','.join(map(str, args.lengths))}"] if args.lengths else []
-    words += ["--html"] * args.html
-    words += ["--data", *args.data] if args.data else []
-    return [*words, *args.overrides]
-
-
 def _evaluate(
     args: argparse.Namespace, reading: Reading, rows: Rows | None, prompts: PasskeyPrompts
 ) -> None:
     """On each rank."""
+    from isp.cli.launch import without_nproc
     from isp.inference.evaluate import find_passkeys, text_losses
     from isp.inference.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 
     source, layout, text, passkeys = reading.source, reading.layout, None, None
-    command = shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *_words(args)])
+    words = without_nproc(args.words[1:])
+    command = shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *words])
     with reading.engine() as (engine, rank):
         if args.tasks:
             about = {"dtype": source.dtype, "layout": layout.describe(source.model)}

@@ -1,4 +1,4 @@
-"""`isp generate`: goes on with prompts, by a run, a checkpoint or a Hugging Face folder."""
+"""`isp generate`: continues prompts by a run, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp.cli.options import not_negative, positive
-from isp.cli.reading import Reading, add_reading, option_words
+from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
     from isp.data.documents import JsonLine
@@ -21,7 +21,7 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is read, how it goes on, and the ranks."""
+    """Add what is read, how tokens are drawn, and the ranks."""
     add_reading(parser)
     parser.add_argument(
         "--prompt",
@@ -71,12 +71,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be given several times. The end of a document ends, too",
     )
-    parser.usage = (
-        "isp generate RUN|STEP|HF_FOLDER --prompt TEXT|FILE [--chat] [--nproc N]"
-        " [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed N] [--stop TEXT]"
-        " [--chat-template FILE] [--dtype DTYPE] [--device DEVICE] [--tokenizer PATH]"
-        " [--parallel.key value ...]"
-    )
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as"
         " --parallel.tensor.mode says: mtp, msp, fsp or isp, which splits the prompts over the"
@@ -90,18 +84,18 @@ def _option(
     metavar: str,
     kind: Callable[[str], float],
     default: float,
-    told: str,
+    meaning: str,
 ) -> None:
     """An option under its name here and, with `_`, that of transformers and vLLM."""
     names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
     parser.add_argument(
-        *names, metavar=metavar, type=kind, default=default, help=f"{told} (default: {default})"
+        *names, metavar=metavar, type=kind, default=default, help=f"{meaning} (default: {default})"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what follows the prompts, as it comes."""
-    from isp.cli.launch import launch
+    from isp.cli.launch import start_ranks
     from isp.inference.sampling import SamplingConfig
 
     sampling = SamplingConfig(
@@ -113,20 +107,9 @@ def run(args: argparse.Namespace) -> int:
     lengths = [prompt.tokens for prompt in prompts.all]
     reading.describe(reading.source.check_lengths(lengths, args.max_new_tokens))
     if args.nproc is not None and reading.layout.ranks > 1:
-        return launch(reading.layout.ranks, ["-m", "isp", "generate", *_words(args)])
+        return start_ranks(reading.layout.ranks, args.words)
     _generate(args, reading, prompts, sampling)
     return 0
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of each rank."""
-    words = [args.path, *(f"--prompt={prompt}" for prompt in args.prompt)]
-    words += [f"--stop={stop}" for stop in args.stop]
-    words += ["--chat"] * args.chat
-    words += option_words(
-        args, ("max-new-tokens", "temperature", "top-k", "top-p", "seed", "chat-template")
-    )
-    return [*words, *args.overrides]
 
 
 class _Prompt(NamedTuple):
@@ -141,7 +124,7 @@ class _Prompts(NamedTuple):
 
 
 def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Prompts:
-    """What is to be continued: texts, and conversations by the chat template."""
+    """The prompts: texts, and conversations by the chat template."""
     from isp.data.documents import JsonLine
 
     found, template = list[_Prompt](), None

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from isp.inference.engine import Engine
     from isp.inference.source import Source
 
-__all__ = ["add_task_options", "check_tasks", "run_tasks", "task_words"]
+__all__ = ["add_task_options", "check_tasks", "run_tasks"]
 
 _FILE = "tasks.json"
 _MAX_LENGTH = 2048
 """Tokens that are read, where a model does not say; as of the harness's own `hf` model."""
-_NAMES = ("include_path", "num_fewshot", "limit", "max_length")
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -31,32 +30,20 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tasks", type=lambda text: text.split(","), metavar="NAME,NAME,...", help="their names"
     )
-    for name, metavar, kind, told in (
+    for name, metavar, kind, meaning in (
         ("include-path", "FOLDER", str, "of their YAML files (default: those of the harness)"),
         ("num-fewshot", "N", not_negative, "examples before each question (default: as they say)"),
         ("limit", "N", positive, "questions of each task, at most (default: all)"),
         ("max-length", "N", positive, "tokens to read (default: the trained length)"),
     ):
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        group.add_argument(*names, metavar=metavar, type=kind, help=told)
+        group.add_argument(*names, metavar=metavar, type=kind, help=meaning)
     group.add_argument(
         "--apply-chat-template",
         "--apply_chat_template",
         action="store_true",
         help="ask each question as a message of the user, in the model's chat template",
     )
-
-
-def task_words(args: argparse.Namespace) -> list[str]:
-    """These options on the command line of a rank."""
-    if not args.tasks:
-        return []
-    given = ((name, getattr(args, name)) for name in _NAMES)
-    return [
-        f"--tasks={','.join(args.tasks)}",
-        *(f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None),
-        *["--apply-chat-template"] * args.apply_chat_template,
-    ]
 
 
 def check_tasks(args: argparse.Namespace, source: Source) -> None:

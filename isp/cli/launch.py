@@ -28,7 +28,15 @@ from isp.run.signals import StopRequest, heeded_signals
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["follow_launcher", "launch", "rank_folder", "reports_for_ranks", "world_size"]
+__all__ = [
+    "follow_launcher",
+    "launch",
+    "rank_folder",
+    "reports_for_ranks",
+    "start_ranks",
+    "without_nproc",
+    "world_size",
+]
 
 _SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
@@ -85,6 +93,22 @@ def _outlive(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1.0)
     os._exit(128 + signal.SIGKILL)
+
+
+def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:
+    """Run `isp` with these words, and `more`, as `nproc` ranks; the exit code of the run."""
+    return launch(nproc, ["-m", "isp", *without_nproc(words), *more])
+
+
+def without_nproc(words: Sequence[str]) -> list[str]:
+    """The command line of a rank, from that of the process that starts it."""
+    kept, left = [], iter(words)
+    for word in left:
+        if word == "--nproc":
+            next(left, None)
+        elif not word.startswith("--nproc="):
+            kept.append(word)
+    return kept
 
 
 def launch(nproc: int, command: Sequence[str]) -> int:

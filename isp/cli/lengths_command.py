@@ -1,14 +1,13 @@
-"""`isp plan`: a layout's memory, the longest rows that it has memory for, and what would help."""
+"""`isp plan`: a layout's memory, the longest sequences that fit, and what would help."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_html, positive
+from isp.cli.options import add_planning, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "run"]
 
-_DEFAULT_FABRIC = "h100x8_ib400"
 _UNITS = {"": 2**30, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 """Bytes of the units of a size."""
 
@@ -32,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-seq-len",
         action="store_true",
-        help="find the longest data.seq_len that fits, with every rung of the memory ladder",
+        help="find the longest data.seq_len that fits, with each way to save memory",
     )
     parser.add_argument(
         "--memory", type=gib, metavar="GIB", help="memory of a device (default: the fabric's)"
@@ -43,19 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of a node, which its ranks share (default: the fabric's, or no limit)",
     )
-    parser.add_argument(
-        "--fabric",
-        default=_DEFAULT_FABRIC,
-        metavar="FILE",
-        help="the machine: a YAML file, or the name of one that comes with isp"
-        f" (default: {_DEFAULT_FABRIC})",
-    )
-    parser.usage = (
-        "isp plan CONFIG [--world N] [--max-seq-len] [--memory GIB] [--host-memory GIB]"
-        " [--fabric FILE] [--json] [--html FILE] [--section.key value ...]"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and tokens")
-    add_html(parser)
+    add_planning(parser, "tokens")
 
 
 def gib(text: str) -> float:
@@ -75,7 +61,7 @@ def gib(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the memory of a configuration, and with --max-seq-len what rows it has memory for."""
+    """Print the memory of a configuration, and with --max-seq-len the longest that fits."""
     from isp.config import load_config
     from isp.planner import load_fabric
     from isp.planner.exchange import choose_exchange
@@ -110,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from isp.report.layouts import plan_page
 
-        write_page(plan_page(said, command=shlex.join(["isp", *sys.argv[1:]])), args.html)
+        write_page(plan_page(said, command=shlex.join(["isp", *args.words])), args.html)
     return 0 if said.fits else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_html", "add_nproc", "not_negative", "positive"]
+__all__ = ["add_nproc", "add_planning", "not_negative", "positive"]
 
 _LARGEST = 2**20
 """More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
@@ -20,8 +20,16 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_html(parser: argparse.ArgumentParser) -> None:
-    """Add `--html`, of a command that makes no folder."""
+def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
+    """Add the machine to plan for, and other forms of the answer, in bytes and `unit`."""
+    parser.add_argument(
+        "--fabric",
+        default="h100x8_ib400",
+        metavar="FILE",
+        help="the machine: a YAML file, or the name of one that comes with isp"
+        " (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help=f"print JSON, in bytes and {unit}")
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page with pictures")
 
 

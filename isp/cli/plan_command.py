@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_html, add_nproc, positive
+from isp.cli.options import add_nproc, add_planning, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -16,36 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["add_calibrate_options", "add_plan_options", "run_calibrate", "run_plan"]
 
-_DEFAULT_FABRIC = "h100x8_ib400"
-
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add `isp layouts` options besides the configuration."""
     parser.add_argument(
         "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
     )
-    parser.add_argument(
-        "--fabric",
-        default=_DEFAULT_FABRIC,
-        metavar="FILE",
-        help="the machine: a YAML file, or the name of one that comes with isp"
-        f" (default: {_DEFAULT_FABRIC})",
-    )
+    add_planning(parser, "seconds")
     parser.add_argument(
         "--batch",
         type=positive,
-        metavar="ROWS",
+        metavar="N",
         help="sequences of a step over all ranks (default: those of the configuration)",
     )
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
     )
-    parser.usage = (
-        "isp layouts CONFIG --world N [--fabric FILE] [--batch ROWS] [--top N] [--json]"
-        " [--html FILE] [--section.key value ...]"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    add_html(parser)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -72,7 +57,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.html is not None:
         from isp.report.layouts import layouts_page
 
-        command = shlex.join(["isp", *sys.argv[1:]])
+        command = shlex.join(["isp", *args.words])
         page = layouts_page(found, own, fabric, **sizes, top=args.top, command=command)
         write_page(page, args.html)
     return 0 if found.fitting else 1
@@ -89,12 +74,11 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure this machine, and write its fabric."""
-    from isp.cli.launch import launch, world_size
+    from isp.cli.launch import start_ranks, world_size
 
     world_size(args.nproc)
     if args.nproc is not None:
-        words = [*(["--out", args.out] if args.out else []), *(["--quick"] if args.quick else [])]
-        return launch(args.nproc, ["-m", "isp", "calibrate", *words])
+        return start_ranks(args.nproc, args.words)
     from isp.planner.calibrate import calibrate
 
     fabric = calibrate(quick=args.quick)

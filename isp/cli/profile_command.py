@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,15 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # from here to the ranks
-    parser.usage = (
-        "isp profile CONFIG [--modes LIST] [--nproc N] [--warmup N] [--steps N] [--no-torch]"
-        " [--html] [--section.key value ...]"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
-    from isp.cli.launch import launch, world_size
+    from isp.cli.launch import start_ranks, world_size
     from isp.config import ConfigError, load_config
     from isp.parallel.config import Mode
 
@@ -95,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
-        command=shlex.join(["isp", *sys.argv[1:]]),
+        command=shlex.join(["isp", *args.words]),
     )
     if args.nproc is None:
         profiled = profile_ranks(config, options, args.into)
@@ -103,11 +98,10 @@ def run(args: argparse.Namespace) -> int:
         check_data(config)
         check_devices(config, args.nproc)
         folder = make_profile_folder(config)
-        numbers = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--into={folder}"]
-        command = ["-m", "isp", "profile", args.config, *numbers, *["--no-torch"] * args.no_torch]
+        words = [word for word in args.words if word != "--html"]
         for mode in options.modes:
             print(f"profiling {mode} on {args.nproc} ranks ...", flush=True)
-            if code := launch(args.nproc, [*command, f"--modes={mode}", *args.overrides]):
+            if code := start_ranks(args.nproc, words, f"--modes={mode}", f"--into={folder}"):
                 return code
         profiled = assemble(config, options, folder, args.nproc)
     if profiled is not None:

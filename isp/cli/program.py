@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
     follow_launcher()
     try:
-        args = _parse(_split(sys.argv[1:] if argv is None else argv))
+        words = sys.argv[1:] if argv is None else list(argv)
+        args = _parse(_split(words))
+        args.words = words
         run: Callable[[argparse.Namespace], int] = args.run
         code = run(args)
         sys.stdout.flush()
@@ -95,151 +97,30 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"isp {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_nproc(_command(commands, "train", _train, "train as a YAML file says", overrides=True))
-    _add_config(
-        _command(commands, "config", _config, "print the full configuration", overrides=True)
-    )
-    _command(
-        commands,
-        "prefetch",
-        _prefetch,
-        "print when each weight of a step is gathered, waited for and freed",
-        once="schedule",
-        overrides=True,
-    )
-    profile_command.add_options(
-        _command(
-            commands,
-            "profile",
-            profile_command.run,
-            "measure what communication costs in each mode",
-            overrides=True,
+    commands = {"": _add_commands(parser)}
+    for command in _COMMANDS:
+        group, _, name = command.name.rpartition(" ")
+        if group not in commands:
+            of_group = commands[""].add_parser(group, help=_GROUPS[group], allow_abbrev=False)
+            commands[group] = _add_commands(of_group)
+        added = commands[group].add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            allow_abbrev=False,
         )
-    )
-    check_command.add_options(
-        _command(
-            commands,
-            "check",
-            check_command.run,
-            "compare layouts of a model with the plain model: loss, every gradient, a step",
-            overrides=True,
-        )
-    )
-    generate = _command(
-        commands, "generate", generate_command.run, "go on with prompts: text from a trained model"
-    )
-    generate.set_defaults(takes_overrides=True)
-    generate_command.add_options(generate)
-    evaluate = _command(
-        commands,
-        "evaluate",
-        evaluate_command.run,
-        "loss by place in long text, and passkeys found, of a trained model",
-    )
-    evaluate.set_defaults(takes_overrides=True)
-    evaluate_command.add_options(evaluate)
-    lengths_command.add_options(
-        _command(
-            commands,
-            "plan",
-            lengths_command.run,
-            "say what memory a layout takes, and how long its rows can be",
-            overrides=True,
-        )
-    )
-    plan_command.add_plan_options(
-        _command(
-            commands,
-            "layouts",
-            plan_command.run_plan,
-            "say which layouts fit on so many ranks, and how fast each would be",
-            overrides=True,
-        )
-    )
-    plan_command.add_calibrate_options(
-        _command(
-            commands,
-            "calibrate",
-            plan_command.run_calibrate,
-            "measure this machine for isp layouts",
-        )
-    )
-    topology_command.add_options(
-        _command(commands, "topology", topology_command.run, "print the groups of ranks")
-    )
-    _add_report(
-        _command(commands, "report", _report, "make an HTML page and pictures from a run's folder")
-    )
-    data = commands.add_parser("data", help="work on data", allow_abbrev=False)
-    actions = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    data_command.add_prepare_options(
-        _command(
-            actions,
-            "prepare",
-            data_command.run_prepare,
-            "turn text or chats into the .bin/.idx format",
-        )
-    )
-    saved = commands.add_parser(
-        "checkpoint", help="look at or export checkpoints", allow_abbrev=False
-    )
-    actions = saved.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, run, summary in (
-        ("inspect", checkpoint_command.run_inspect, "show what checkpoints hold"),
-        ("verify", checkpoint_command.run_verify, "read checkpoints and compare their checksums"),
-    ):
-        checkpoint_command.add_options(_command(actions, name, run, summary))
-    checkpoint_command.add_export_options(
-        _command(
-            actions,
-            "export",
-            checkpoint_command.run_export,
-            "write a checkpoint as a Hugging Face folder",
-        )
-    )
-    checkpoint_command.add_import_options(
-        _command(
-            actions,
-            "import",
-            checkpoint_command.run_import,
-            "write a Hugging Face folder as a checkpoint",
-        )
-    )
+        command.set_up(added)
     return parser
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    *,
-    once: str | None = None,
-    overrides: bool = False,
-) -> argparse.ArgumentParser:
-    """A subcommand; `once` is what it was called before, which still works."""
-    parser = commands.add_parser(
-        name,
-        aliases=[once] if once else [],
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_OVERRIDES_HELP if overrides else None,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run, takes_overrides=overrides)
-    if overrides:
-        parser.add_argument(
-            "config", metavar="CONFIG", help="a YAML file, such as those in configs/"
-        )
-        parser.usage = (
-            f"isp {name} CONFIG {'[--nproc N] ' * (name == 'train')}[--section.key value ...]"
-        )
-    return parser
+def _add_commands(
+    parser: argparse.ArgumentParser,
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import launch, reports_for_ranks, world_size
+    from isp.cli.launch import reports_for_ranks, start_ranks, world_size
     from isp.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -264,7 +145,7 @@ def _train(args: argparse.Namespace) -> int:
         check_host_memory(sized, topology, args.nproc)
         check_data(config)
         check_start(sized, topology)  # last: a fault of this command comes before an earlier run's
-        return launch(args.nproc, ["-m", "isp", "train", args.config, *args.overrides])
+        return start_ranks(args.nproc, args.words)
     from isp.train import main as train
 
     return report_end(train(config))
@@ -340,3 +221,125 @@ def _report(args: argparse.Namespace) -> int:
     done = write_report(args.folder, args.output)
     print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
     return 0
+
+
+class _Command(NamedTuple):
+    """A subcommand; of a group, if it has two words."""
+
+    name: str
+    summary: str
+    run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None]
+    overrides: bool = False
+    """Whether keys of a configuration can be given."""
+    config: bool = False
+    """Whether its first argument is a YAML file, whose keys can then be given."""
+
+    def set_up(self, parser: argparse.ArgumentParser) -> None:
+        """Add all that the command takes."""
+        overrides = self.overrides or self.config
+        parser.set_defaults(run=self.run, takes_overrides=overrides)
+        if self.config:
+            parser.epilog = _OVERRIDES_HELP
+            help_text = "a YAML file, such as those in configs/"
+            parser.add_argument("config", metavar="CONFIG", help=help_text)
+        self.add_options(parser)
+        if overrides:
+            usage = parser.format_usage().removeprefix("usage: ").rstrip()
+            parser.usage = f"{usage} [--section.key value ...]"
+
+
+_GROUPS = {"data": "work on data", "checkpoint": "look at or export checkpoints"}
+_COMMANDS = (
+    _Command("train", "train as a YAML file says", _train, add_nproc, config=True),
+    _Command("config", "print the full configuration", _config, _add_config, config=True),
+    _Command(
+        "prefetch",
+        "print when each weight of a step is gathered, waited for and freed",
+        _prefetch,
+        lambda parser: None,
+        config=True,
+    ),
+    _Command(
+        "profile",
+        "measure what communication costs in each mode",
+        profile_command.run,
+        profile_command.add_options,
+        config=True,
+    ),
+    _Command(
+        "check",
+        "compare layouts of a model with the plain model: loss, every gradient, a step",
+        check_command.run,
+        check_command.add_options,
+        config=True,
+    ),
+    _Command(
+        "generate",
+        "continue prompts: text from a trained model",
+        generate_command.run,
+        generate_command.add_options,
+        overrides=True,
+    ),
+    _Command(
+        "evaluate",
+        "loss by place in long text, and passkeys found, of a trained model",
+        evaluate_command.run,
+        evaluate_command.add_options,
+        overrides=True,
+    ),
+    _Command(
+        "plan",
+        "say what memory a layout takes, and how long its sequences can be",
+        lengths_command.run,
+        lengths_command.add_options,
+        config=True,
+    ),
+    _Command(
+        "layouts",
+        "say which layouts fit on so many ranks, and how fast each would be",
+        plan_command.run_plan,
+        plan_command.add_plan_options,
+        config=True,
+    ),
+    _Command(
+        "calibrate",
+        "measure this machine for isp layouts",
+        plan_command.run_calibrate,
+        plan_command.add_calibrate_options,
+    ),
+    _Command(
+        "topology", "print the groups of ranks", topology_command.run, topology_command.add_options
+    ),
+    _Command("report", "make an HTML page and pictures from a run's folder", _report, _add_report),
+    _Command(
+        "data prepare",
+        "turn text or chats into the .bin/.idx format",
+        data_command.run_prepare,
+        data_command.add_prepare_options,
+    ),
+    _Command(
+        "checkpoint inspect",
+        "show what checkpoints hold",
+        checkpoint_command.run_inspect,
+        checkpoint_command.add_options,
+    ),
+    _Command(
+        "checkpoint verify",
+        "read checkpoints and compare their checksums",
+        checkpoint_command.run_verify,
+        checkpoint_command.add_options,
+    ),
+    _Command(
+        "checkpoint export",
+        "write a checkpoint as a Hugging Face folder",
+        checkpoint_command.run_export,
+        checkpoint_command.add_export_options,
+    ),
+    _Command(
+        "checkpoint import",
+        "write a Hugging Face folder as a checkpoint",
+        checkpoint_command.run_import,
+        checkpoint_command.add_import_options,
+    ),
+)

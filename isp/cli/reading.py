@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isp.inference.layout import Layout
     from isp.inference.source import Source
 
-__all__ = ["Reading", "add_reading", "option_words"]
+__all__ = ["Reading", "add_reading"]
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +39,6 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
     )
-
-
-def option_words(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Options that were given, and those of `add_reading`, as on a command line."""
-    words = []
-    for name in (*names, "dtype", "device", "tokenizer"):
-        if (value := getattr(args, name.replace("-", "_"))) is not None:
-            words.append(f"--{name}={value}")
-    return words
 
 
 class Reading(NamedTuple):

@@ -4,6 +4,7 @@ prompt that is too long, a key that was not told."""
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_ranks_are_started_and_one_of_them_writes(
     assert losses(found) == pytest.approx(losses(alone), rel=0, abs=1e-9)
     assert found.passkeys == alone.passkeys
     assert found.layout == "2 ranks, isp, decoding in mtp"
-    assert f"isp evaluate --nproc=2 {run} " in found.command
+    assert re.match(rf"isp evaluate --nproc=2 .*{run} ", found.command)
 
 
 def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float | None]:
