@@ -10,14 +10,13 @@ from isp.metrics.device import (
 )
 from isp.metrics.file import MetricsFile, is_recorded, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
-from isp.metrics.record import Speed, StepRecord, speed
+from isp.metrics.record import StepRecord
 from isp.metrics.tensorboard import TensorBoardFile
 
 __all__ = [
     "MemoryMeter",
     "MetricsFile",
     "ProgressBar",
-    "Speed",
     "StepRecord",
     "TensorBoardFile",
     "describe_mfu",
@@ -27,6 +26,5 @@ __all__ = [
     "peak_tflops",
     "read_metrics",
     "shared_cores",
-    "speed",
     "watched_stream",
 ]

@@ -7,12 +7,12 @@ and is passed over in reading and removed when the file is opened to write on.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from pathlib import Path
 
 from isp.metrics.record import StepRecord
@@ -27,13 +27,7 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
     Raises ValueError, with the number of the line, where a whole line is not a record.
     """
-    records = []
-    for number, line in enumerate(_whole_lines(Path(path).read_bytes()), start=1):
-        try:
-            records.append(StepRecord.from_json(line.decode()))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a record of a step ({error})") from error
-    return records
+    return [record for _, record in _lines(Path(path))]
 
 
 def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
@@ -41,17 +35,17 @@ def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
 
     Raises ValueError if it is no file of metrics.
     """
-    for _, found, keys in _lines(path):
-        if found >= step:
-            return found == step and (not evaluated or "evaluation_ms" in keys)
-    return False
+    found = next((record for _, record in _lines(path) if record.step >= step), None)
+    if found is None or found.step != step:
+        return False
+    return not evaluated or found.evaluation_ms is not None
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):
     """Appends records to the file at `path`, each in the system's hands when `write` returns.
 
-    Lines of steps after `last_step` are removed first: that is where the run goes on from, 0 for a
-    new one. While the disk is full, lines wait here and are tried again with each new one.
+    Lines of steps after `last_step` are removed first: the run resumes there, from 0 if
+    it is new. While the disk is full, lines wait here and are tried again with each new one.
     One run at a time: see `isp.checkpoint.folder`. Raises ValueError if it is no file of metrics.
     """
 
@@ -68,7 +62,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             raise
 
     def write(self, record: StepRecord) -> None:
-        """Append `record`; a disk that is full is told once, and is no reason to stop."""
+        """Append `record`; a full disk is logged once, and does not stop the run."""
         self._waiting.append(record.to_json().encode() + b"\n")
         try:
             self._write_waiting()
@@ -87,7 +81,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             self._failing = False
 
     def close(self) -> None:
-        """Write what waits, and close the file; tells how much could not be written.
+        """Write what waits, and close the file; logs what could not be written.
 
         Raises FileNotFoundError if the file was removed since it was opened, or moved away.
         """
@@ -130,29 +124,20 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 
 def _size_up_to(path: Path, last_step: int) -> int:
     """Bytes of the whole lines before the first one of a step after `last_step`."""
-    size = 0
-    for num_bytes, step, _ in _lines(path):
-        if step > last_step:
-            break
-        size += num_bytes
-    return size
+    return sum(size for size, _ in takewhile(lambda line: line[1].step <= last_step, _lines(path)))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, set[str]]]:
-    """The size in bytes, the step and the keys of each whole line.
+def _lines(path: Path) -> Iterator[tuple[int, StepRecord]]:
+    """The size in bytes, and the record, of each whole line.
 
     Raises ValueError for a line that is not a record.
     """
-    for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            values = json.loads(line)
-            step = int(values["step"])
-        except (ValueError, TypeError, KeyError) as error:
+            record = StepRecord.from_json(line)
+        except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} is not a record of a step: repair it, or move the file away"
+                f"{path}, line {number} is not a record of a step ({error}): repair it, or move the"
+                f" file away"
             ) from error
-        yield len(line) + 1, step, set(values)
-
-
-def _whole_lines(data: bytes) -> list[bytes]:
-    return data.split(b"\n")[:-1]
+        yield len(line) + 1, record

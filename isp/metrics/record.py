@@ -3,61 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from isp.settings.durations import format_duration
+from isp.settings.result_file import first_fault
 
-__all__ = ["Speed", "StepRecord", "speed"]
-
-
-class Speed(NamedTuple):
-    """The speed of a step."""
-
-    tgs: float
-    """Tokens a rank (GPU) a second."""
-    tflops: float
-    """Model TFLOP/s a rank."""
-    mfu: float | None
-    """`tflops` as a fraction of the device's peak; None where the peak is not known."""
+__all__ = ["StepRecord"]
 
 
-def speed(
-    *, tokens: int, flops: float, seconds: float, num_ranks: int, peak_tflops: float | None
-) -> Speed:
-    """The speed of `num_ranks` ranks that together did `tokens` and `flops` in `seconds`."""
-    tflops = flops / seconds / num_ranks / 1e12
-    mfu = None if peak_tflops is None else tflops / peak_tflops
-    return Speed(tokens / seconds / num_ranks, tflops, mfu)
+_NULL_IS_NAN = BeforeValidator(lambda value: math.nan if value is None else value)
+_Number = Annotated[float, _NULL_IS_NAN]
+_Sometimes = Annotated[float | None, _NULL_IS_NAN]
+"""None where it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The numbers of a step under the keys of `metrics.jsonl`, which README.md here explains."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
+    loss: _Number
+    grad_norm: _Number
+    lr: _Number
     tokens: int
-    tgs: float
-    tflops: float
+    tgs: _Number
+    tflops: _Number
     mfu: float | None
-    step_ms: float
-    comm_ms: float
-    exposed_ms: float
-    mem_gib: float
-    data_ms: float | None = None
-    forward_backward_ms: float | None = None
-    reduce_ms: float | None = None
-    optimizer_ms: float | None = None
-    checkpoint_ms: float | None = None
-    evaluation_ms: float | None = None
-    val_loss: float | None = None
-    loss_scale: float | None = None
-    eta_seconds: float | None = None
+    step_ms: _Number
+    comm_ms: _Number
+    exposed_ms: _Number
+    mem_gib: _Number
+    data_ms: _Sometimes = None
+    forward_backward_ms: _Sometimes = None
+    reduce_ms: _Sometimes = None
+    optimizer_ms: _Sometimes = None
+    checkpoint_ms: _Sometimes = None
+    evaluation_ms: _Sometimes = None
+    val_loss: _Sometimes = None
+    loss_scale: _Sometimes = None
+    eta_seconds: _Sometimes = None
     skipped: bool = False
 
     def line(self, num_steps: int) -> str:
@@ -87,47 +78,22 @@ class StepRecord:
 
         `mfu` is null where it is not known; other fields that may be None are left out then.
         """
-        values = dataclasses.asdict(self)
-        for name in _optional():
-            if values[name] is None:
-                del values[name]
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-        return json.dumps(values, allow_nan=False)
+        absent = {f.name for f in dataclasses.fields(self) if f.default is None}
+        absent = {name for name in absent if getattr(self, name) is None}
+        return _adapter().dump_json(self, exclude=absent).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> StepRecord:
+    def from_json(cls, text: str | bytes) -> StepRecord:
         """The record that `to_json` wrote, NaN where a number was not finite.
 
         Raises ValueError if `text` is anything else.
         """
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError(f"not an object but {values!r}")
-        _check_keys(set(values))
-        return cls(**{name: _number(name, value) for name, value in values.items()})
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            raise ValueError(first_fault(error)) from error
 
 
-def _optional() -> set[str]:
-    """The fields that not every record has."""
-    return {field.name for field in dataclasses.fields(StepRecord) if field.default is None}
-
-
-def _check_keys(names: set[str]) -> None:
-    known = {field.name for field in dataclasses.fields(StepRecord)}
-    missing = known - names - _optional() - {"skipped"}
-    for what, keys in (("unknown", names - known), ("missing", missing)):
-        if keys:
-            raise ValueError(f"{what}: {', '.join(sorted(keys))}")
-
-
-def _number(name: str, value: Any) -> Any:
-    if value is None and name not in ("step", "tokens", "skipped"):
-        return None if name == "mfu" else math.nan
-    kind: type | tuple[type, ...] = (int, float)
-    if name in ("step", "tokens", "skipped"):
-        kind = bool if name == "skipped" else int
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} is {value!r}")
-    return value
+@functools.cache
+def _adapter() -> TypeAdapter[StepRecord]:
+    return TypeAdapter(StepRecord)

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-__all__ = ["Result"]
+__all__ = ["Result", "first_fault"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,7 @@ class Result(_Head):
             if version == cls.newest:
                 return TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the text"
-            raise ValueError(f"not {cls.name}: {where}: {first['msg']}") from error
+            raise ValueError(f"not {cls.name}: {first_fault(error)}") from error
         raise ValueError(
             f"{cls.name} of version {version}, this program reads version {cls.newest}: {cls.again}"
         )
@@ -56,3 +54,9 @@ class Result(_Head):
             return cls.from_json(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where a text of JSON is wrong first, and how."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"

@@ -21,7 +21,6 @@ from isp.metrics import (
     TensorBoardFile,
     is_recorded,
     peak_memory_gib,
-    speed,
     watched_stream,
 )
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
@@ -92,13 +91,15 @@ class StepMeter:
         """A step has been done on this rank; the phases since the last one."""
         times = self._clock.take()
         moved = self.last_transfers = self._log.take_waited()
-        for transfer in moved:  # under way before: that is no time of the step
+        for transfer in moved:  # under way before: that time is counted, or no step's
             transfer.launched = max(transfer.launched, self._since)
+        totals = CommLog.totals(moved)
+        self._comm_seconds += totals.comm_seconds
+        self._exposed_seconds += totals.exposed_seconds
+        self._since = max([self._since, *(transfer.arrived for transfer in moved)])
         for phase, seconds in times.items():
             self._times[phase] += seconds
-        self._transfers += moved
-        waited = sum(transfer.exposed for transfer in moved)
-        self.own_seconds = max(0.0, training_seconds(times) - waited)
+        self.own_seconds = max(0.0, training_seconds(times) - totals.exposed_seconds)
         return times
 
     def count(self, *, tokens: int, flops: float) -> None:
@@ -120,14 +121,7 @@ class StepMeter:
     ) -> StepRecord:
         """The record of `step`, the last one counted; `tokens` since the start of the run."""
         seconds = training_seconds(self._times)
-        totals = CommLog.totals(self._transfers)
-        rates = speed(
-            tokens=self._tokens,
-            flops=self._flops,
-            seconds=seconds,
-            num_ranks=self._num_ranks,
-            peak_tflops=self._peak_tflops,
-        )
+        tflops = self._flops / seconds / self._num_ranks / 1e12
         saving = self._times[Phase.CHECKPOINT]
 
         def a_step(part: float) -> float:
@@ -139,12 +133,12 @@ class StepMeter:
             grad_norm=outcome.grad_norm,
             lr=lr,
             tokens=tokens,
-            tgs=rates.tgs,
-            tflops=rates.tflops,
-            mfu=rates.mfu,
+            tgs=self._tokens / seconds / self._num_ranks,
+            tflops=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             step_ms=a_step(seconds),
-            comm_ms=a_step(totals.comm_seconds),
-            exposed_ms=a_step(totals.exposed_seconds),
+            comm_ms=a_step(self._comm_seconds),
+            exposed_ms=a_step(self._exposed_seconds),
             mem_gib=mem_gib,
             data_ms=a_step(self._times[Phase.DATA]),
             forward_backward_ms=a_step(self._times[Phase.FORWARD_BACKWARD]),
@@ -165,7 +159,7 @@ class StepMeter:
     def _forget(self) -> None:
         self._steps, self._tokens, self._flops = 0, 0, 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
-        self._transfers: list[TimedTransfer] = []
+        self._comm_seconds = self._exposed_seconds = 0.0
 
 
 class StepOutputs:

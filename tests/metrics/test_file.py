@@ -52,7 +52,7 @@ def test_each_line_is_there_when_write_returns(tmp_path: Path) -> None:
     metrics.close()
 
 
-@pytest.mark.parametrize("cut", [1, 20, 200])
+@pytest.mark.parametrize("cut", [1, 20, 150])
 def test_torn_last_line(path: Path, cut: int) -> None:
     """Catches a reader that gives up on a torn line, and a new line glued to its rest."""
     path.write_bytes(path.read_bytes()[:-cut])
@@ -83,9 +83,9 @@ def test_broken_line_is_named_and_nothing_is_lost(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"hello\n", *lines[3:]]))
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="line 3: not a record of a step"):
+    with pytest.raises(ValueError, match="line 3 is not a record of a step"):
         read_metrics(path)
-    with pytest.raises(ValueError, match="line 3 is not a record of a step: repair it"):
+    with pytest.raises(ValueError, match=r"line 3 is not a record of a step .*: repair it"):
         MetricsFile(path, last_step=4)
     assert path.read_bytes() == before
 

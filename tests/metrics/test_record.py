@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isp.metrics import Speed, StepRecord, speed
+from isp.metrics import StepRecord
 
 RECORD = StepRecord(
     step=10,
@@ -85,12 +85,11 @@ def test_not_finite_is_null(value: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "low"}, "loss is 'low'"),
-        ({"step": 1.5}, r"step is 1\.5"),
-        ({"step": None}, "step is None"),
-        ({"tokens": True}, "tokens is True"),
-        ({"skipped": 0}, "skipped is 0"),
-        ({"loses": 1.0}, "unknown: loses"),
+        ({"loss": "low"}, "loss: Input should be a valid number"),
+        ({"step": 1.5}, "step: Input should be a valid int"),
+        ({"step": None}, "step: Input should be a valid int"),
+        ({"tokens": True}, "tokens: Input should be a valid int"),
+        ({"skipped": 0}, "skipped: Input should be a valid bool"),
     ],
 )
 def test_wrong_values_are_named(changes: dict[str, object], message: str) -> None:
@@ -101,17 +100,10 @@ def test_wrong_values_are_named(changes: dict[str, object], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{}", "missing: comm_ms, exposed_ms"), ("[1]", "not an object")]
+    ("text", "message"),
+    [("{}", "step: Field required"), ("[1]", "the text: Input should be an object")],
 )
 def test_missing_values_are_named(text: str, message: str) -> None:
     """Catches defaults made up for what a line does not have."""
     with pytest.raises(ValueError, match=message):
         StepRecord.from_json(text)
-
-
-def test_speed_is_a_rank() -> None:
-    """Catches the speed of all ranks reported as that of one."""
-    assert speed(tokens=8000, flops=4e15, seconds=2.0, num_ranks=4, peak_tflops=1000.0) == Speed(
-        tgs=1000.0, tflops=500.0, mfu=0.5
-    )
-    assert speed(tokens=1, flops=1.0, seconds=1.0, num_ranks=1, peak_tflops=None).mfu is None

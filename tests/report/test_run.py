@@ -224,7 +224,7 @@ def test_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     empty = make_run(tmp_path / "run", [])
     assert "holds no step yet" in refusal(capsys, str(empty.path))
     empty.metrics_file.write_text("{}\n")
-    assert "line 1: not a record" in refusal(capsys, str(empty.path))
+    assert "line 1 is not a record" in refusal(capsys, str(empty.path))
     empty.metrics_file.write_text(RECORD.to_json() + "\n")
     empty.environment_file.write_text('{"world_size": 2}')
     assert "env.json: not an environment" in refusal(capsys, str(empty.path))

@@ -21,6 +21,7 @@ from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
 from isp.train import main
 from isp.train.meter import StepMeter
+from isp.train.step import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
 from model.decoder import Decoder
 from tests.ranks import run_programs
@@ -166,3 +167,24 @@ def test_what_travels_in_a_pause_is_counted_from_its_end() -> None:
     meter.end_step()
     assert meter.last_transfers == [transfer]
     assert transfer.duration < 50.0
+
+
+def test_the_steps_of_a_record_add_up() -> None:
+    """Catches the speed of all ranks given as that of one, and time of transfers counted twice."""
+    log, device = CommLog(), torch.device("cpu")
+    meter = StepMeter(log, PhaseClock(device), device, num_ranks=4, peak_tflops=1e3)
+    begin = time.perf_counter() + 1
+    for step in range(2):  # each for 2 seconds, of which the second's first is the first's last
+        transfer = log.start("all_gather", "weight", UNNAMED, 8)
+        transfer.launched, transfer.ended = begin + step, begin + step + 2
+        transfer.waited, transfer.wait_began, transfer.exposed = True, begin, 0.5
+        meter.end_step()
+        meter.count(tokens=4000, flops=2e15)
+    outcome = StepOutcome(loss=1.0, grad_norm=1.0, skipped=False, valid_tokens=1)
+    optional = {"loss_scale": None, "eta_seconds": None}
+    record = meter.record(outcome, step=2, tokens=8000, lr=0.1, mem_gib=1.0, **optional)
+    assert (record.comm_ms, record.exposed_ms) == pytest.approx((1500, 500))
+    seconds = 2 * record.step_ms / 1e3
+    assert record.tgs == pytest.approx(8000 / seconds / 4)
+    assert record.tflops == pytest.approx(1e3 / seconds)
+    assert record.mfu == pytest.approx(record.tflops / 1e3)
