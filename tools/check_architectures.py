@@ -169,6 +169,15 @@ _UNTRIED = {
 """Why no small model can be made by the configuration alone."""
 
 
+_REFUSED = {
+    "rwkv": "the numerator and the denominator of its recurrence are scaled by a running maximum of"
+    " the keys, for which isp has no scan, and a token is mixed with the one before",
+    "xlstm": "the exponential gates of its recurrence (mLSTM) are scaled by a running maximum, for"
+    " which isp has no scan",
+}
+"""More precise reasons than the error's, of what is refused."""
+
+
 class Fact(NamedTuple):
     """One row of the table."""
 
@@ -208,7 +217,8 @@ def fact(architecture: str) -> Fact:
     try:
         traced = TracedModel(model)
     except ValueError as error:
-        return Fact(architecture, name, "", f"not supported: {_in_line(str(error))}")
+        reason = _REFUSED.get(architecture) or _in_line(str(error))
+        return Fact(architecture, name, "", f"not supported: {reason}")
     kinds, reason = ", ".join(dict.fromkeys(_kinds(traced.trace))), ""
     try:
         traced.check_layout(SPLIT[0].of(ParallelConfig()), SPLIT[0].tensor)
@@ -298,7 +308,9 @@ Layers may attend, convolve and scan (linear attention, state spaces), in any nu
 the functions that transformers' own modules call. Modules with other code have forwards that call
 these (`own_attention.py`, `own_mixers.py`; `isp.register_mixer` for further ones). Whatever else
 mixes tokens would need those of other ranks: a probe finds it, and it is refused by name. Chunked
-attention is not split over context ranks.
+attention is not split over context ranks. `dt_proj` of Mamba's selective scan is whole on every rank
+(1.9% of FalconMamba's parameters): its weight is multiplied outside of the linear, and to gather it
+there, apart from its bias, would take a look at every operation of a block.
 
 Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3.2 and the models
 made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,
