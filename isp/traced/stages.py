@@ -152,8 +152,9 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
     """Make a stage of a model without weights."""
     for name in trace.roles:
         parameter = model.get_parameter(name)
-        if name not in stage.parameters and any(parameter.stride()):  # it has values
-            parameter.data.fill_(torch.nan)
+        if name not in stage.parameters:  # of its elements many lie in one place
+            size = parameter.untyped_storage().nbytes() // parameter.itemsize
+            parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
     for part in (*trace.called_at, *trace.blocks):
         module = model.get_submodule(part)
         if part not in stage.parts:

@@ -193,6 +193,7 @@ def test_more_stages_than_blocks_and_shared_weights_are_refused_by_name() -> Non
     with pytest.raises(ValueError, match=r"blocks.0.q.weight is used by several stages"):
         TracedModel(model).check_layout(_pipeline(2), 48)
     tied = Plain()
+    tied.first_norm, tied.norm = nn.Linear(32, 32), nn.Linear(32, 32)  # type: ignore[assignment]
     tied.head.weight, tied.norm.weight = tied.tokens.weight, tied.first_norm.weight
     with pytest.raises(ValueError, match=r"first_norm.weight is used by several stages"):
         TracedModel(tied).check_layout(_pipeline(2), 48)
