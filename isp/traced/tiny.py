@@ -134,7 +134,7 @@ def _fill(module: nn.Module, model: Any) -> None:
     """
     model = module if hasattr(module, "_init_weights") else model
     for name, parameter in module.named_parameters(recurse=False):
-        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+        setattr(module, name, nn.Parameter(0.02 * torch.randn_like(parameter, device="cpu")))
     model._init_weights(module)
     for child in module.children():
         _fill(child, model)
