@@ -9,7 +9,7 @@ B batch, S sequence, D hidden size, H query heads, K key/value heads, d head siz
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.data.batch import MicroBatch
+from isp.layers.module import RowsOf
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
+from model.weight_names import earlier_names
 
 __all__ = ["PlainDecoder", "document_bounds", "plain_adamw", "train_plainly"]
 
@@ -73,6 +75,17 @@ def _turned(x: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
+_NAMES = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    **{x: f"self_attn.{x}_proj" for x in ("q", "k", "v", "o")},
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    **{x: f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+"""The project's names of a block's modules."""
+
+
 class PlainDecoder(nn.Module):
     """Tokens to logits; `frequencies` [d/2], where given, are the rotary ones."""
 
@@ -103,34 +116,24 @@ class PlainDecoder(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> PlainDecoder:
-        """Take the weights of the project's decoder, whole, under its names."""
-        config, left = self.config, dict(weights)
-        d = config.head_size
-        cuts = [config.num_heads * d, config.kv_heads * d, config.kv_heads * d]
-        self.embedding.weight.copy_(left.pop("embedding.weight"))
-        self.norm.weight.copy_(left.pop("norm.weight"))
-        if not config.tie_embeddings:
-            self.head.weight.copy_(left.pop("head.weight"))
-        for i, block in enumerate(self.blocks):
-            assert isinstance(block, _Block)
-            name = f"layers.{i}."
-            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-                fused = left.pop(f"{name}attention.wqkv.{kind}")
-                for linear, part in zip(
-                    (block.q, block.k, block.v), fused.split(cuts), strict=True
-                ):
-                    getattr(linear, kind).copy_(part)
-            gate, up = left.pop(f"{name}feed_forward.w13.weight").chunk(2)
-            block.gate.weight.copy_(gate)
-            block.up.weight.copy_(up)
-            block.down.weight.copy_(left.pop(f"{name}feed_forward.w2.weight"))
-            block.o.weight.copy_(left.pop(f"{name}attention.wo.weight"))
-            block.norm1.weight.copy_(left.pop(f"{name}attention_norm.weight"))
-            block.norm2.weight.copy_(left.pop(f"{name}ffn_norm.weight"))
-            for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-                block.get_submodule(norm).weight.copy_(left.pop(f"{name}attention.{norm}.weight"))
+        """Take the weights of the project's decoder, whole, under its names or earlier ones."""
+        names, earlier, left = dict(self._names()), earlier_names(self.config), dict(weights)
+        for name, parameter in names.items():
+            source, first, _ = RowsOf(name) if name in weights else earlier[name]
+            parameter.copy_(weights[source][first : first + len(parameter)])
+            left.pop(source, None)
         assert not left, f"weights that the plain decoder has no place for: {left.keys()}"
         return self
+
+    def _names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield "model.embed_tokens.weight", self.embedding.weight
+        yield "model.norm.weight", self.norm.weight
+        if not self.config.tie_embeddings:
+            yield "lm_head.weight", self.head.weight
+        for i, block in enumerate(self.blocks):
+            for local, parameter in block.named_parameters():
+                module, _, kind = local.partition(".")
+                yield f"model.layers.{i}.{_NAMES[module]}.{kind}", parameter
 
 
 def document_bounds(batch: MicroBatch) -> list[int]:
