@@ -66,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.settings import OptimizerConfig, TrainingConfig
     from isp.train.check import Check
     from isp.train.check_layouts import layouts_of, most_stages
-    from isp.train.check_subjects import DecoderSubject, HuggingFaceSubject, read_folder
+    from isp.train.check_subjects import HuggingFaceSubject, decoder_subject, read_folder
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
         parallel, optimizer, training = config.parallel, config.optimizer, config.training
         folder = config.model.hf
         subject = (
-            DecoderSubject(config.model, stages)
+            decoder_subject(config.model, stages)
             if folder is None
             else HuggingFaceSubject(read_folder(Path(folder)), stages)
         )

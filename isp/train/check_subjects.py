@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
+from isp.config.models import language_model
 from isp.models.build import build_model
 from isp.parallel import ParallelConfig
 from isp.parallel.topology import Topology
@@ -19,10 +20,11 @@ from isp.traced.hosts import Host
 from isp.traced.model import TracedModel
 from isp.traced.tiny import kept_in_float64, tiny_model
 from isp.train.check_reference import modules_of
+from model import plain
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["DecoderSubject", "HuggingFaceSubject", "OwnSubject", "read_folder"]
+__all__ = ["DecoderSubject", "HuggingFaceSubject", "OwnSubject", "decoder_subject", "read_folder"]
 
 
 class _TracedSubject:
@@ -76,6 +78,20 @@ class _Plain:
 
     def modules(self) -> dict[str, nn.Module]:
         return dict(self._model.named_modules())
+
+
+def decoder_subject(config: ModelConfig, layers: int = 2) -> DecoderSubject | OwnSubject:
+    """A small decoder with the options of `config`, as runs of it compute it."""
+    subject = DecoderSubject(config, layers)
+    small = subject.driven(0.0)
+    if isinstance(language_model(small, "float64"), ModelConfig):
+        return subject
+    decoder = plain.Decoder(small).double()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return OwnSubject(decoder)
 
 
 class DecoderSubject:
