@@ -332,7 +332,7 @@ def layouts_of(subject: HuggingFaceSubject) -> list[Layout]:
 
 def jobs_of(subject: HuggingFaceSubject) -> Iterator[tuple[Check, list[Layout]]]:
     """The comparisons of a model; one that scans is split by heads and by state."""
-    kinds = {call.kind for call in subject.driven(0.0).trace.calls}
+    kinds = {call.kind for call in subject.language_model(0.0).trace.calls}
     more = OF_MIXERS if kinds & {Kind.CONVOLUTION, Kind.SCAN} else ()
     ways = (SequenceScan.HEADS, SequenceScan.STATE) if Kind.SCAN in kinds else (SequenceScan.AUTO,)
     for layouts in filter(None, (layouts_of(subject), more)):

@@ -32,7 +32,7 @@ ENDED_FILE = "ended"
 
 
 def report(error: Exception) -> int:
-    """Tell the user about `error`; the exit code: 2 where they can put it right, else 1."""
+    """Report `error` to the user; the exit code: 2 where they can put it right, else 1."""
     expected = _is_for_the_user(error)
     code = 2 if expected else 1
     text = f"error: {error}" if expected else "".join(traceback.format_exception(error)).rstrip()
@@ -44,7 +44,7 @@ def report(error: Exception) -> int:
         )
     # What a file or a chat template says is no command to the terminal.
     text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-    if not _write_error_file(error, text, code) or not _is_told_by_another(expected):
+    if not _write_error_file(error, text, code) or not _is_reported_by_another(expected):
         print(text, file=sys.stderr, flush=True)
     return code
 
@@ -59,7 +59,7 @@ def report_broken_pipe(error: BrokenPipeError) -> int:
 
 
 def report_interrupt(error: KeyboardInterrupt) -> int:
-    """Tell the user that SIGINT ended the command at once; the exit code, a shell's."""
+    """Report that SIGINT ended the command at once; the exit code, a shell's."""
     text, code = "error: stopped by SIGINT", 128 + signal.SIGINT
     if not _write_error_file(error, text, code) or LAUNCHER_REPORTS not in os.environ:
         print(text, file=sys.stderr, flush=True)
@@ -81,7 +81,7 @@ def report_end(stopped_by: int | None) -> int:
     return 0
 
 
-def _is_told_by_another(expected: bool) -> bool:
+def _is_reported_by_another(expected: bool) -> bool:
     """Whether this rank stays silent: what the user can put right is mostly the same on all."""
     return LAUNCHER_REPORTS in os.environ or (expected and os.environ["RANK"] != "0")
 

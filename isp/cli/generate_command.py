@@ -222,7 +222,7 @@ _HEAD_CHARACTERS = 60
 
 
 def _print_head(number: int, texts: list[str]) -> None:
-    """The number of a prompt, and how it ends: that is where the text goes on."""
+    """The number of a prompt, and how it ends: that is where the text continues."""
     text = " ".join(texts[number].split())
     cut = text if len(text) <= _HEAD_CHARACTERS else f"...{text[-_HEAD_CHARACTERS:]}"
     print(f"--- {number + 1} of {len(texts)}: {cut}", flush=True)

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine through torchrun, and tells how they ended.
+"""Starts the ranks of one machine through torchrun, and reports how they ended.
 
 torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
 and save; it ends the other ranks when one fails. A second stop signal ends it at once, and when it
@@ -134,7 +134,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         try:
             torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
-            return _tell_first_failure(error.failures)
+            return _report_first_failure(error.failures)
         except SignalException as stop:
             signals = _signals(folder)
             if not signals:
@@ -151,7 +151,7 @@ def _signals(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in folder.rglob(ENDED_FILE)]
 
 
-def _tell_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
+def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
     rank, failure = _find_first_failure(failures)
     print(_describe(rank, failure), file=sys.stderr, flush=True)
     if _is_killed_while_ending(failure):

@@ -65,7 +65,7 @@ class Reading(NamedTuple):
         return cls(source, layout, args.device)
 
     def describe(self, *notes: str) -> None:
-        """Tell the user what is read, and these notes; one process does."""
+        """Print what is read, and these notes, in one process."""
         from isp.cli.launch import reports_for_ranks
 
         if os.environ.get("RANK", "0") != "0" or reports_for_ranks():

@@ -111,7 +111,7 @@ def peak_memory_gib(device: torch.device) -> float:
 class MemoryMeter:
     """A meter of the memory this process uses now: `peak_memory_gib` is its most.
 
-    Made to be read often: a file of Linux that tells it on CPU stays open until `close`.
+    Made to be read often: the file of Linux that has it stays open until `close`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,13 +15,13 @@ BUCKET_COLUMNS = ("places", "tokens", "loss", "perplexity", "loss so far")
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The tokens at some places of their rows; a place is the number of tokens before."""
+    """The tokens at some places of their sequences; a place is the number of tokens before."""
 
     begin: int
     end: int
     """The first place that is not in it."""
     tokens: int
-    """Over all rows."""
+    """Over all sequences."""
     loss: float | None
     """Their mean cross-entropy, in nats; None where there are none, or it is not finite."""
 
@@ -33,15 +33,15 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class TextLosses:
-    """The loss of text by the place of a token in its row."""
+    """The loss of text by the place of a token in its sequence."""
 
     source: str
     """What was read, in words."""
     rows: int
     length: int
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     buckets: tuple[Bucket, ...]
-    """In the order of places, all of a row together."""
+    """In the order of places, all of a sequence together."""
 
     def loss_within(self, length: int) -> float | None:
         """The mean over the first `length` places, which a bucket ends with."""
@@ -72,7 +72,7 @@ class Passkeys:
     depths: tuple[float, ...]
     """Parts of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]
-    """The keys that were told right, for each length at each depth."""
+    """The keys that were found, for each length at each depth."""
 
     def rate(self, length: int) -> float:
         """The part of the keys found at all depths."""
@@ -94,7 +94,7 @@ class Evaluation(Result):
     layout: str
     """The ranks, in words."""
     trained_length: int | None
-    """Tokens of the rows that the model was trained on; None: not known."""
+    """Length of the sequences that the model was trained on; None: not known."""
     command: str
     text: TextLosses | None
     passkeys: Passkeys | None

@@ -69,7 +69,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "cannot write to %s (%s): training goes on, and the numbers of its steps are"
+                    "cannot write to %s (%s): training continues, and the numbers of its steps are"
                     " kept in memory until they can be written",
                     self._path,
                     error.strerror,

@@ -48,7 +48,7 @@ class TensorBoardFile(AbstractContextManager["TensorBoardFile"]):
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(
-            "no more is written for TensorBoard (%s): training goes on, and metrics.jsonl has all"
+            "no more is written for TensorBoard (%s): training continues, and metrics.jsonl has all"
             " numbers",
             error.strerror,
         )

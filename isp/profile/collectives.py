@@ -174,7 +174,7 @@ def _matched(
     """For (rank, number of a collective): the same one on the other ranks of its group.
 
     The ranks of a group launch the same collectives in the same order, and two of them the sends
-    and receives of the same thing. Where labels tell that records do not begin at the same one,
+    and receives of the same thing. Where labels show that records do not begin at the same one,
     nothing is matched.
     """
     sequences: defaultdict[tuple[object, ...], dict[int, list[int]]] = defaultdict(dict)

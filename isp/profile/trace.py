@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,32 +43,19 @@ def chrome_trace(
 
 
 def _of_rank(rank: int, title: str, timeline: StepTimeline) -> Iterable[Event]:
-    yield _name("process_name", rank, 0, title)
-    yield _sort("process_sort_index", rank, 0, rank)
-    yield from _lane(rank, _STEP, "phase")
-    yield from _lane(rank, _PARTS, "compute")
-    yield from _lane(rank, _WAITS, "exposed waits")
-    phases: list[list[Any]] = []
+    yield from _named("process", rank, 0, title, rank)
+    for lane, name in ((_STEP, "phase"), (_PARTS, "compute"), (_WAITS, "exposed waits")):
+        yield from _named("thread", rank, lane, name, lane)
     for span in timeline.spans:
-        if phases and phases[-1][0] == span.phase:
-            phases[-1][2] = span.end_ms
-        else:
-            phases.append([span.phase, span.begin_ms, span.end_ms])
         yield _slice(rank, _PARTS, span.block, span.phase, span.begin_ms, span.end_ms, {})
-    for phase, begin, end in phases:
-        yield _slice(rank, _STEP, phase, phase, begin, end, {})
+    for phase, group in groupby(timeline.spans, key=lambda span: span.phase):
+        spans = list(group)
+        yield _slice(rank, _STEP, phase, phase, spans[0].begin_ms, spans[-1].end_ms, {})
     yield from _waits(rank, timeline.collectives)
     yield from _channels(rank, timeline.collectives)
     for sample in timeline.memory:
-        values = {"GiB": round(sample.gib, 6)}
-        yield {
-            "ph": "C",
-            "name": "memory",
-            "pid": rank,
-            "tid": 0,
-            "ts": sample.at_ms * 1e3,
-            "args": values,
-        }
+        place = {"pid": rank, "tid": 0, "ts": sample.at_ms * 1e3}
+        yield {"ph": "C", "name": "memory", **place, "args": {"GiB": round(sample.gib, 6)}}
 
 
 def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
@@ -84,31 +72,19 @@ def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
     lanes: list[tuple[str, float]] = []  # channel, and the end of the last slice
     for c in collectives:
         end = max(c.end_ms, c.launch_ms)
-        number = next(
-            (
-                i
-                for i, (name, free) in enumerate(lanes)
-                if name == c.channel and free <= c.launch_ms
-            ),
-            len(lanes),
-        )
-        if number == len(lanes):
-            lanes.append((c.channel, end))
-            yield from _lane(rank, _FIRST_CHANNEL + number, f"communication: {c.channel}")
-        lanes[number] = (c.channel, end)
+        free = (i for i, (name, at) in enumerate(lanes) if name == c.channel and at <= c.launch_ms)
+        number = next(free, len(lanes))
         lane = _FIRST_CHANNEL + number
+        if number == len(lanes):
+            yield from _named("thread", rank, lane, f"communication: {c.channel}", lane)
+        lanes[number : number + 1] = [(c.channel, end)]
         yield _slice(rank, lane, f"{c.kind} {c.label}", c.channel, c.launch_ms, end, _facts(c))
 
 
 def _facts(c: Collective) -> dict[str, Any]:
+    names = "kind", "channel", "label", "purpose", "block", "phase", "sent_bytes"
     return {
-        "kind": c.kind,
-        "channel": c.channel,
-        "label": c.label,
-        "purpose": c.purpose,
-        "block": c.block,
-        "phase": c.phase,
-        "sent_bytes": c.sent_bytes,
+        **{name: getattr(c, name) for name in names},
         "exposed_ms": round(c.exposed_ms, 4),
         "waiting_for_other_ranks_ms": round(c.others_ms, 4),
         "queued_ms": round(c.queue_ms, 4),
@@ -124,17 +100,10 @@ def _slice(
     return {"ph": "X", "name": name, "cat": category, **place, **times, "args": facts}
 
 
-def _lane(rank: int, lane: int, name: str) -> Iterable[Event]:
-    yield _name("thread_name", rank, lane, name)
-    yield _sort("thread_sort_index", rank, lane, lane)
-
-
-def _name(what: str, process: int, lane: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": {"name": name}}
-
-
-def _sort(what: str, process: int, lane: int, index: int) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": {"sort_index": index}}
+def _named(what: str, process: int, lane: int, name: str, index: int) -> Iterable[Event]:
+    """The name and the place of a process or a thread."""
+    for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": index})):
+        yield {"ph": "M", "name": f"{what}_{key}", "pid": process, "tid": lane, "args": args}
 
 
 def torch_events(

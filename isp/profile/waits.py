@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import NamedTuple
 
 from isp.comm.tag import Purpose
@@ -29,6 +30,7 @@ _SHORTEST = 0.005
 """Milliseconds a step; what blocks for less is no wait."""
 _ENOUGH = 0.95
 """Share of a wait, over all its occurrences, that a change must hide to be recommended."""
+_BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
 _OF_SEQUENCE = {
     Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes it",
     Purpose.KEYS: "attention needs it at once: only the sizes of parallel.sequence_2D change it",
@@ -82,139 +84,108 @@ def worst_waits(
                 key = (c.kind, c.channel, c.label, c.block, c.phase)
                 found[key].append(_Occurrence(at, c))
     divisor = len(steps) * len(times)
-    worst = sorted(found.values(), key=_exposed, reverse=True)[:at_most]
-    return tuple(
-        _wait(several, parallel, divisor)
-        for several in worst
-        if _exposed(several) / divisor > _SHORTEST
-    )
+    waits = [_Waits(several, parallel) for several in found.values()]
+    worst = sorted(waits, key=lambda one: one.exposed, reverse=True)[:at_most]
+    return tuple(one.explained(divisor) for one in worst if one.exposed / divisor > _SHORTEST)
 
 
-def _exposed(several: Iterable[_Occurrence]) -> float:
-    return sum(one.collective.exposed_ms for one in several)
-
-
-def _wait(several: list[_Occurrence], parallel: ParallelConfig, divisor: int) -> Wait:
-    own = [one.collective for one in several]
-    first = own[0]
-    verdict = _Judge(several, parallel).verdict()
-    return Wait(
-        kind=first.kind,
-        channel=first.channel,
-        label=first.label,
-        block=first.block,
-        phase=first.phase,
-        count=len(own) / divisor,
-        sent_bytes=sum(c.sent_bytes for c in own) / divisor,
-        exposed_ms=_exposed(several) / divisor,
-        moving_ms=sum(c.moving_ms for c in own) / divisor,
-        others_ms=sum(c.others_ms for c in own) / divisor,
-        queue_ms=sum(c.queue_ms for c in own) / divisor,
-        late_ms=verdict.late_ms,
-        reason=verdict.reason,
-        advice=verdict.advice,
-    )
-
-
-class _Verdict(NamedTuple):
-    reason: Reason
-    advice: str
-    late_ms: float | None = None
-
-
-class _Judge:
-    """Finds what explains the waits for one tensor, and what would help."""
+class _Waits:
+    """All waits for one tensor: what explains them, and what would help."""
 
     def __init__(self, several: list[_Occurrence], parallel: ParallelConfig) -> None:
         self.several = several
         self.parallel = parallel
         self.own = [one.collective for one in several]
-        self.exposed = _exposed(several)
+        self.exposed = sum(c.exposed_ms for c in self.own)
 
-    def verdict(self) -> _Verdict:
-        """The reason with the largest share, and one sentence."""
-        longest = max(self.own, key=lambda c: c.exposed_ms)
+    def explained(self, divisor: int) -> Wait:
+        """The mean of one in `divisor`, with the reason that has the largest share of it."""
+        first, longest = self.own[0], max(self.own, key=lambda c: c.exposed_ms)
+        reason, advice = self._reason(longest)
+        sums = "sent_bytes", "exposed_ms", "moving_ms", "others_ms", "queue_ms"
+        return Wait(
+            **{name: sum(getattr(c, name) for c in self.own) / divisor for name in sums},
+            kind=first.kind,
+            channel=first.channel,
+            label=first.label,
+            block=first.block,
+            phase=first.phase,
+            count=len(self.own) / divisor,
+            late_ms=longest.exposed_ms if reason is Reason.LATE else None,
+            reason=reason,
+            advice=advice,
+        )
+
+    def _reason(self, longest: Collective) -> tuple[Reason, str]:
+        """The reason, and one sentence."""
         if longest.edge is None and (change := self._change()) is not None:
-            late = longest.exposed_ms
-            return _Verdict(
-                Reason.LATE, f"launched {late:.1f} ms too late: {change} would hide it", late
-            )
+            late = f"launched {longest.exposed_ms:.1f} ms too late"
+            return Reason.LATE, f"{late}: {change} would hide it"
         if sum(c.others_ms for c in self.own) >= self.exposed / 2:
-            return _Verdict(Reason.OTHER_RANKS, self._of_other_ranks())
+            return Reason.OTHER_RANKS, self._of_other_ranks()
         if longest.edge is Edge.FIRST:
             text = "as designed: launched once the weights are there, with nothing to compute first"
-            return _Verdict(Reason.FIRST_EDGE, text)
+            return Reason.FIRST_EDGE, text
         if longest.edge is Edge.LAST:
             text = "as designed: the last gradient, with nothing left to compute beside it"
-            return _Verdict(Reason.LAST_EDGE, text)
+            return Reason.LAST_EDGE, text
         if longest.cost is not Cost.AHEAD:
-            return _Verdict(Reason.CHAIN, self._of_chain(longest))
+            return Reason.CHAIN, self._of_chain(longest)
         if sum(c.queue_ms for c in self.own) >= self.exposed / 2:
-            return _Verdict(Reason.QUEUE, self._of_queue())
-        return _Verdict(Reason.TOO_LONG, self._of_length())
+            return Reason.QUEUE, self._of_queue()
+        return Reason.TOO_LONG, self._of_length()
 
     # -- sentences ---------------------------------------------------------------------------
 
     def _of_other_ranks(self) -> str:
-        lost = sum(c.others_ms for c in self.own) / len(self.own)
-        text = f"{lost:.1f} ms until the last rank came"
-        last = self._last_rank()
-        return text if last is None else f"{text}, most often rank {last}"
-
-    def _last_rank(self) -> int | None:
-        """The rank that waits least for others, where there is one that does not wait at all."""
+        """Also the rank that waits least for others, where there is one that hardly waits."""
         waited: defaultdict[int, float] = defaultdict(float)
         for one in self.several:
             waited[one.at.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
-        return rank if waited[rank] < max(waited.values()) / 10 else None
+        text = f"{sum(waited.values()) / len(self.own):.1f} ms until the last rank came"
+        is_last = waited[rank] < max(waited.values()) / 10
+        return f"{text}, most often rank {rank}" if is_last else text
 
     def _of_chain(self, collective: Collective) -> str:
         if collective.cost is Cost.OUTSIDE:
             return "outside forward and backward: nothing is computed beside it"
-        if not self.parallel.tensor.mode.facts.gathers_weights:
+        mode = self.parallel.tensor.mode
+        if not mode.facts.gathers_weights:
             return (
-                f"{self.parallel.tensor.mode} needs it at once, nothing of the step could hide it:"
-                f" isp sends weights instead"
+                f"{mode} needs it at once, nothing of the step could hide it: isp sends weights"
+                f" instead"
             )
         default = "needed at once: nothing of the step could hide it"
         return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
         ahead: defaultdict[str, float] = defaultdict(float)
-        same_channel_reduces = False
-        for one in self.several:
-            before = self._before(one)
+        behind_reduction = False
+        for at, own in self.several:
+            on_channel = (c for c in at.collectives if c.channel == own.channel)
+            before = next((c for c in on_channel if abs(c.end_ms - own.start_ms) < 1e-6), None)
             if before is not None:
-                ahead[f"{before.kind} of {before.label}"] += one.collective.queue_ms
-                same_channel_reduces |= (before.kind, one.collective.kind) == (
-                    "reduce_scatter",
-                    "all_gather",
-                )
+                ahead[f"{before.kind} of {before.label}"] += own.queue_ms
+                kinds = before.kind, own.kind
+                behind_reduction |= kinds == ("reduce_scatter", "all_gather")
         if not ahead:
             return "it waited its turn on its channel"
         text = f"it waited its turn behind {max(ahead, key=lambda name: ahead[name])}"
-        if same_channel_reduces and not self.parallel.weight.own_reduce_group:
+        if behind_reduction and not self.parallel.weight.own_reduce_group:
             return f"{text}: parallel.weight.own_reduce_group=true would let it pass"
         return text
 
-    def _before(self, one: _Occurrence) -> Collective | None:
-        """The collective before it on its channel."""
-        wanted = one.collective
-        for c in one.at.collectives:
-            if c.channel == wanted.channel and abs(c.end_ms - wanted.start_ms) < 1e-6:
-                return c
-        return None
-
     def _of_length(self) -> str:
-        times = len(self.several)
-        needed = sum(self._flight(one) for one in self.several) / times
-        beside = sum(self._compute_beside(one) for one in self.several) / times
+        # From launch to end, without what other ranks cost.
+        needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
+        beside = fmean(map(_compute_beside, self.several))
         text = (
             f"{beside:.1f} ms of compute lie between its launch and its use, it needs"
             f" {needed:.1f} ms"
         )
-        if self.own[0].purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
+        first, weight = self.own[0], self.parallel.weight
+        if first.purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}: both grow with the tokens"
         remedies = []
         if beside >= 0.1 * needed:
@@ -222,30 +193,11 @@ class _Judge:
                 f"{needed / beside:.1f} times the tokens in a micro-batch (data.micro_bsz,"
                 f" data.seq_len) would hide it"
             )
-        if self._gathers_again():
+        is_again = first.purpose is Purpose.WEIGHT and first.phase in _BACKWARD
+        if is_again and weight.reshard_after_forward:
             stay = "parallel.weight.reshard_after_forward=false would spare it"
             remedies.append(f"{stay}, for the memory of all weights")
         return f"{text}: {', or '.join(remedies)}" if remedies else text
-
-    def _gathers_again(self) -> bool:
-        """Whether it gathers weights that forward had."""
-        c, freed = self.own[0], self.parallel.weight.reshard_after_forward
-        again = c.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
-        return freed and again and c.purpose is Purpose.WEIGHT
-
-    def _flight(self, one: _Occurrence) -> float:
-        """From its launch to its end, without what other ranks cost."""
-        c = one.collective
-        return max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms)
-
-    def _compute_beside(self, one: _Occurrence) -> float:
-        c = one.collective
-        between = [
-            other.exposed_ms
-            for other in one.at.collectives
-            if c.launch_ms <= other.wait_ms < c.wait_ms
-        ]
-        return max(0.0, c.wait_ms - c.launch_ms - sum(between))
 
     # -- what would hide it ------------------------------------------------------------------
 
@@ -277,6 +229,13 @@ class _Judge:
         if place is None or place > c.launch_ms:
             return 0.0
         return min(c.exposed_ms, max(0.0, c.wait_ms + c.exposed_ms - _end_from(one, place)))
+
+
+def _compute_beside(one: _Occurrence) -> float:
+    """The compute between its launch and its use."""
+    c, others = one.collective, one.at.collectives
+    waits = sum(o.exposed_ms for o in others if c.launch_ms <= o.wait_ms < c.wait_ms)
+    return max(0.0, c.wait_ms - c.launch_ms - waits)
 
 
 def _place(one: _Occurrence, point: LaunchPoint) -> float | None:

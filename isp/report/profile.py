@@ -15,7 +15,7 @@ __all__ = ["lead_sentence", "profile_page"]
 _WHY = {
     Cause.FIRST: "which has nothing to hide behind",
     Cause.LAST: "which has nothing left to hide behind",
-    Cause.AT_ONCE: "before the computation can go on",
+    Cause.AT_ONCE: "before the computation can continue",
     Cause.COULD_HIDE: "by an earlier launch, or more compute beside them",
     Cause.OTHER_RANKS: "because not all come to a transfer at the same time",
 }

@@ -12,7 +12,7 @@ from isp.run.folder import RunFolder
 if TYPE_CHECKING:
     from isp.report.page import Page
 
-__all__ = ["Report", "require_packages", "write_page", "write_profile_report", "write_report"]
+__all__ = ["Report", "require_packages", "write_page", "write_report"]
 
 PROFILE_FILE = "profile.json"
 REPORT_FOLDER = "report"
@@ -36,39 +36,39 @@ def write_report(source: str | Path, output: str | Path | None = None) -> Report
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; name that of a run, outputs/<job>/<time>")
+    require_packages()
+    from isp.report.style import to_png
+
+    page = _page_of(folder)
     target = folder / REPORT_FOLDER if output is None else Path(output)
-    profile = folder / PROFILE_FILE
+    html = write_page(page, target / f"{page.name}.html")
+    pictures = []
+    for picture in page.pictures:
+        if picture.has_file:
+            pictures.append(target / f"{picture.name}.png")
+            to_png(picture, pictures[-1])
+    return Report(html, tuple(pictures))
+
+
+def _page_of(folder: Path) -> Page:
+    run, profile, evaluation = RunFolder(folder), folder / PROFILE_FILE, folder / EVALUATION_FILE
     if profile.is_file():
-        return write_profile_report(Profile.load(profile), target)
-    evaluation = folder / EVALUATION_FILE
+        from isp.report.profile import profile_page
+
+        return profile_page(Profile.load(profile))
     if evaluation.is_file():
-        require_packages()
         from isp.report.evaluation import evaluation_page
 
-        return _write(evaluation_page(Evaluation.load(evaluation)), target)
-    run = RunFolder(folder)
+        return evaluation_page(Evaluation.load(evaluation))
     if not run.metrics_file.is_file():
         raise ValueError(
             f"{folder} holds neither {run.metrics_file.name} nor {PROFILE_FILE} nor"
             f" {EVALUATION_FILE}: name the folder of a run that has done a step, such as"
             f" outputs/<job>/latest, of a profile, or of an evaluation"
         )
-    require_packages()
     from isp.report.run import run_page
 
-    return _write(run_page(run), target)
-
-
-def write_profile_report(profile: Profile, target: str | Path) -> Report:
-    """Write the report of `profile` to the folder `target`.
-
-    Raises ValueError if the packages of the report are not installed, OSError if a file cannot be
-    written.
-    """
-    require_packages()
-    from isp.report.profile import profile_page
-
-    return _write(profile_page(profile), Path(target))
+    return run_page(run)
 
 
 def write_page(page: Page, file: str | Path) -> Path:
@@ -77,22 +77,6 @@ def write_page(page: Page, file: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _write(page: Page, target: Path) -> Report:
-    from isp.report.style import to_png
-
-    text = page.to_html()
-    target.mkdir(parents=True, exist_ok=True)
-    html = target / f"{page.name}.html"
-    html.write_text(text, encoding="utf-8")
-    pictures = []
-    for picture in page.pictures:
-        if picture.has_file:
-            path = target / f"{picture.name}.png"
-            to_png(picture, path)
-            pictures.append(path)
-    return Report(html, tuple(pictures))
 
 
 def require_packages() -> None:

@@ -54,7 +54,7 @@ def run_name(now: datetime | None = None) -> str:
 
 
 def earlier_runs(job: JobSection) -> list[RunFolder]:
-    """The runs of `job`, newest first; its `checkpoint_folder` tells if one can be resumed."""
+    """The runs of `job`, newest first; its `checkpoint_folder` shows if one can be resumed."""
     folder = Path(job.dump_folder) / job.name
     if not folder.is_dir():
         return []
@@ -93,7 +93,7 @@ class RunFolder:
     def create(cls, job: JobSection, name: str) -> RunFolder:
         """The folder of a new run of `job`, called `name`, or `name_2` ... if that is taken.
 
-        On rank 0, which tells the others its `path`. Raises ValueError if it cannot be written to.
+        On rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
         """
         folder = Path(job.dump_folder) / job.name
         assert _NAME.fullmatch(name)
@@ -230,7 +230,7 @@ def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())  # some file systems tell only here that they are full
+        os.fsync(file.fileno())  # some file systems report only here that they are full
 
 
 def check_can_create(job: JobSection) -> None:

@@ -53,20 +53,20 @@ class _Plain(logging.Formatter):
 
 
 class _Lenient(logging.StreamHandler[TextIO]):
-    """A handler whose disk or pipe may fail: it is told once, and does not end the run."""
+    """A handler whose disk or pipe may fail: a warning says so once, and the run continues."""
 
-    told = False
+    warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if isinstance(error, OSError):
-            self.tell(error)
+            self.warn(error)
         else:
             super().handleError(record)
 
-    def tell(self, error: OSError) -> None:
-        if not self.told:
-            self.told = True
+    def warn(self, error: OSError) -> None:
+        if not self.warned:
+            self.warned = True
             with suppress(OSError):
                 sys.stderr.write(f"warning: lines of the log are lost: {error}: {self}\n")
 
@@ -84,7 +84,7 @@ class _RankFile(_Lenient, logging.FileHandler):
         try:
             super().close()
         except OSError as error:
-            self.tell(error)
+            self.warn(error)
 
 
 def _failure(message: str, error: BaseException) -> logging.LogRecord:

@@ -153,7 +153,7 @@ class Check:
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
         width = math.lcm(*(layout.tensor for layout in layouts))
         self.row_tokens = -(-TOKENS // width) * width
-        model = subject.driven(0.0)
+        model = subject.language_model(0.0)
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
         self.references = {
@@ -181,7 +181,7 @@ class Check:
         """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # what a run is told once, here once a case and rank
+        logging.disable(logging.WARNING)  # a run logs it once, this once a case and rank
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
@@ -206,7 +206,7 @@ class Check:
         ]
         mesh.log.collect()
         built = build_model(
-            self.subject.driven(float(case.recomputed)),
+            self.subject.language_model(float(case.recomputed)),
             layout.of(self.parallel),
             mesh,
             seed=None,

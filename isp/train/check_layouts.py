@@ -67,7 +67,7 @@ class Layout:
 def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
     """Why the model cannot be split so; empty if it can."""
     try:
-        subject.driven(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
+        subject.language_model(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
     except ValueError as error:
         return str(error)
     return ""

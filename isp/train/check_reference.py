@@ -54,7 +54,7 @@ class Subject(Protocol):
     def plain(self) -> Plain:
         """A copy, with the weights to begin from."""
 
-    def driven(self, checkpoint: float) -> LanguageModel:
+    def language_model(self, checkpoint: float) -> LanguageModel:
         """A copy to be built for a layout, of whose blocks this fraction is recomputed."""
 
 

@@ -39,7 +39,7 @@ class _TracedSubject:
     def plain(self) -> _Plain:
         return _Plain(copy.deepcopy(self.model), self._traced.host)
 
-    def driven(self, checkpoint: float) -> TracedModel:
+    def language_model(self, checkpoint: float) -> TracedModel:
         traced = copy.copy(self._traced)  # to trace takes as long as a step
         traced.model, traced.checkpoint = copy.deepcopy(self.model), checkpoint
         return traced
@@ -118,9 +118,9 @@ class DecoderSubject:
         self.vocab_size = self._config.vocab_size
 
     def plain(self) -> _PlainDecoder:
-        return _PlainDecoder(replace(self.driven(0.0), mlp_tile_tokens=0))
+        return _PlainDecoder(replace(self.language_model(0.0), mlp_tile_tokens=0))
 
-    def driven(self, checkpoint: float) -> ModelConfig:
+    def language_model(self, checkpoint: float) -> ModelConfig:
         config = self._config
         return replace(
             config,

@@ -53,7 +53,7 @@ def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: 
     """Raise ValueError if this machine lacks memory for what its ranks keep there.
 
     Or if it, or one of its devices, has not even memory for their weights, gradients and states.
-    `ranks` of them are here, from number `first` on. What cannot be told is not checked.
+    `ranks` of them are here, from number `first` on. What is not known is not checked.
     """
     _check_model(config, topology, ranks, first)
     _check(_needs(config, topology, ranks, first), ranks)

@@ -1,4 +1,4 @@
-"""The owners of a rank's memory, and what is told when it runs out."""
+"""The owners of a rank's memory, and the report when it runs out."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class MemoryGuard:
             f" {self._where()}: {first_line}\n{describe_owners(self._owners(), peak)}\n"
             f"use a smaller data.micro_bsz (and a larger data.micro_num), a shorter data.seq_len,"
             f" more recomputation (model.checkpoint=1), or more ranks; isp plan CONFIG"
-            f" --max-seq-len tells what each key that saves memory makes room for"
+            f" --max-seq-len shows what each key that saves memory makes room for"
         )
 
 
@@ -162,8 +162,8 @@ def _is_about_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # CPU's allocator, and CUDA outside of torch's allocator, raise no type of their own.
-    told = ("you tried to allocate", "CUDA error: out of memory")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    signs = ("you tried to allocate", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in signs)
 
 
 def _dump(path: Path) -> str:

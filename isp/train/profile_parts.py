@@ -69,7 +69,9 @@ def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
     a next one is waited for first, and set off anew afterwards.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells stderr that it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # else it writes to stderr that it starts and stops
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -189,7 +191,7 @@ def _mode_profile(
 ) -> tuple[ModeProfile, list[Event]]:
     """The profile of a run of `config`, and the trace of one of its steps.
 
-    `number` tells it from other modes whose events go to the same trace.
+    `number` sets it apart from other modes whose events go to the same trace.
     """
     times = align(
         [part.record for part in parts],

@@ -90,8 +90,8 @@ def profile_ranks(
 ) -> Profiled | None:
     """Profile every mode on this rank of the world that torchrun has set (or alone).
 
-    With `folder` the ranks leave their parts there, and whoever started them goes on. Without, the
-    first rank makes a folder and the profile, and gives it; None elsewhere.
+    With `folder` the ranks leave their parts there, and whoever started them does the rest.
+    Without, the first rank makes a folder and the profile, and gives it; None elsewhere.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right.
     """

@@ -69,7 +69,7 @@ class StepProfiler:
     def end(self, step: int, loss: float) -> None:
         """Step number `step`, a profiled one, has been taken: write what was seen of it.
 
-        A collective. A disk that cannot be written to is told, and does not end the run.
+        A collective. A disk that cannot be written to is logged, and does not end the run.
         """
         recorder, mesh, failure = self._recorder, self._step.mesh, None
         assert recorder is not None

@@ -156,14 +156,14 @@ def check_skips(
     skipped = optimizer.skipped_in_a_row
     if not limit or skipped < limit:
         return
-    with suppress(CheckpointError):  # told when it happened; older checkpoints are there
+    with suppress(CheckpointError):  # logged when it happened; older checkpoints are there
         checkpointer.wait()
     folder = checkpointer.folder
     before = [saved for saved in folder.steps() if saved <= step - skipped]
     way_out = "there is no checkpoint from before them: begin anew with"
     if before:
         way_out = (
-            f"the last checkpoint from before them is {folder.published(before[0])}: go on from"
+            f"the last checkpoint from before them is {folder.published(before[0])}: resume from"
             f" there (checkpoint.load_step={before[0]}) with"
         )
     raise ValueError(
@@ -174,10 +174,10 @@ def check_skips(
 
 
 class LossWatch:
-    """Tells of a loss more than `deviations` above the median of the steps before; 0: never.
+    """Warns of a loss more than `deviations` above the median of the steps before; 0: never.
 
     A deviation is the median absolute one, in units of a standard deviation: both are hardly moved
-    by the spikes themselves. A spike that lasts is told of once.
+    by the spikes themselves. A spike that lasts is reported once.
     """
 
     def __init__(self, deviations: float) -> None:
@@ -200,7 +200,7 @@ class LossWatch:
                 line = (
                     f"step {step}: the loss {loss:.4f} is {loss - middle:.4f} above {middle:.4f},"
                     f" the median of the {len(self._losses)} steps before: {away:.1f} deviations"
-                    f" (told from metrics.loss_spike_deviations={self._deviations:g} on)"
+                    f" (reported from metrics.loss_spike_deviations={self._deviations:g} on)"
                 )
         self._high = high
         self._losses.append(loss)
@@ -208,10 +208,10 @@ class LossWatch:
 
 
 class SlowRankWatch:
-    """Tells of a rank whose own time is `factor` times that of the others; a factor of 0: never.
+    """Warns of a rank whose own time is `factor` times that of the others; a factor of 0: never.
 
     Its own time is that of a step without waiting for other ranks; the others are the ranks of its
-    pipeline stage, and their median counts. It has to be so for `steps` in a row, and is told of
+    pipeline stage, and their median counts. It has to be so for `steps` in a row, and is reported
     once as long as it lasts. Stages are not compared, as their work differs: a slow stage
     of one rank is not found.
     """
@@ -224,7 +224,7 @@ class SlowRankWatch:
         self._factor = factor
         self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
         """Own time and that of the others in each rank's last slow steps, all in a row."""
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
         """A line for each rank that is found slow at `step`; its own time by rank."""
@@ -237,11 +237,11 @@ class SlowRankWatch:
                 others = _median_without(ordered, place)
                 if own <= self._factor * others:
                     self._slow[rank].clear()
-                    self._told.discard(rank)
+                    self._reported.discard(rank)
                     continue
                 self._slow[rank].append((own, others))
-                if len(self._slow[rank]) == self._slow[rank].maxlen and rank not in self._told:
-                    self._told.add(rank)
+                if len(self._slow[rank]) == self._slow[rank].maxlen and rank not in self._reported:
+                    self._reported.add(rank)
                     lines.append(self._describe(step, rank))
         return lines
 
@@ -251,7 +251,7 @@ class SlowRankWatch:
         return (
             f"step {step}: rank {rank} on {self._hostnames[rank]} is slow: for {len(slow)} steps it"
             f" was at work {own * 1e3:.0f} ms a step, the others of its stage {others * 1e3:.0f} ms"
-            f" (told from metrics.slow_rank_factor={self._factor:g} on)"
+            f" (reported from metrics.slow_rank_factor={self._factor:g} on)"
         )
 
 
@@ -267,7 +267,7 @@ def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None
 
     A collective of ranks on one machine, whose clocks are one.
     """
-    told = exchange(mesh.host, (mesh.members, [astuple(transfer) for transfer in transfers]))
+    found = exchange(mesh.host, (mesh.members, [astuple(transfer) for transfer in transfers]))
     records = [
         RankRecord(
             begins=(0.0,),
@@ -276,14 +276,14 @@ def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None
             parts=(),
             peak_memory_gib=0.0,
         )
-        for _, rows in told
+        for _, rows in found
     ]
-    ranks = align(records, [members for members, _ in told], [0.0] * len(records))
-    found = [collective for rank in ranks for collective in rank.collectives]
-    exposed = sum(collective.exposed_ms for collective in found)
+    ranks = align(records, [members for members, _ in found], [0.0] * len(records))
+    collectives = [collective for rank in ranks for collective in rank.collectives]
+    exposed = sum(collective.exposed_ms for collective in collectives)
     if not exposed:
         return None
-    others = sum(collective.others_ms for collective in found)
+    others = sum(collective.others_ms for collective in collectives)
     return (
         f"{others / exposed:.0%} of the exposed time of the last step was ranks waiting for each"
         f" other"

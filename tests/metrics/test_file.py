@@ -99,7 +99,7 @@ def test_full_disk_is_waited_for(path: Path, room: int, caplog: pytest.LogCaptur
             metrics.write(record(step))
             assert steps(path) == [1, 2, 3, 4]
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
     metrics.write(record(8))
     metrics.close()
     assert steps(path) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -63,7 +63,7 @@ def test_a_full_disk_does_not_end_the_run(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
-    assert "training goes on" in warning.getMessage()
+    assert "training continues" in warning.getMessage()
 
 
 def test_a_missing_package_is_told_before_ranks_start(

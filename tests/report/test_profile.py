@@ -13,10 +13,9 @@ from matplotlib.patches import Rectangle
 
 from isp.cli import main
 from isp.profile import ModeProfile, Profile, RankProfile
-from isp.report import write_profile_report
 from isp.report.compare import exposed_section, memory_section, modes_section
-from isp.report.profile import lead_sentence
-from isp.report.style import to_svg
+from isp.report.profile import lead_sentence, profile_page
+from isp.report.style import to_png, to_svg
 from isp.report.timeline import timeline_section
 from tests.profile.example import example_profile
 from tests.report.html_page import HtmlPage
@@ -183,7 +182,10 @@ def test_nothing_travels(tmp_path: Path) -> None:
     mode = replace(mtp, summary=totals, ranks=(quiet,), waits=(), tensor=1)
     profile = replace(example_profile(), modes=(mode,), world_size=1)
     assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing is transferred."
-    assert "Nothing was waited for" in write_profile_report(profile, tmp_path).html.read_text()
+    page = profile_page(profile)
+    assert "Nothing was waited for" in page.to_html()
+    for picture in page.pictures:
+        to_png(picture, tmp_path / "picture.png")
 
 
 def test_waiting_for_other_ranks_is_told_apart() -> None:

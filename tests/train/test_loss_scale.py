@@ -126,7 +126,7 @@ def test_a_run_that_only_skips_ends_with_one_error(tmp_path: Path) -> None:
     assert "optimizer.max_skipped_steps=3" in error
     last = (tmp_path / "out/job/latest").resolve() / "checkpoint/step_1"
     assert last.is_dir()
-    assert f"{last}: go on from there (checkpoint.load_step=1)" in error
+    assert f"{last}: resume from there (checkpoint.load_step=1)" in error
 
 
 @pytest.mark.parametrize("limit", ["0", "12"])

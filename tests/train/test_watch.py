@@ -55,7 +55,7 @@ def test_a_spike_is_told_once_and_again_when_it_returns() -> None:
         watch.look(0, loss)
     assert watch.look(20, 4.0) == (
         "step 20: the loss 4.0000 is 1.9000 above 2.1000, the median of the 20 steps before: 12.8"
-        " deviations (told from metrics.loss_spike_deviations=6 on)"
+        " deviations (reported from metrics.loss_spike_deviations=6 on)"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_stays_slow_is_named_once(world: int) -> None:
     lines = [line for step, own in enumerate(steps) for line in found.look(step, own)]
     assert lines == [
         f"step 5: rank {world - 1} on node{(world - 1) // 2} is slow: for 3 steps it was at work"
-        f" 1600 ms a step, the others of its stage 1000 ms (told from metrics.slow_rank_factor=1.5"
+        f" 1600 ms a step, the others of its stage 1000 ms (reported from metrics.slow_rank_factor=1.5"
         f" on)"
     ]
     assert [watch(world, factor=2.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
