@@ -1,15 +1,13 @@
 """The metrics file after crashes, on a full disk, and on resuming."""
 
 import logging
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isp.metrics import MetricsFile, StepRecord, read_metrics
+from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 
 
@@ -28,17 +26,6 @@ def path(tmp_path: Path) -> Path:
         for step in (1, 2, 3, 4):
             metrics.write(record(step))
     return path
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """A disk that is full: what goes beyond `size` fails, after the part that fits is written."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_each_line_is_there_when_write_returns(tmp_path: Path) -> None:

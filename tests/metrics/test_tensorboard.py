@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import math
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isp.cli import main
 from isp.metrics import TensorBoardFile
+from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 
 
@@ -52,15 +52,10 @@ def test_a_full_disk_does_not_end_the_run(
 ) -> None:
     """Catches a run killed by what only pictures are made of."""
     monkeypatch.setattr("threading.excepthook", lambda failure: None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = TensorBoardFile(tmp_path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with file:
-            for step in range(1, 100):
-                file.write(replace(RECORD, step=step))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_larger_than(100), file:
+        for step in range(1, 100):
+            file.write(replace(RECORD, step=step))
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "training continues" in warning.getMessage()

@@ -89,92 +89,101 @@ def _rank(rank: int, collectives: tuple[Collective, ...], totals: Totals) -> Ran
     return RankProfile(rank=rank, totals=(totals,), timeline=timeline, peak_memory_gib=1.7)
 
 
-def _isp() -> ModeProfile:
-    weight, grad = "layers.1.attention.wo.weight", "embedding.weight.grad"
-    gathers = (
-        _collective(
-            "all_gather",
-            "weight",
-            "embedding.weight",
-            phase=Phase.OPTIMIZER,
-            launch_ms=-2.0,
-            end_ms=7.0,
-            wait_ms=5.0,
-            exposed_ms=2.0,
-            edge=Edge.FIRST,
-        ),
-        _collective(
-            "all_gather",
-            "weight",
-            weight,
-            block="layers.1",
-            phase=Phase.FORWARD,
-            launch_ms=20.0,
-            end_ms=31.0,
-            wait_ms=28.0,
-            exposed_ms=3.0,
-        ),
-        _collective(
-            "reduce_scatter",
-            "weight",
-            grad,
-            phase=Phase.BACKWARD,
-            launch_ms=89.0,
-            end_ms=94.0,
-            wait_ms=90.0,
-            exposed_ms=4.0,
-            edge=Edge.LAST,
-        ),
-    )
-    totals = Totals(
+def _totals(exposed_ms: float, comm_ms: float, bound: tuple[float, ...], **kinds: KindTotals):
+    first, last, chain, excess = bound
+    return Totals(
         step_ms=100.0,
-        compute_ms=91.0,
-        num_transfers=3,
-        sent_bytes=3 << 20,
-        comm_ms=25.0,
-        exposed_ms=9.0,
-        first_edge_ms=2.0,
-        last_edge_ms=4.0,
-        chain_ms=0.0,
-        excess_ms=0.0,
-        by_kind={
-            "all_gather": KindTotals(
-                num_transfers=2, sent_bytes=2 << 20, comm_ms=20.0, exposed_ms=5.0
-            ),
-            "reduce_scatter": KindTotals(
-                num_transfers=1, sent_bytes=1 << 20, comm_ms=5.0, exposed_ms=4.0
-            ),
-        },
+        compute_ms=100.0 - exposed_ms,
+        num_transfers=sum(kind.num_transfers for kind in kinds.values()),
+        sent_bytes=sum(kind.sent_bytes for kind in kinds.values()),
+        comm_ms=comm_ms,
+        exposed_ms=exposed_ms,
+        first_edge_ms=first,
+        last_edge_ms=last,
+        chain_ms=chain,
+        excess_ms=excess,
+        by_kind=kinds,
     )
-    late = Wait(
-        kind="all_gather",
-        channel="weight",
-        label=weight,
-        block="layers.1",
-        phase=Phase.FORWARD,
+
+
+def _kind(num_transfers: int, comm_ms: float, exposed_ms: float) -> KindTotals:
+    """Transfers of a MiB each."""
+    return KindTotals(
+        num_transfers=num_transfers,
+        sent_bytes=num_transfers << 20,
+        comm_ms=comm_ms,
+        exposed_ms=exposed_ms,
+    )
+
+
+def _mode(
+    mode: str,
+    weight: int,
+    totals: Totals,
+    collectives: tuple[Collective, ...],
+    reason: Reason,
+    advice: str,
+    **more: object,
+) -> ModeProfile:
+    """A mode whose worst wait is that for its second-to-last collective."""
+    worst = collectives[-2]
+    wait = Wait(
+        **{
+            name: getattr(worst, name)
+            for name in (
+                *("kind", "channel", "label", "block", "phase", "sent_bytes"),
+                *("exposed_ms", "moving_ms", "others_ms", "queue_ms"),
+            )
+        },
         count=1,
-        sent_bytes=1 << 20,
-        exposed_ms=3.0,
-        moving_ms=11.0,
-        others_ms=0.0,
-        queue_ms=0.0,
-        late_ms=3.0,
-        reason=Reason.LATE,
-        advice=(
-            "launched 3.0 ms too late: parallel.weight.launch_allgather_before=attn would hide it"
-        ),
+        late_ms=worst.exposed_ms if reason is Reason.LATE else None,
+        reason=reason,
+        advice=advice,
     )
     return ModeProfile(
-        mode="isp",
+        mode=mode,
         tensor=2,
-        weight=2,
+        weight=weight,
         data=1,
         pipeline=1,
-        topology="mode isp\nworld 2",
+        topology=f"mode {mode}\nworld 2",
         losses=(5.0,),
         summary=totals,
-        ranks=tuple(_rank(rank, gathers, totals) for rank in range(2)),
-        waits=(late,),
+        ranks=tuple(_rank(rank, collectives, totals) for rank in range(2)),
+        waits=(wait,),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _isp() -> ModeProfile:
+    cases = (  # label, phase, launch, end, wait, exposed, edge
+        ("embedding.weight", Phase.OPTIMIZER, -2.0, 7.0, 5.0, 2.0, Edge.FIRST),
+        ("layers.1.attention.wo.weight", Phase.FORWARD, 20.0, 31.0, 28.0, 3.0, None),
+        ("embedding.weight.grad", Phase.BACKWARD, 89.0, 94.0, 90.0, 4.0, Edge.LAST),
+    )
+    collectives = tuple(
+        _collective(
+            "reduce_scatter" if label.endswith(".grad") else "all_gather",
+            "weight",
+            label,
+            block="layers.1" if label.startswith("layers") else "embedding",
+            phase=phase,
+            launch_ms=launch,
+            end_ms=end,
+            wait_ms=wait,
+            exposed_ms=exposed,
+            edge=edge,
+        )
+        for label, phase, launch, end, wait, exposed, edge in cases
+    )
+    kinds = {"all_gather": _kind(2, 20.0, 5.0), "reduce_scatter": _kind(1, 5.0, 4.0)}
+    return _mode(
+        "isp",
+        2,
+        _totals(9.0, 25.0, (2.0, 4.0, 0.0, 0.0), **kinds),
+        collectives,
+        Reason.LATE,
+        "launched 3.0 ms too late: parallel.weight.launch_allgather_before=attn would hide it",
         plan_grid="action  phase\nstart",
     )
 
@@ -194,48 +203,11 @@ def _mtp() -> ModeProfile:
         )
         for i, begin in enumerate((15.0, 29.0))
     )
-    totals = Totals(
-        step_ms=100.0,
-        compute_ms=84.0,
-        num_transfers=2,
-        sent_bytes=2 << 20,
-        comm_ms=16.0,
-        exposed_ms=16.0,
-        first_edge_ms=0.0,
-        last_edge_ms=0.0,
-        chain_ms=16.0,
-        excess_ms=0.0,
-        by_kind={
-            "all_reduce": KindTotals(
-                num_transfers=2, sent_bytes=2 << 20, comm_ms=16.0, exposed_ms=16.0
-            )
-        },
-    )
-    chain = Wait(
-        kind="all_reduce",
-        channel="tensor",
-        label="layers.0.attention.wo.y",
-        block="layers.0",
-        phase=Phase.FORWARD,
-        count=1,
-        sent_bytes=1 << 20,
-        exposed_ms=8.0,
-        moving_ms=8.0,
-        others_ms=0.0,
-        queue_ms=0.0,
-        late_ms=None,
-        reason=Reason.CHAIN,
-        advice="mtp needs it before it can go on: isp has no such transfer",
-    )
-    return ModeProfile(
-        mode="mtp",
-        tensor=2,
-        weight=1,
-        data=1,
-        pipeline=1,
-        topology="mode mtp\nworld 2",
-        losses=(5.0,),
-        summary=totals,
-        ranks=tuple(_rank(rank, sums, totals) for rank in range(2)),
-        waits=(chain,),
+    return _mode(
+        "mtp",
+        1,
+        _totals(16.0, 16.0, (0.0, 0.0, 16.0, 0.0), all_reduce=_kind(2, 16.0, 16.0)),
+        sums,
+        Reason.CHAIN,
+        "mtp needs it before it can continue: isp has no such transfer",
     )

@@ -42,52 +42,18 @@ BEGINS = (0.0, 100.0)
 
 def first_step():
     """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
+    wqkv = "layers.0.attention.wqkv"
+    cases = (  # kind, tag, phase, launch, end, wait, channel
+        ("all_gather", weight("embedding"), Phase.OPTIMIZER, -5, 15, 13, "weight"),
+        ("all_gather", weight(wqkv), Phase.OPTIMIZER, -4, 26, 22, "weight"),
+        ("all_to_all", QKV, Phase.FORWARD, 30, 36, 30, "tensor"),
+        ("reduce_scatter", gradient(wqkv), Phase.BACKWARD, 50, 60, 82, "weight"),
+        ("reduce_scatter", gradient("embedding"), Phase.BACKWARD, 79, 87, 83, "weight"),
+        ("all_reduce", METRICS, Phase.OPTIMIZER, 90, 92, 90, "world"),
+    )
     return [
-        transfer(
-            "all_gather", weight("embedding"), phase=Phase.OPTIMIZER, launch=-5, end=15, wait=13
-        ),
-        transfer(
-            "all_gather",
-            weight("layers.0.attention.wqkv"),
-            phase=Phase.OPTIMIZER,
-            launch=-4,
-            end=26,
-            wait=22,
-        ),
-        transfer(
-            "all_to_all",
-            QKV,
-            phase=Phase.FORWARD,
-            launch=30,
-            end=36,
-            wait=30,
-            channel="tensor",
-        ),
-        transfer(
-            "reduce_scatter",
-            gradient("layers.0.attention.wqkv"),
-            phase=Phase.BACKWARD,
-            launch=50,
-            end=60,
-            wait=82,
-        ),
-        transfer(
-            "reduce_scatter",
-            gradient("embedding"),
-            phase=Phase.BACKWARD,
-            launch=79,
-            end=87,
-            wait=83,
-        ),
-        transfer(
-            "all_reduce",
-            METRICS,
-            phase=Phase.OPTIMIZER,
-            launch=90,
-            end=92,
-            wait=90,
-            channel="world",
-        ),
+        transfer(kind, tag, phase=phase, launch=launch, end=end, wait=wait, channel=channel)
+        for kind, tag, phase, launch, end, wait, channel in cases
     ]
 
 
@@ -119,15 +85,24 @@ def test_one_rank():
     assert (gathers.comm_ms, gathers.exposed_ms) == pytest.approx((31, 6))
 
 
+def shifted(transfers, marks, seconds: float):
+    """The same so much later."""
+    moved = [
+        dataclasses.replace(
+            t,
+            launched=t.launched + seconds,
+            ended=t.ended + seconds,
+            wait_began=t.wait_began + seconds,
+        )
+        for t in transfers
+    ]
+    return moved, [dataclasses.replace(m, at=m.at + seconds) for m in marks]
+
+
 def test_a_transfer_belongs_to_the_step_that_waits_for_it():
     """Catches first gathers counted in the step that launched them, or in none."""
-    again = [
-        dataclasses.replace(
-            t, launched=t.launched + 0.1, ended=t.ended + 0.1, wait_began=t.wait_began + 0.1
-        )
-        for t in first_step()
-    ]
-    marks = [*MARKS, *(dataclasses.replace(m, at=m.at + 0.1) for m in MARKS)]
+    again, later = shifted(first_step(), MARKS, 0.1)
+    marks = [*MARKS, *later]
     (times,) = aligned(record((0.0, 100.0, 200.0), [*first_step(), *again], marks))
     assert times.collectives[6].launch_ms < times.begins[1]
     first, second = totals(times, 0), totals(times, 1)
@@ -159,17 +134,8 @@ def test_waiting_is_cut_into_queue_other_ranks_and_moving():
     assert (early[2].others_ms, late[2].others_ms) == pytest.approx((7, 0))
     assert (early[2].moving_ms, late[2].moving_ms) == pytest.approx((6, 6))
     assert totals(times[0], 0).chain_ms == pytest.approx(30 + (6 - 2))
-    shifted = record(
-        (3.0, 103.0),
-        [
-            dataclasses.replace(
-                t, launched=t.launched + 3e-3, ended=t.ended + 3e-3, wait_began=t.wait_began + 3e-3
-            )
-            for t in of_rank(9).transfers
-        ],
-        [dataclasses.replace(m, at=m.at + 3e-3) for m in MARKS],
-    )
-    (shifted_back, *_) = aligned(of_rank(0), shifted, leads=(0, 3))
+    late = record((3.0, 103.0), *shifted(of_rank(9).transfers, MARKS, 3e-3))
+    (shifted_back, *_) = aligned(of_rank(0), late, leads=(0, 3))
     assert shifted_back.collectives[2].others_ms == pytest.approx(7)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,12 +41,8 @@ EVALUATION = Evaluation(
 
 
 @pytest.mark.parametrize("trained", [256, None])
-def test_page_needs_no_network_and_has_the_numbers(trained: int | None) -> None:
-    html = evaluation_page(replace(EVALUATION, trained_length=trained)).to_html()
-    page = HtmlPage(html)
-    assert all(reference.startswith("#") for reference in page.references)
-    assert "://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
-    assert page.tags["b"] == 0
+def test_page_has_the_numbers(trained: int | None) -> None:
+    page = HtmlPage(evaluation_page(replace(EVALUATION, trained_length=trained)).to_html())
     assert page.tags["svg"] == 2
     assert "256-511 256 10.0000 2.203e+04 4.6667" in page.text  # (512 x 2 + 256 x 10) / 768
     assert "512 tokens, depth 0%: 1 of 4 keys found" in page.hovers

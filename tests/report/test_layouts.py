@@ -30,10 +30,7 @@ def files(tmp_path: Path) -> tuple[str, Path]:
 def made(page: Path, *words: str, code: int = 0) -> tuple[HtmlPage, dict[str, float]]:
     """The page of a command, and the last number under the mouse for each bar of its pictures."""
     assert main([*words, "--html", str(page)]) == code
-    html = page.read_text()
-    assert "://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
-    parsed = HtmlPage(html)
-    assert parsed.tags["b"] == 0
+    parsed = HtmlPage(page.read_text())
     bars = (re.fullmatch(r"(.*) ([\d.,]+)(?: \w+)?", hover) for hover in parsed.hovers)
     return parsed, {bar[1]: float(bar[2].replace(",", "")) for bar in bars if bar}
 

@@ -1,9 +1,6 @@
 """The folder of a run: made, linked, found again, resumed, and refused where it cannot be used."""
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +11,7 @@ from isp.metrics import MetricsFile, read_metrics
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder, earlier_runs, run_name
 from isp.settings import JobSection
+from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 
 NAME = "2026-11-21_03-06-12"
@@ -22,17 +20,6 @@ NAME = "2026-11-21_03-06-12"
 @pytest.fixture
 def job(tmp_path: Path) -> JobSection:
     return JobSection(name="words", dump_folder=str(tmp_path / "outputs"))
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """A disk on which no file can grow beyond `size`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_name_is_the_time() -> None:
@@ -165,7 +152,7 @@ def test_dump_folder_of_someone_else(tmp_path: Path) -> None:
 def test_full_disk_before_the_run(job: JobSection) -> None:
     """Catches training that starts where nothing can be kept, and half a run left behind."""
     run = RunFolder.create(job, NAME)
-    with files_up_to(1000):
+    with no_file_larger_than(1000):
         with pytest.raises(ValueError, match=r"job\.dump_folder=.*room for checkpoints"):
             RunFolder.create(job, NAME)
         with pytest.raises(ValueError, match=r"job\.dump_folder="):
@@ -179,7 +166,7 @@ def test_config_is_replaced_in_one_piece(job: JobSection) -> None:
     """Catches half a configuration, or none, on a disk that fills up."""
     run = RunFolder.create(job, NAME)
     run.describe("first\n", "{}")
-    with files_up_to(3), pytest.raises(OSError, match="File too large"):
+    with no_file_larger_than(3), pytest.raises(OSError, match="File too large"):
         run.describe("second\n", "{}")
     assert run.config_file.read_text() == "first\n"
     assert not list(run.path.glob("config.*.yaml"))

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import resource
 import threading
 import warnings
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isp.run.log_files import run_logging
+from tests.disk import no_file_larger_than
 
 logger = logging.getLogger("isp.something")
 
@@ -108,14 +108,9 @@ def test_full_disk_is_told_once(
 ) -> None:
     """Catches a run killed, or a terminal flooded, by a log that cannot be written."""
     path.write_text("x" * 10**6)  # so that the limit does not concern where stderr goes
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6 + 50, hard))
-    try:
-        with run_logging(path, rank=0, terminal=terminal):
-            for step in range(500):
-                logger.info("step: %d", step)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_larger_than(10**6 + 50), run_logging(path, rank=0, terminal=terminal):
+        for step in range(500):
+            logger.info("step: %d", step)
     assert terminal.getvalue().splitlines()[-1] == "step: 499"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: lines of the log are lost: ")

@@ -89,8 +89,8 @@ def test_a_rank_that_stays_slow_is_named_once(world: int) -> None:
     lines = [line for step, own in enumerate(steps) for line in found.look(step, own)]
     assert lines == [
         f"step 5: rank {world - 1} on node{(world - 1) // 2} is slow: for 3 steps it was at work"
-        f" 1600 ms a step, the others of its stage 1000 ms (reported from metrics.slow_rank_factor=1.5"
-        f" on)"
+        f" 1600 ms a step, the others of its stage 1000 ms (reported from"
+        f" metrics.slow_rank_factor=1.5 on)"
     ]
     assert [watch(world, factor=2.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
     assert [watch(world, factor=0.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
