@@ -83,7 +83,7 @@ class _Plain:
 def decoder_subject(config: ModelConfig, layers: int = 2) -> DecoderSubject | OwnSubject:
     """A small decoder with the options of `config`, as runs of it compute it."""
     subject = DecoderSubject(config, layers)
-    small = subject.driven(0.0)
+    small = subject.language_model(0.0)
     if isinstance(language_model(small, "float64"), ModelConfig):
         return subject
     decoder = plain.Decoder(small).double()
