@@ -71,7 +71,7 @@ class _DataParallel(nn.Module):
         if self._gradients.reduced:
             return
         self._gradients.reduce()
-        for _, parameter, _ in self._gradients.parameters:
+        for _, parameter, *_ in self._gradients.parameters:
             parameter.grad = self.main_grad(parameter).to(parameter.dtype)
 
     def reset(self) -> None:

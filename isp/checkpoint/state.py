@@ -161,12 +161,12 @@ def _shards(
     state: TrainState, *, weights_only: bool = False
 ) -> Iterator[tuple[str, str | None, Shard]]:
     """Of each parameter, by name, itself (None), master weights and states, by kind."""
-    for name, parameter, layout in state.parameters:
+    for name, parameter, layout, _ in state.parameters:
         yield name, None, Shard.of_rows(model_key(name), parameter, layout)
     if state.optimizer is None:
         return
     own = state.optimizer.state_dict()["parameters"]
-    for name, parameter, layout in state.parameters:
+    for name, parameter, layout, _ in state.parameters:
         if name not in own:  # frozen
             continue
         part = own[name]

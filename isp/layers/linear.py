@@ -32,7 +32,7 @@ from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
 from isp.layers.module import MasterStream, ParallelModule
-from isp.layers.weight_gradients import gradient_of
+from isp.layers.weight_gradients import OutputGradient, gradient_of
 from isp.parallel import Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -46,6 +46,8 @@ __all__ = [
     "ParallelLinear",
     "Role",
     "WeightGradientRoute",
+    "delivered_gradient",
+    "in_dtype",
     "linears_of",
     "moves_for",
     "multiply",
@@ -144,7 +146,7 @@ class WeightGradientRoute(Protocol):
     """
 
     def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> Tensor | None:
         """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
 
@@ -218,7 +220,8 @@ class _Linear(Function):
                 dx_arriving = moves.dx(dx, tag=Tag(Purpose.INPUT_GRADIENT, layer.name, "dx"))
             if needs_w:
                 full_x = x if x_arriving is None else x_arriving.wait()
-                dw = _weight_gradient(dy, full_x, layer, ctx.parameter, needs_w)
+                flat_dy, flat_x = dy.flatten(0, -2), in_dtype(full_x.flatten(0, -2), dy.dtype)
+                dw = delivered_gradient(flat_dy, flat_x, layer, ctx.parameter, needs_w)
             if needs_b:
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
@@ -240,22 +243,28 @@ def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose,
     return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
-def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in `dtype`; to torch, it is an operator even where there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
     """dy W [Note: Autocast]."""
-    return dy @ _in(weight.T if layer.transposed else weight, dy.dtype)
+    return dy @ in_dtype(weight.T if layer.transposed else weight, dy.dtype)
 
 
-def _weight_gradient(
-    dy: Tensor, x: Tensor, layer: LinearLayer, parameter: nn.Parameter | None, needs: NeedsGrad
+def delivered_gradient(
+    dy: OutputGradient,
+    x: Tensor,
+    layer: LinearLayer,
+    parameter: nn.Parameter | None,
+    needs: NeedsGrad,
 ) -> Tensor | None:
-    """dy^T x of all tokens [Note: Autocast], or None if it is taken care of."""
-    flat_dy, flat_x = dy.flatten(0, -2), _in(x.flatten(0, -2), dy.dtype)
-    left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
+    """dy^T x of all tokens, [N, O] and [N, I], or None if it is taken care of."""
+    left, right = dy, x
+    if layer.transposed:
+        assert isinstance(dy, Tensor)
+        left, right = x, dy
     route = layer.weight_gradients
     if route is None or parameter is None or needs is not _FLOW:
         dw: Tensor | None = gradient_of(layer, left, right)

@@ -26,6 +26,7 @@ __all__ = [
     "ParallelModule",
     "RowsOf",
     "bind_names",
+    "by_whole",
     "init_weights",
     "named_parameters",
 ]
@@ -157,6 +158,20 @@ class NamedParameter(NamedTuple):
     name: str
     parameter: nn.Parameter
     layout: ParameterLayout
+    whole: NamedParameter | None = None
+    """What travels in its place, with other rows before and behind; None: it does itself."""
+
+
+def by_whole(
+    parameters: Iterable[NamedParameter],
+) -> dict[NamedParameter, list[NamedParameter]]:
+    """What travels, each with the parameters that it consists of, in the order of its rows."""
+    found: dict[NamedParameter, list[NamedParameter]] = {}
+    for item in parameters:
+        found.setdefault(item.whole or item, []).append(item)
+    for members in found.values():
+        members.sort(key=lambda item: item.layout.ahead)
+    return found
 
 
 def named_parameters(model: nn.Module) -> Iterator[NamedParameter]:
@@ -195,7 +210,7 @@ def init_weights(model: nn.Module, seed: int | None) -> None:
     """
     if seed is None:
         return
-    for name, parameter, _ in named_parameters(model):
+    for name, parameter, *_ in named_parameters(model):
         prefix, _, local = name.rpartition(".")
         module = model.get_submodule(prefix)
         assert isinstance(module, ParallelModule)

@@ -1,12 +1,13 @@
 """The weight gradient of a linear, and its routes: into its main gradient, or later.
 
-N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I].
+N tokens, O out features, I in features; dW [O, I] = dy^T [O, N] x [N, I]. Of linears that are
+computed as one, dy is that of each, [N, Oi], whose rows of dW lie one behind the other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,11 +18,20 @@ from isp.weights.transfers import GradientSink
 if TYPE_CHECKING:
     from isp.layers.linear import LinearLayer
 
-__all__ = ["DeferredWeightGradients", "IntoMainGradients", "gradient_of", "weight_gradient"]
+__all__ = [
+    "DeferredWeightGradients",
+    "IntoMainGradients",
+    "OutputGradient",
+    "gradient_of",
+    "weight_gradient",
+]
+
+OutputGradient = Tensor | tuple[Tensor, ...]
+"""dy [N, O], or those of several linears, [N, Oi]."""
 
 
 def weight_gradient(
-    dy: Tensor,
+    dy: OutputGradient,
     x: Tensor,
     *,
     dtype: torch.dtype | None = None,
@@ -37,6 +47,8 @@ def weight_gradient(
     newer, to add to them); elsewhere there is no such kernel, and a product is rounded to the dtype
     of its factors before it is widened. Tensors on meta stand for CUDA's.
     """
+    if isinstance(dy, tuple):
+        return _row_by_row(dy, x, dtype=dtype, into=into, add=add)
     left = dy.T
     found = dy.dtype if dtype is None else dtype
     wide = into.dtype if into is not None else found
@@ -54,15 +66,26 @@ def weight_gradient(
     return torch.mm(left, x, out_dtype=wide, out=into)
 
 
-def gradient_of(layer: LinearLayer, dy: Tensor, x: Tensor) -> Tensor:
+def _row_by_row(
+    dys: Sequence[Tensor], x: Tensor, *, dtype: torch.dtype | None, into: Tensor | None, add: bool
+) -> Tensor:
+    sizes = [dy.shape[1] for dy in dys]
+    if into is None:
+        into = x.new_empty(sum(sizes), x.shape[1], dtype=dtype or x.dtype)
+    for dy, rows in zip(dys, into.split(sizes), strict=True):
+        weight_gradient(dy, x, into=rows, add=add)
+    return into
+
+
+def gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
     """The whole weight gradient of a layer, in the dtype in which it travels."""
-    return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(dy.dtype))
+    return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
 
 
 class ProductSink(GradientSink, Protocol):
     """A sink that can multiply into its buffers (`isp.optim.MainGradients` is one)."""
 
-    def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
         """Add dy^T x; announced by `promise` as an `add` is."""
 
 
@@ -76,7 +99,7 @@ class IntoMainGradients:
         self._gradients = gradients
 
     def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> Tensor | None:
         if layer.communicator.gathers_weights:
             return gradient_of(layer, dy, x)
@@ -99,13 +122,13 @@ class DeferredWeightGradients:
             raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
         self._sink = sink
         self._limit = limit
-        self._waiting: deque[tuple[LinearLayer, nn.Parameter, Tensor, Tensor]] = deque()
+        self._waiting: deque[tuple[LinearLayer, nn.Parameter, OutputGradient, Tensor]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return gradient_of(layer, dy, x)
@@ -130,7 +153,9 @@ class DeferredWeightGradients:
         return compute
 
     @torch.no_grad()
-    def _compute(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+    def _compute(
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> None:
         if not layer.communicator.gathers_weights:
             self._sink.add_product(weight, dy, x)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from isp.layers.module import by_whole
 from isp.models.build import shape_only
 from isp.models.protocol import LanguageModel
 from isp.parallel import Mode, ParallelConfig
@@ -22,7 +23,7 @@ class RankShape(NamedTuple):
 
     chunks: Chunks
     layouts: dict[str, ParameterLayout]
-    """By parameter, in order of declaration; weights by their names in `chunks`."""
+    """By parameter, or what it travels in, in order of declaration; by their names in `chunks`."""
     tied: str | None
     """The model's tied weight, if the rank has it, by its name in `chunks`."""
     frozen: frozenset[str]
@@ -41,7 +42,7 @@ def rank_shape(
     stages, split = order.stages_of(rank), embed_split_hidden
     built = shape_only(model, mode, stages, order.num_stages, embed_split_hidden=split)
     declared = tuple(chunk.weight_blocks() for chunk in built)
-    items = [item for chunk in built for item in chunk.shards()]
+    items = [item for chunk in built for item in by_whole(chunk.shards())]
     names = {id(item.parameter): item.name for item in items} | weight_names(declared)
     tied = (id(item.parameter) for item in items if item.name == model.tied_weight)
     return RankShape(

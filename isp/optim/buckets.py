@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
-from isp.layers.module import NamedParameter
+from isp.layers.module import NamedParameter, by_whole
 from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
 
@@ -37,7 +37,7 @@ class Place:
     view: Tensor
     """In its bucket, of the parameter's shape."""
     part: Tensor
-    """This rank's part of it, with its padding, [w]."""
+    """This rank's part of it, with its padding, [w]; of a whole that has members, none."""
     bucket: _GradientBucket
     ready: bool = False
     """Whether the gradient is final: it may be travelling, hands off."""
@@ -61,6 +61,8 @@ class _GradientBucket:
     widths: list[int]
     """Elements of a part of each parameter, in order."""
     parts: int
+    num_gradients: int
+    """As many as have to be final: of parameters that travel as one, one."""
     awaited: int = 0
     """Gradients that are not final yet."""
     pending: Pending | None = None
@@ -88,7 +90,8 @@ class BucketManager:
 
     A bucket holds parameters that are reduced over the same axis, about `bucket_bytes` of them, in
     reverse order of declaration: the order in which a backward pass produces their gradients. It
-    may travel once all of them are `mark_ready`, and the rest goes in `finish`.
+    may travel once all of them are `mark_ready`, and the rest goes in `finish`. Parameters that
+    travel as one lie one behind the other, and their whole has a place, too.
 
     With `rows_of`, a channel, each of its ranks needs the sums of its `owned_rows` alone. What is
     reduced over these very ranks is reduce-scattered then, which moves half the bytes; but for
@@ -122,9 +125,12 @@ class BucketManager:
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
             self._rows_of = rows_of  # [Note: Some of the replicas]
-        of_kinds = [(self._parts_of(item, channels), item) for item in parameters]
-        for parts, members in _grouped(of_kinds, bucket_bytes):
-            self._open(members, parts, channels)
+        of_kinds = [
+            (self._parts_of(members, channels), whole, members)
+            for whole, members in by_whole(parameters).items()
+        ]
+        for parts, units in _grouped(of_kinds, bucket_bytes):
+            self._open(units, parts, channels)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -148,7 +154,7 @@ class BucketManager:
         return self._rows_of.size > 1
 
     def place(self, parameter: nn.Parameter) -> Place:
-        """The place of the gradient of `parameter`."""
+        """The place of the gradient of `parameter`, or of what several travel in."""
         return self._places[id(parameter)]
 
     def rows(self, place: Place) -> Tensor:
@@ -193,7 +199,7 @@ class BucketManager:
         self.wait()
         self._launched = 0
         for bucket in self._buckets:
-            bucket.pending, bucket.awaited = None, len(bucket.widths)
+            bucket.pending, bucket.awaited = None, bucket.num_gradients
         for place in self._places.values():
             place.ready = False
 
@@ -202,13 +208,18 @@ class BucketManager:
         self._launched += 1
         bucket.launch(self._rows_of.rank)
 
-    def _parts_of(self, item: NamedParameter, channels: Channels) -> int:
-        """The ranks that have sums of some rows each, of all that are added up; 1: all have all."""
-        size = channels[item.layout.reduce_over].size
-        scattered = size == self._rows_of.size and pads_little(item.parameter.shape[0], size)
-        return size if scattered else 1
+    def _parts_of(self, members: list[NamedParameter], channels: Channels) -> int:
+        """The ranks that have sums of some rows each, of all that are added up; 1: all have all.
 
-    def _open(self, members: list[NamedParameter], parts: int, channels: Channels) -> None:
+        Between several that travel as one there may be no padding.
+        """
+        size = channels[members[0].layout.reduce_over].size
+        rows = [item.parameter.shape[0] for item in members]
+        few = pads_little(rows[0], size) if len(rows) == 1 else not any(n % size for n in rows)
+        return size if size == self._rows_of.size and few else 1
+
+    def _open(self, units: list[_Unit], parts: int, channels: Channels) -> None:
+        members = [item for _, of_one in units for item in of_one]
         first = members[0]
         channel = channels[first.layout.reduce_over]
         shapes = [item.parameter.shape for item in members]
@@ -225,34 +236,48 @@ class BucketManager:
             ),
             widths=widths,
             parts=parts,
-            awaited=len(members),
+            num_gradients=len(units),
+            awaited=len(units),
         )
         piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
         cut = zip(members, bucket.flat.split(bucket.sizes), piece.split(widths), strict=True)
-        for (_, parameter, _), whole, part in cut:
-            view = whole[: parameter.numel()].view(parameter.shape)
-            self._places[id(parameter)] = Place(view, part, bucket)
+        for item, padded, part in cut:
+            self._places[id(item.parameter)] = Place(_shaped(padded, item), part, bucket)
+        for whole, of_one in units:
+            if whole not in of_one:
+                begin = self._places[id(of_one[0].parameter)].view.storage_offset()
+                view = _shaped(bucket.flat[begin:], whole)
+                self._places[id(whole.parameter)] = Place(view, view[:0], bucket)
         self._buckets.append(bucket)
 
 
-_Bucket = tuple[int, list[NamedParameter]]
-"""Ranks that have sums of some rows each, and members."""
+def _shaped(numbers: Tensor, item: NamedParameter) -> Tensor:
+    """The first of them, in the shape of a parameter."""
+    return numbers[: item.parameter.numel()].view(item.parameter.shape)
 
 
-def _grouped(parameters: list[tuple[int, NamedParameter]], bucket_bytes: int) -> list[_Bucket]:
-    """Members of each bucket; buckets in the order in which their last gradients come."""
+_Unit = tuple[NamedParameter, list[NamedParameter]]
+"""What has one gradient, and the parameters that it consists of."""
+_Bucket = tuple[int, list[_Unit]]
+"""Ranks that have sums of some rows each, and what has gradients."""
+
+
+def _grouped(
+    parameters: list[tuple[int, NamedParameter, list[NamedParameter]]], bucket_bytes: int
+) -> list[_Bucket]:
+    """The gradients of each bucket; buckets in the order in which their last gradients come."""
     _Kind = tuple[int, Axis, torch.dtype, torch.device]
-    open_buckets: dict[_Kind, list[NamedParameter]] = {}
+    open_buckets: dict[_Kind, list[_Unit]] = {}
     num_bytes: dict[_Kind, int] = {}
     closed: list[_Bucket] = []
-    for parts, item in reversed(parameters):
+    for parts, item, members in reversed(parameters):
         dtype = master_dtype(item.parameter.dtype)
         key = (parts, item.layout.reduce_over, dtype, item.parameter.device)
-        open_buckets.setdefault(key, []).append(item)
+        open_buckets.setdefault(key, []).append((item, members))
         num_bytes[key] = num_bytes.get(key, 0) + item.parameter.numel() * dtype.itemsize
         if num_bytes[key] >= bucket_bytes:
             closed.append((parts, open_buckets.pop(key)))
             del num_bytes[key]
-    place = {item.parameter: i for i, (_, item) in enumerate(reversed(parameters))}
-    rest = [(key[0], members) for key, members in open_buckets.items()]
-    return closed + sorted(rest, key=lambda bucket: place[bucket[1][-1].parameter])
+    place = {item.parameter: i for i, (_, item, _) in enumerate(reversed(parameters))}
+    rest = [(key[0], units) for key, units in open_buckets.items()]
+    return closed + sorted(rest, key=lambda bucket: place[bucket[1][-1][0].parameter])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from isp.autograd import after_gradients
 from isp.comm import Channel
-from isp.layers.module import NamedParameter
-from isp.layers.weight_gradients import weight_gradient
+from isp.layers.module import NamedParameter, by_whole
+from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.optim.buckets import BucketManager, Channels, Place
 from isp.optim.rows import DEFAULT_BUCKET_BYTES
 
@@ -21,7 +21,7 @@ __all__ = ["MainGradients"]
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """What is known of one parameter's gradient."""
+    """What is known of the gradient of one parameter, or of several that travel as one."""
 
     name: str
     place: Place
@@ -96,15 +96,18 @@ class MainGradients:
         self._buckets = BucketManager(
             self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of
         )
+        wholes = by_whole(self.parameters)
+        self._gradients = [_Gradient(w.name, self._buckets.place(w.parameter)) for w in wholes]
         self._of = {
-            id(item.parameter): _Gradient(item.name, self._buckets.place(item.parameter))
-            for item in self.parameters
+            id(item.parameter): gradient
+            for gradient, (whole, members) in zip(self._gradients, wholes.items(), strict=True)
+            for item in (whole, *members)
         }
+        """Also of each of several parameters that travel as one."""
         self._last = False
         self._reduced = False
-        self._hooks = after_gradients(
-            self, MainGradients.collect, (item.parameter for item in self.parameters)
-        )
+        self._leaves = [whole.parameter for whole in wholes]
+        self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
     @property
     def reduced(self) -> bool:
@@ -130,9 +133,9 @@ class MainGradients:
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         self._buckets.reset()
-        for item in self.parameters:
-            item.parameter.grad = None
-        for gradient in self._of.values():
+        for leaf in self._leaves:
+            leaf.grad = None
+        for gradient in self._gradients:
             gradient.untouched, gradient.passed = True, False
         self._last = self._reduced = False
 
@@ -146,7 +149,7 @@ class MainGradients:
 
         What is on its way has to be delivered before: it would end in the next step's gradients.
         """
-        for gradient in self._of.values():
+        for gradient in self._gradients:
             gradient.owed, gradient.lent, gradient.waiting = 0, False, None
 
     def expect_last(self) -> None:
@@ -190,7 +193,7 @@ class MainGradients:
             self._accumulate(found, new)
         self._keep_promise(found)
 
-    def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
         """Add the weight gradient dy^T x, as `add` does: dy [N, O], x [N, I].
 
         It is multiplied straight into the main gradient where `weight_gradient` can.
@@ -223,7 +226,7 @@ class MainGradients:
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         if self._reduced:
             raise RuntimeError("these gradients are reduced already: zero() begins a new step")
-        for gradient in self._of.values():
+        for gradient in self._gradients:
             gradient.value()
         self._buckets.finish()
         self._reduced = True
@@ -232,12 +235,12 @@ class MainGradients:
         """The sums that this rank needs, once reduced: its rows if it `scatters`, else `grad`."""
         if not self.scatters:
             return self.grad(parameter)
-        return self._buckets.rows(self._of[id(parameter)].place)
+        return self._buckets.rows(self._buckets.place(parameter))
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
         assert self._reduced, "sums are there after reduce()"
-        return self._buckets.whole(self._of[id(parameter)].place)
+        return self._buckets.whole(self._buckets.place(parameter))
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient, of the shape of the local shard; a view that later steps reuse.
@@ -247,7 +250,8 @@ class MainGradients:
         assert not (self._reduced and self.scatters), "a rank has rows of the sums: `summed`"
         gradient = self._of[id(parameter)]
         assert not gradient.lent, f"a gradient of {gradient.name} was promised, and is on its way"
-        return gradient.value()
+        gradient.value()
+        return self._buckets.place(parameter).view
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -284,7 +288,7 @@ class MainGradients:
             self._buckets.mark_ready(gradient.place)
 
     def _owed_names(self) -> list[str]:
-        return [found.name for found in self._of.values() if found.owed or found.lent]
+        return [found.name for found in self._gradients if found.owed or found.lent]
 
 
 def _check(parameters: list[NamedParameter]) -> None:
@@ -295,7 +299,7 @@ def _check(parameters: list[NamedParameter]) -> None:
             " parallel.pipeline.size=1"
         )
     names: dict[nn.Parameter, str] = {}
-    for name, parameter, layout in parameters:
+    for name, parameter, layout, _ in parameters:
         if not parameter.requires_grad:
             raise ValueError(f"{name} requires no gradient: leave it out")
         if parameter in names:

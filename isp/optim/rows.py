@@ -146,7 +146,7 @@ class Publisher:
 
     def _open(self, members: list[NamedParameter]) -> None:
         slots, length = [], 0
-        for name, parameter, _ in members:
+        for name, parameter, *_ in members:
             if not parameter.is_contiguous():
                 raise ValueError(f"{name} must be contiguous to be published by rows")
             chunk = math.ceil(parameter.shape[0] / self._channel.size)

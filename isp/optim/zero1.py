@@ -126,7 +126,7 @@ class Zero1Optimizer:
         memory = StateMemory(
             (
                 (kind, (owned[name][1] - owned[name][0]) * math.prod(parameter.shape[1:]))
-                for name, parameter, _ in gradients.parameters
+                for name, parameter, *_ in gradients.parameters
                 for kind in kinds[parameter.dtype].values()
             ),
             device,

@@ -26,6 +26,8 @@ class ParameterLayout:
     parameter (q, k and v in one) is a row of `segments`, each of which is cut by itself, so that
     every rank gets its share of each. A segment of n is cut as `torch.chunk` cuts: ceil(n / parts)
     each, the last ones shorter or empty.
+
+    Of parameters that are cut as one, by rows, a shard is what the cut leaves of each.
     """
 
     global_shape: tuple[int, ...]
@@ -40,12 +42,17 @@ class ParameterLayout:
     """Number of this rank's shard."""
     segments: tuple[int, ...] = ()
     """Sizes along `dim` of what is fused; nothing is if empty."""
+    ahead: int = 0
+    """Rows of other parameters that come before, where several are cut as one."""
+    behind: int = 0
+    """Rows of other parameters that come after."""
 
     def __post_init__(self) -> None:
         if not self.segments:
             object.__setattr__(self, "segments", (self.global_shape[self.dim],))
         assert sum(self.segments) == self.global_shape[self.dim], self
         assert 0 <= self.index < self.parts, self
+        assert not (self.ahead or self.behind) or (self.dim == 0 and len(self.segments) == 1), self
 
     @property
     def sharded(self) -> bool:
@@ -57,8 +64,9 @@ class ParameterLayout:
         index = self.index if index is None else index
         intervals, begin = [], 0
         for size in self.segments:
-            part = chunk_range(size, self.parts, index)
-            intervals.append((begin + part.start, begin + part.stop))
+            part = chunk_range(self.ahead + size + self.behind, self.parts, index)
+            start, stop = (min(max(end - self.ahead, 0), size) for end in (part.start, part.stop))
+            intervals.append((begin + start, begin + stop))
             begin += size
         return tuple(intervals)
 

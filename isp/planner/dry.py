@@ -29,7 +29,7 @@ from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer
 from isp.layers.norm import RMSNorm
 from isp.layers.tiled_mlp import TiledMLP
-from isp.layers.weight_gradients import weight_gradient
+from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
 from isp.parallel.phase import Phase
@@ -110,7 +110,9 @@ class DryProducts:
         """Where products end."""
         return self._main.values()
 
-    def __call__(self, layer: LinearLayer, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+    def __call__(
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> None:
         weight_gradient(dy, x, into=self._main.get(weight), add=True)
         self._recorder.note(Gradient(self._recorder.use_of(layer), is_bias=False))
 

@@ -31,6 +31,7 @@ from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
 from isp.layers.linear import linears_of
+from isp.layers.module import by_whole
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
@@ -203,7 +204,7 @@ def _rehearsed(
     )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
     blocks = whole.weight_blocks()
-    parameters = list(whole.shards())
+    parameters = list(by_whole(whole.shards()))
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]

@@ -223,7 +223,7 @@ class _Files:
         """As `isp.traced.chunk.InitialWeights`; in hand is one shard at a time."""
         if shards:
             logger.info("weights     of %s", self._files.folder)
-        for name, shard, layout in shards:
+        for name, shard, layout, _ in shards:
             shard.copy_(self._read(name, layout))
         for name, buffer in _kept_buffers(model):
             buffer.copy_(self._read(name))
@@ -266,7 +266,7 @@ class _Random:
         drawn: dict[str, Drawing] = {}
         values: dict[str, Tensor] = {}
         owner_before: str | None = None
-        for name, shard, layout in shards:
+        for name, shard, layout, _ in shards:
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
                 drawn, values, owner_before = _drawn(shape, owner), {}, owner

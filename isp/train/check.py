@@ -214,7 +214,7 @@ class Check:
             dtype=torch.float64,
         )
         with torch.no_grad():
-            for name, parameter, cut in built.parameters:
+            for name, parameter, cut, _ in built.parameters:
                 parameter.copy_(cut.shard(reference.start[name]))
         gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
         optimizer = _WatchedOptimizer(

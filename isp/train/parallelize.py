@@ -264,13 +264,14 @@ class ParallelRun:
         if layout.parts == 1:
             return shard.cpu()
         dim, shape = layout.dim, list(shard.shape)
-        length = layout.global_shape[dim]
-        shape[dim] = -(-length // layout.parts)
+        lengths = [sum(b - a for a, b in layout.intervals(i)) for i in range(layout.parts)]
+        shape[dim] = max(lengths)
         padded = shard.new_zeros(shape)
         padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         channel = self.mesh[Axis.WEIGHT]
         whole = channel.all_gather(padded, dim=dim, tag=Tag(tensor=item.name)).wait()
-        return whole.narrow(dim, 0, length).cpu()
+        pieces = zip(whole.split(max(lengths), dim), lengths, strict=True)
+        return torch.cat([piece.narrow(dim, 0, length) for piece, length in pieces], dim).cpu()
 
     def _batch(
         self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None

@@ -74,7 +74,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     info = checkpointer.choose()
     assert info is not None
     checkpointer.load(info, weights)
-    for name, parameter, layout in run.state.parameters:
+    for name, parameter, layout, _ in run.state.parameters:
         expected = whole_value(name, "master", layout.global_shape).float()
         assert torch.equal(parameter.detach(), expected)
     only = _checkpointer(tmp_path / "weights")
@@ -99,7 +99,7 @@ def test_a_warm_start_takes_weights_alone(
     assert resumed.local is None
     state = run.optimizer.state_dict()
     assert state["step"] == 0
-    for name, parameter, layout in run.state.parameters:
+    for name, parameter, layout, _ in run.state.parameters:
         tensors = state["parameters"][name]["tensors"]
         master = whole_value(name, "master", layout.global_shape).float()
         assert torch.equal(tensors.pop("master"), master), name

@@ -118,7 +118,7 @@ def _run(rank: int, mode: Mode, tensor: int, weight: int, world: int, tied: bool
     losses.sum().backward()
     if isinstance(layers.communicator, ISPCommunicator):
         layers.communicator.finish()
-    for name, parameter, layout in named_parameters(model):
+    for name, parameter, layout, _ in named_parameters(model):
         grad = mesh[layout.reduce_over].all_reduce(parameter.grad).wait()
         wanted = layout.shard(expected_grads[name])
         torch.testing.assert_close(

@@ -55,7 +55,7 @@ def loss(items: list[NamedParameter], specs: list[Spec], mesh: Mesh, seed: int) 
     """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
     by_name = {spec.name: spec for spec in specs}
     total = torch.zeros((), dtype=torch.float64)
-    for name, parameter, layout in items:
+    for name, parameter, layout, _ in items:
         members = mesh.topology.group_of(Axis.WEIGHT, mesh.rank)
         ranks = members if layout.reduce_over is Axis.WEIGHT_DATA else [mesh.rank]
         slope = sum(by_name[name].full(seed * 100 + rank % mesh.topology.stage) for rank in ranks)

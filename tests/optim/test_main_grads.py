@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,6 +296,43 @@ def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, moved: list[str
         assert sums == [(6 * n.parameter).tolist() for n in make(*ROWS)]
         assert own == rows[rank]
         assert found == transfers
+
+
+def _as_one(rank: int, shapes: list[tuple[int, ...]], gives: list[int]) -> list[Any]:
+    """Sums of three that travel as one, declared in another order than they lie, and own rows."""
+    ranks = Channel(torch.distributed.group.WORLD)
+    (whole, other), three = make((sum(n for n, _ in shapes), 2), (3, 2)), make(*shapes)
+    ahead = [sum(n for n, _ in shapes[:i]) for i in range(3)]
+    layouts = [replace(item.layout, ahead=n) for item, n in zip(three, ahead, strict=True)]
+    three = [
+        item._replace(name=f"m{i}", whole=whole, layout=layout)
+        for i, (item, layout) in enumerate(zip(three, layouts, strict=True))
+    ]
+    items, channels = [*three[1:], other, three[0]], {Axis.DATA: ranks, Axis.WEIGHT_DATA: ranks}
+    gradients = MainGradients(items, channels, bucket_bytes=0, rows_of=ranks)
+    gradients.zero()
+    for number in gives:
+        place = gradients.promise(whole.parameter, torch.float64)
+        value = (number + rank) * whole.parameter.detach()
+        gradients.add(whole.parameter, value if place is None else place.copy_(value))
+    gradients.expect_last()
+    gradients.collect(whole.parameter)
+    gradients.reduce()
+    own = [list(gradients.summed(item.parameter).shape) for item in three]
+    return [torch.cat([gradients.whole(item.parameter) for item in three]).tolist(), own]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "own"),
+    [([(4, 2), (0, 2), (2, 2)], [2, 0, 1]), ([(3, 2), (0, 2), (2, 2)], [(2, 1), 0, 1])],
+)
+def test_parameters_that_travel_as_one_have_one_gradient(shapes: Any, own: list[Any]):
+    """Catches rows of another of them, and padding between them where rows do not divide."""
+    (whole,) = make((sum(n for n, _ in shapes), 2))
+    for rank, (sums, rows) in enumerate(run_ranks(2, _as_one, shapes, [3, 1])):
+        assert sums == (10 * whole.parameter).tolist()  # 3 + 1 of rank 0, 4 + 2 of rank 1
+        expected = [n if isinstance(n, int) else n[rank] for n in own]
+        assert rows == [[n, 2] for n in expected]
 
 
 def _launches_seen_in_backward(rank: int) -> list[int]:

@@ -107,7 +107,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
     )
     (chunk,) = folder_model(str(source), "float64").build(layers)
     weights = WholeWeights(run)
-    for name, shard, _ in chunk.shards():
+    for name, shard, *_ in chunk.shards():
         shard.copy_(weights.read(name))
     text = PROMPT
     for _ in range(NEW_TOKENS):
