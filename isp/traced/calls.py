@@ -85,6 +85,8 @@ class Call(NamedTuple):
     """Of a convolution or scan, for a token, forward."""
     state: StateSizes | None = None
     """Of a convolution or scan."""
+    given: int | None = None
+    """Of a linear: the number of the tensor that it was called with."""
 
 
 class BlockOutput(NamedTuple):

@@ -29,6 +29,7 @@ from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.traced.calls import Call, ForwardEnd, Kind
 from isp.traced.experts import Place, SwappedExperts
 from isp.traced.forward_pass import ForwardPass, Masks, outer_calls
+from isp.traced.fused import FusedLinears, groups_of, rows_of
 from isp.traced.head import Given
 from isp.traced.hosts import Host, check_row
 from isp.traced.mixers import TracedMixers
@@ -119,8 +120,12 @@ class TracedChunk:
         self._forward_pass: ForwardPass | None = None
         self._holders: dict[str, SwappedLinear | SwappedTable] = {}
         self._experts: dict[str, SwappedExperts] = {}
+        self._fused: dict[str, FusedLinears] = {}
+        """By each of their linears."""
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
-        self._named = tuple(shard_parameters(model, trace, layers, plan, own))
+        self._groups = groups_of(model, trace) if plan is None else ()
+        rows = rows_of(model, self._groups)
+        self._named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
         host.connect(model)
         self._swap()
 
@@ -247,7 +252,8 @@ class TracedChunk:
 
     def weight_blocks(self, stage: Stage | None = None) -> tuple[DeclaredBlock, ...]:
         """The weights gathered in a forward, in order; of one stage, or of the whole model."""
-        holders = {**self._holders, **({} if self._plan is not None else self._experts)}
+        experts = {} if self._plan is not None else self._experts
+        holders = {**self._holders, **experts, **self._fused}
         forward_only = {name.rpartition(".")[0] for name in self.trace.unused} | {self._head or ""}
         return tuple(
             DeclaredBlock(
@@ -273,9 +279,12 @@ class TracedChunk:
             entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
             self.entrances |= dict.fromkeys(region.columns, entrance)
         here = (c for c in self.trace.calls if c.block is None or c.block in self._input_kept)
+        self._fused = self._fuse()
         for kind, name in dict.fromkeys((call.kind, call.module) for call in here):
             module = self.model.get_submodule(name)
             called = partial(self._passed, kind, name)
+            if name in self._fused:
+                continue
             if kind is Kind.LINEAR:
                 self._holders[name] = SwappedLinear(
                     module,
@@ -310,6 +319,21 @@ class TracedChunk:
 
         for part, limit in self._length_limits.items():
             part.forward = by_document(limit, self._under_way, part.forward)
+
+    def _fuse(self) -> dict[str, FusedLinears]:
+        """What is made of each linear of a group."""
+        found: dict[str, FusedLinears] = {}
+        named = {item.name: item for item in self._named}
+        for group in self._groups:
+            weight, bias = (named.get(f"{group[0]}.{local}") for local in ("weight", "bias"))
+            if weight is None or weight.whole is None:  # of another stage
+                continue
+            linears = {name: self.model.get_submodule(name) for name in group}
+            called = partial(self._passed, Kind.LINEAR)
+            whole = weight.whole, None if bias is None else bias.whole
+            fused = FusedLinears(linears, self._layers.communicator, called, *whole)
+            found |= dict.fromkeys(group, fused)
+        return found
 
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
         """Those of a micro-batch with these positions, [B, S'] or [B, S]."""

@@ -43,6 +43,9 @@ class Recorder:
         self._index_size = 0
         """Of the keys of the indexer that was called for the next attention."""
         self._block: str | None = None
+        self._given: tuple[Tensor, int] | None = None
+        """What the last linear was called with, and how often it had been written into."""
+        self._num_given = 0
         self.entered = Counter[str]()
         """How often each block was called."""
         self.called: dict[str, None] = {}
@@ -161,9 +164,18 @@ class Recorder:
     def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
         def called(_: nn.Module, given: tuple[Any, ...]) -> None:
             route = _route(given) if kind is Kind.EXPERTS else None
-            self._calls.append(Call(kind, name, self._block, route=route))
+            number = self._number(given) if kind is Kind.LINEAR else None
+            self._calls.append(Call(kind, name, self._block, route=route, given=number))
 
         return called
+
+    def _number(self, given: tuple[Any, ...]) -> int:
+        """That of a linear's input: of the last one's, if it is the very same tensor."""
+        now = (given[0], given[0]._version) if given else None
+        last, self._given = self._given, now
+        if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
+            self._num_given += 1
+        return self._num_given
 
 
 def _read(*tensors: Tensor | None) -> None:

@@ -6,8 +6,9 @@ The module stays, and so do the names: `module.weight` is this rank's shard, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from isp.layers.linear import Moves, WeightGradientRoute, multiply
 from isp.layers.linear import Role as LinearRole
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
+from isp.traced.fused import Rows
 from isp.traced.lookup import looked_up
 from isp.traced.region import Entrance
 from isp.traced.roles import Role, is_transposed
@@ -175,13 +177,15 @@ def shard_parameters(
     layers: LayerFactory,
     plan: TensorPlan | None,
     own: frozenset[str],
+    rows: Mapping[str, Rows],
 ) -> Iterator[NamedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used.
 
-    Those that are not its `own`, by name, are not a number, and have the memory of one: what lies
-    before the blocks runs on every pipeline stage.
+    Of those that travel with others it has `rows`. Those that are not its `own`, by name, are not a
+    number, and have the memory of one: what lies before the blocks runs on every pipeline stage.
     """
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    wholes: dict[str, NamedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
@@ -194,14 +198,18 @@ def shard_parameters(
                 setattr(module, local, nothing)
             del parameter
             continue
-        layout = _layout(model, name, parameter, trace.roles[name], layers, plan)
+        layout, whole = _layout(model, name, parameter, trace.roles[name], layers, plan), None
+        if (among := rows.get(name)) is not None:
+            whole = wholes.get(among.whole) or _whole(among, parameter, layers)
+            wholes[whole.name] = whole
+            layout = replace(layout, ahead=among.ahead, behind=among.behind)
         shard = nn.Parameter(
-            _own_part(parameter, layout, layers), requires_grad=parameter.requires_grad
+            _own_part(parameter, layout, layers, whole), requires_grad=parameter.requires_grad
         )
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
         del parameter  # nobody else holds it: whole weights go one by one
-        yield NamedParameter(name, shard, layout)
+        yield NamedParameter(name, shard, layout, whole)
     for module in model.modules():
         for local, buffer in module.named_buffers(recurse=False):
             if layers.device.type != "meta":
@@ -232,8 +240,29 @@ def _layout(
     return layers.sharded_layout(shape, dim=int((cut.role is LinearRole.ROW) != turned))
 
 
-def _own_part(parameter: nn.Parameter, layout: ParameterLayout, layers: LayerFactory) -> Tensor:
-    if parameter.is_meta or layers.device.type == "meta":
-        return torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
-    part = layout.shard(parameter.detach())
-    return part.to(device=layers.device, dtype=layers.dtype, copy=True).contiguous()
+def _whole(among: Rows, parameter: nn.Parameter, layers: LayerFactory) -> NamedParameter:
+    """What `parameter` travels in, with this rank's rows of it and of others."""
+    shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
+    layout = layers.sharded_layout(shape, dim=0)
+    shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    return NamedParameter(
+        among.whole, nn.Parameter(shard, requires_grad=parameter.requires_grad), layout
+    )
+
+
+def _own_part(
+    parameter: nn.Parameter,
+    layout: ParameterLayout,
+    layers: LayerFactory,
+    whole: NamedParameter | None,
+) -> Tensor:
+    """This rank's shard, in the memory of the `whole` that it travels in."""
+    if whole is None:
+        part = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    else:
+        ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
+        begin = max(layout.ahead + start - first, 0)
+        part = whole.parameter.detach()[begin : begin + stop - start]
+    if not (parameter.is_meta or part.is_meta):
+        part.copy_(layout.shard(parameter.detach()))
+    return part

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isp.parallel.config import LaunchPoint
 from isp.traced.experts import SwappedExperts
-from isp.traced.roles import is_transposed
+from isp.traced.fused import FusedLinears
 from isp.traced.swap import SwappedLinear, SwappedTable
 from isp.traced.trace import Call, Kind, ModelTrace
 from isp.weights.declare import DeclaredUse
@@ -33,7 +33,7 @@ def parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
 def uses_of(
     model: nn.Module,
     calls: Sequence[Call],
-    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts],
+    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts | FusedLinears],
     points: Mapping[tuple[str, int], nn.Module],
     forward_only: Collection[str],
 ) -> Iterator[DeclaredUse]:
@@ -43,14 +43,18 @@ def uses_of(
     where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
     weights backward does not read.
     """
-    named = _launch_points(calls)
-    for index, call in enumerate(calls):
-        name, launch_point = _name(call), named.get(index)
+    reached = [i for i, call in enumerate(calls) if _reads_anew(call, holders)]
+    named = _launch_points(calls, reached)
+    for index in reached:
+        call, launch_point = calls[index], named.get(index)
+        name = _name(call)
         if call.kind.mixes:
             at = points[call.module, index]
             yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
             continue
         at, holder = model.get_submodule(call.module), holders.get(call.module)
+        if isinstance(holder, FusedLinears):
+            name = holder.name.removeprefix(f"{call.block}.")
         if holder is None:
             yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
         elif isinstance(holder, SwappedExperts):
@@ -74,10 +78,17 @@ def uses_of(
             )
 
 
-def _passes(holder: SwappedLinear | SwappedTable) -> Passes:
+def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:
+    """Whether a call reads weights that no call before it has brought."""
+    holder = holders.get(call.module)
+    return not isinstance(holder, FusedLinears) or holder.first == call.module
+
+
+def _passes(holder: SwappedLinear | SwappedTable | FusedLinears) -> Passes:
     """What a linear is given is written and read; of a table, the rows."""
     rows, columns = holder.layouts["weight"].global_shape
-    return Passes(between=2 * (rows if is_transposed(holder.module) else columns))
+    turned = isinstance(holder, SwappedLinear) and holder.transposed
+    return Passes(between=2 * (rows if turned else columns))
 
 
 def _passes_of_experts(weight: Tensor, route: int) -> Passes:
@@ -94,15 +105,15 @@ def _name(call: Call) -> str:
     return "attn" if window is None else f"attn of {window} tokens"
 
 
-def _launch_points(calls: Sequence[Call]) -> dict[int, LaunchPoint]:
+def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, LaunchPoint]:
     """The places of a block that the configuration has names for; none outside of blocks."""
-    mixing = [index for index, call in enumerate(calls) if call.kind.mixes]
+    mixing = [index for index in reached if calls[index].kind.mixes]
     if not mixing:
         return {}
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:
         points[0] = LaunchPoint.WQKV
-    behind = (index for index in range(mixing[0], len(calls)) if index not in mixing)
+    behind = (index for index in reached if index > mixing[0] and index not in mixing)
     for point, index in zip((LaunchPoint.WO, LaunchPoint.W1), behind, strict=False):
         points[index] = point
     return points
