@@ -139,7 +139,7 @@ class Decoder(nn.Module):
     def losses(self, output: Tensor, labels: Tensor) -> Tensor:
         """The loss of each token, as the labels; of what `loss` gives the sum of. No gradient."""
         assert self.head is not None
-        return self.head.losses(output, labels)
+        return self.head.losses.each(output, labels)
 
     def blocks(self) -> Iterator[Block]:
         """The blocks, in order."""

@@ -15,8 +15,8 @@ from isp.attention.cached import CachedAttention, KeyValueCache
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
-from isp.layers.head import VocabParallelHead
-from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
+from isp.layers.head import HeadLoss, VocabParallelHead
+from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
 from isp.layers.sequence import SequenceRanks
 from isp.layers.tiled_mlp import TiledMLP
@@ -194,7 +194,6 @@ class LayerFactory:
         std: float,
         tied_to: VocabParallelEmbedding | None = None,
         loss_chunk_tokens: int = 0,
-        label_smoothing: float = 0.0,
     ) -> VocabParallelHead:
         """The linear to the logits, split by vocabulary; may share the embedding's table.
 
@@ -203,28 +202,49 @@ class LayerFactory:
         layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
         if tied_to is not None:
             layout = tied_to.layouts["weight"]
-        moves, communicator = moves_for(self.mode, Role.COLUMN, self.tensor), None
-        if not self.splits_features:
-            communicator = HeadWeightParallelCommunicator(
-                self.communicator,
-                self.weight,
-                self.tensor,
-                retain_out_sharded=True if self.vocab_parallel_loss else None,
-            )
-            moves = Moves(y=communicator.output_hook, dy=communicator.grad_output_hook)
-        return VocabParallelHead(
+        column = moves_for(self.mode, Role.COLUMN, self.tensor)
+        head = VocabParallelHead(
             layout,
-            loss_channel=self.loss_channel,
-            first_logit=self.first_logit(vocab_size),
-            chunk_tokens=loss_chunk_tokens,
-            label_smoothing=label_smoothing,
-            moves=moves,
-            communicator=communicator or self.communicator,
+            moves=column if self.splits_features else self.logit_moves,
+            communicator=self.communicator,
             init_std=std,
             tied_to=None if tied_to is None else tied_to.weight,
             device=self.device,
             dtype=self.dtype,
         )
+        head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
+        return head
+
+    def head_loss(
+        self,
+        head: LinearLayer,
+        vocab_size: int,
+        *,
+        chunk_tokens: int = 0,
+        label_smoothing: float = 0.0,
+        behind: Callable[[Tensor], Tensor] | None = None,
+    ) -> HeadLoss:
+        """The losses of what `head` gives, `chunk_tokens` tokens at a time; see `HeadLoss`."""
+        return HeadLoss(
+            head,
+            moves=head.moves if self.splits_features else self.logit_moves,
+            channel=self.loss_channel,
+            first=self.first_logit(vocab_size),
+            chunk_tokens=chunk_tokens,
+            label_smoothing=label_smoothing,
+            behind=behind,
+        )
+
+    @property
+    def logit_moves(self) -> Moves:
+        """isp: what brings the logits that a rank has made to those of its loss, and back."""
+        last = HeadWeightParallelCommunicator(
+            self.communicator,
+            self.weight,
+            self.tensor,
+            retain_out_sharded=True if self.vocab_parallel_loss else None,
+        )
+        return Moves(y=last.output_hook, dy=last.grad_output_hook)
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         """A norm over the hidden size of a token or (`per_head`) over each head."""

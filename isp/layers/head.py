@@ -1,4 +1,4 @@
-"""The linear to the logits, with the loss of their tokens: the logits never exist as a whole.
+"""The losses of the tokens whose logits a linear gives: the logits never exist as a whole.
 
 B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank; p ranks
 whose tokens' losses a rank computes together (1 where each has its own), c chunks.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,7 @@ from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
-__all__ = ["ChunkLoss", "VocabParallelHead", "chunked_loss", "chunked_losses", "num_chunks"]
-
-
-ChunkLoss = Callable[[Tensor, FullWeights, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Of x of a chunk, the weights, targets and the gradient that the loss will have: the losses, one a
-target, and the gradient of what the linear gives; none where no gradient is expected."""
+__all__ = ["HeadLoss", "VocabParallelHead", "num_chunks"]
 
 
 class _ChunkedLoss(Function):
@@ -54,16 +49,15 @@ class _ChunkedLoss(Function):
         bias: Tensor | None,
         expected: Tensor,
         labels: Tensor,
-        head: LinearLayer,
-        chunk_tokens: int,
-        chunk_loss: ChunkLoss,
+        of: HeadLoss,
+        each: list[Tensor] | None,
         training: bool,
     ) -> Tensor:
-        ctx.head = head
+        ctx.head = head = of.head
         need_x, need_w, need_b = (training and need for need in ctx.needs_input_grad[:3])
         needs = need_x or need_w or need_b
-        moves, communicator = head.moves, head.communicator
-        pieces = x.chunk(num_chunks(x, labels, chunk_tokens), dim=1)  # [B, S'/c, D]
+        moves, communicator = of.moves, head.communicator
+        pieces = x.chunk(num_chunks(x, labels, of.chunk_tokens), dim=1)  # [B, S'/c, D]
         count = len(pieces)
         by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
         targets = [target.flatten(1) for target in by_ranks.chunk(count, dim=2)]  # [B, p S'/c]
@@ -75,8 +69,10 @@ class _ChunkedLoss(Function):
             for own_x, target, dx_part in zip(
                 _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
             ):
-                losses, dy = chunk_loss(own_x, full, target, expected if needs else None)
+                losses, dy = of.chunk(own_x, full, target, expected if needs else None)
                 loss += losses.sum()
+                if each is not None:
+                    each.append(losses.unflatten(1, (by_ranks.shape[1], -1)))  # [B, p, S'/c]
                 if dy is None:
                     continue
                 arriving = None
@@ -123,7 +119,7 @@ class _ChunkedLoss(Function):
         with use:
             dw, db = delivered(dw, needs_w, False), delivered(db, needs_b, True)
         dx = dx.mul_(factor) if needs_x else None
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -147,99 +143,113 @@ def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
 
 
-def chunked_loss(
-    x: Tensor,
-    labels: Tensor,
-    expected: Tensor | None,
-    head: LinearLayer,
-    chunk_tokens: int,
-    chunk_loss: ChunkLoss,
-) -> Tensor:
-    """The sum of the losses of all tokens, of which `chunk_loss` computes some at a time; [].
+class HeadLoss(NamedTuple):
+    """The losses of tokens whose logits a linear gives, a chunk of tokens at a time.
 
-    x [B, S', D] is what `head` is given, `labels` are [B, S'], or [B, p S'] where the ranks of a
-    sequence compute its losses together. `expected` [], not 0, is the gradient that the sum is
-    going to have; None: 1. Gradients are computed with it, so that narrow numbers are of the right
-    size, and are right with any other.
+    x [B, S', D] is what the linear is given; labels are [B, S'], or [B, p S'] where the ranks of a
+    sequence compute its losses together.
     """
-    if expected is None:
-        expected = torch.ones((), dtype=torch.float64, device=x.device)
-    training = torch.is_grad_enabled()
-    loss: Tensor = _ChunkedLoss.apply(
-        x, head.weight, head.bias, expected, labels, head, chunk_tokens, chunk_loss, training
-    )
-    return loss
+
+    head: LinearLayer
+    moves: Moves
+    """Of x and dx; y and dy are the logits of the model and their gradient."""
+    channel: Channel
+    """The ranks over which the logits of a token are split."""
+    first: int
+    """The vocabulary entry of this rank's first logit."""
+    chunk_tokens: int
+    """Tokens whose losses are computed at a time; 0: all."""
+    label_smoothing: float = 0.0
+    behind: Callable[[Tensor], Tensor] | None = None
+    """What the model does to what its head gives, [B, n, V'] -> the logits; None: nothing."""
+
+    def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
+        """The sum of all losses, [].
+
+        `expected` [], not 0, is the gradient that the sum is going to have; None: 1. Gradients are
+        computed with it, so that narrow numbers are of the right size, and are right with any
+        other.
+        """
+        return self._computed(x, labels, expected, None)
+
+    def each(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token in the place of its label; no gradient."""
+        found: list[Tensor] = []
+        with torch.no_grad():
+            self._computed(x, labels, None, found)
+        return torch.cat(found, dim=2).flatten(1)
+
+    def _computed(
+        self, x: Tensor, labels: Tensor, expected: Tensor | None, each: list[Tensor] | None
+    ) -> Tensor:
+        if expected is None:
+            expected = torch.ones((), dtype=torch.float64, device=x.device)
+        head, training = self.head, torch.is_grad_enabled()
+        loss: Tensor = _ChunkedLoss.apply(
+            x, head.weight, head.bias, expected, labels, self, each, training
+        )
+        return loss
+
+    def chunk(
+        self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The losses of a chunk, one a target, and the gradient of what the linear gives.
+
+        None where no gradient is `expected`.
+        """
+        logits, back = self._logits(x, full, training=expected is not None)
+        tag = Tag(Purpose.ACTIVATION, self.head.name, "y")
+        logits = self.moves.y(logits, tag=tag).wait()
+        losses, dy = losses_and_gradient(
+            logits,
+            target,
+            expected,
+            label_smoothing=self.label_smoothing,
+            channel=self.channel,
+            first=self.first,
+        )
+        del logits
+        if dy is not None:
+            tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")
+            dy = self.moves.dy(dy, tag=tag).wait()
+        return losses, dy if dy is None or back is None else back(dy)
+
+    def _logits(
+        self, x: Tensor, full: FullWeights, *, training: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """The logits, which may be overwritten, and the way back through `behind`, if it is one."""
+        y = F.linear(x, full.weight, full.bias)
+        if self.behind is None:
+            return y, None
+        with torch.set_grad_enabled(training):
+            leaf = y.detach().requires_grad_(training)
+            given = _Given.apply(leaf)
+            made_by = given.grad_fn
+            logits = self.behind(given)
+        if logits is given and logits.grad_fn is made_by:  # else it was written into
+            return y, None
+        return logits.detach().clone(), lambda dy: torch.autograd.grad(logits, leaf, dy)[0]
 
 
-def chunked_losses(
-    x: Tensor, labels: Tensor, head: LinearLayer, chunk_tokens: int, chunk_loss: ChunkLoss
-) -> Tensor:
-    """The losses whose sum `chunked_loss` is, each in the place of its label; no gradient."""
-    found: list[Tensor] = []
+class _Given(Function):
+    """A leaf as the result of a head: nobody may write into a leaf, nor into a view of it."""
 
-    def seen(*args: Any) -> tuple[Tensor, Tensor | None]:
-        losses, dy = chunk_loss(*args)
-        found.append(losses.unflatten(1, (labels.shape[1] // x.shape[1], -1)))  # [B, p, S'/c]
-        return losses, dy
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
 
-    with torch.no_grad():
-        chunked_loss(x, labels, None, head, chunk_tokens, seen)
-    return torch.cat(found, dim=2).flatten(1)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 class VocabParallelHead(ParallelLinear):
     """The linear to the logits, split by vocabulary as its mode needs; and the loss of them."""
 
-    def __init__(
-        self,
-        *args: Any,
-        loss_channel: Channel,
-        first_logit: int,
-        chunk_tokens: int,
-        label_smoothing: float,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.bias is None
-        self.loss_channel = loss_channel
-        """The ranks over which the logits of a token are split."""
-        self.first_logit = first_logit
-        self.chunk_tokens = chunk_tokens
-        """Tokens whose losses are computed at a time; 0: all."""
-        self.label_smoothing = label_smoothing
+    losses: HeadLoss
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
     ) -> Tensor:
-        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the sum of all losses, [].
-
-        `labels` and `expected` are those of `chunked_loss`.
-        """
-        if labels is None:
-            return super().forward(x)
-        return chunked_loss(x, labels, expected, self, self.chunk_tokens, self.losses_and_gradient)
-
-    def losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token, [B, S', D] -> as the labels, which are those of a forward."""
-        return chunked_losses(x, labels, self, self.chunk_tokens, self.losses_and_gradient)
-
-    def losses_and_gradient(
-        self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `ChunkLoss`, with the moves of the logits."""
-        logits = F.linear(x, full.weight)
-        y = self.moves.y(logits, tag=Tag(Purpose.ACTIVATION, self.name, "y")).wait()
-        del logits
-        losses, dy = losses_and_gradient(
-            y,
-            target,
-            expected,
-            label_smoothing=self.label_smoothing,
-            channel=self.loss_channel,
-            first=self.first_logit,
-        )
-        del y
-        if dy is not None:
-            tag = Tag(Purpose.OUTPUT_GRADIENT, self.name, "dy")
-            dy = self.moves.dy(dy, tag=tag).wait()
-        return losses, dy
+        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the total of `losses`, []."""
+        return super().forward(x) if labels is None else self.losses.total(x, labels, expected)

@@ -227,12 +227,10 @@ def _rehearsed(
             output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
             length = output.shape[1]
-            chunk_tokens = model.loss_chunk_tokens
-            if traced := isinstance(whole, TracedChunk):
-                chunk_tokens = whole.loss_chunk_tokens
+            headless = isinstance(whole, TracedChunk) and whole.trace.head is None
             run, again = length, 0
-            if not recomputed:
-                run, again = _few_chunks(chunk_tokens, length, labels.numel())
+            if not recomputed and not headless:
+                run, again = _few_chunks(model.loss_chunk_tokens, length, labels.numel())
             if again:
                 output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
             with Made() as made:
@@ -254,7 +252,7 @@ def _rehearsed(
     logits = rows * tokens * own_model.vocab_size // tensor.size
     # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
     rest = (length - run) * rows * output.shape[2] * output.itemsize
-    after = logits * max(4, output.itemsize) if traced and not chunk_tokens else 0
+    after = logits * max(4, output.itemsize) if headless else 0
     loss_bytes = saved[-1].total + rest, made.most + rest + after
     return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
 

@@ -12,16 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions, attend_by
-from isp.comm import Channel
 from isp.layers.factory import LayerFactory
-from isp.layers.head import chunked_loss, chunked_losses
+from isp.layers.head import HeadLoss
 from isp.layers.linear import Moves, Role, moves_for, multiply
-from isp.layers.loss import losses_and_gradient, vocab_parallel_cross_entropy
+from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
 from isp.mixers.call import mix_by
 from isp.recompute import Recomputer
@@ -30,7 +28,6 @@ from isp.traced.calls import Call, ForwardEnd, Kind
 from isp.traced.experts import Place, SwappedExperts
 from isp.traced.forward_pass import ForwardPass, Masks, outer_calls
 from isp.traced.fused import FusedLinears, groups_of, rows_of
-from isp.traced.head import Given
 from isp.traced.hosts import Host, check_row
 from isp.traced.mixers import TracedMixers
 from isp.traced.positions import at_positions, current_positions
@@ -44,7 +41,6 @@ from isp.traced.trace import ModelTrace, check_not_compiled
 from isp.traced.uses import parts_of, uses_of
 from isp.weights.declare import DeclaredBlock
 from isp.weights.trace import inputs_kept
-from isp.weights.wp import FullWeights
 
 __all__ = ["TracedChunk"]
 
@@ -71,12 +67,8 @@ class TracedChunk:
         """`plan`: of the modes that split features; None: of isp. `stages`: those that the rank
         has; nothing of others is there.
 
-        With `loss_chunk_tokens` losses are computed so many tokens at a time, if the trace has a
-        head and features are not split.
+        If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all.
         """
-        self._head = trace.head if loss_chunk_tokens and not layers.splits_logits else None
-        self.loss_chunk_tokens = 0 if self._head is None else loss_chunk_tokens
-        """Tokens whose losses are computed at a time; 0: all, of logits as a whole."""
         self.left_out = frozenset[str]()
         """Blocks that hand on what they are given, or what the stage has received."""
         self._received: Tensor | None = None
@@ -128,6 +120,14 @@ class TracedChunk:
         self._named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
         host.connect(model)
         self._swap()
+        self._loss: HeadLoss | None = None
+        """Those of the head, if there is one."""
+        if trace.head is not None:
+            head, behind = self._holders[trace.head], self._behind_head
+            assert isinstance(head, SwappedLinear)
+            self._loss = layers.head_loss(
+                head, trace.vocab_size, chunk_tokens=loss_chunk_tokens, behind=behind
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +145,7 @@ class TracedChunk:
             "the model", self._outer_calls, self._masks(positions, cu_seqlens)
         )
         self._recomputers[next(b for b in self.trace.blocks if b not in self.left_out)].begin()
-        ends = {} if self._head is None else {self._head: _end}
+        ends = {} if self.trace.head is None else {self.trace.head: _end}
         with (
             self._passing(forward_pass),
             random_numbers(self.model.training, self._layers),
@@ -175,10 +175,9 @@ class TracedChunk:
 
     def logits(self, output: Tensor) -> Tensor:
         """The logits [B, S', V'] of what a forward gave."""
-        if self._head is None:
+        if self._loss is None:
             return output
-        head = self._holders[self._head]
-        assert isinstance(head, SwappedLinear)
+        head = self._loss.head
         return self._behind_head(multiply(output, head.weight, head.bias, head))
 
     def logits_of(
@@ -197,31 +196,24 @@ class TracedChunk:
             "the model", self._outer_calls, self._masks(positions, cu_seqlens)
         )
         with self._passing(forward_pass), random_numbers(self.model.training, self._layers):
-            if (name := self.trace.head) is None:
+            if self._loss is None:
                 return pick(self._host.forward(self.model, x, positions))
-            head = self._holders[name]
-            assert isinstance(head, SwappedLinear)
-            picked = {name: lambda h: multiply(pick(h), head.weight, head.bias, head)}
+            head = self._loss.head
+            picked = {head.name: lambda h: multiply(pick(h), head.weight, head.bias, head)}
             with self._instead(picked):
                 return self._host.forward(self.model, x, positions)
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """The sum of the tokens' cross-entropies: what a forward gave, [B, S'] -> []."""
-        if self._head is not None:
-            head = self._holders[self._head]
-            assert isinstance(head, SwappedLinear)
-            return chunked_loss(
-                output, labels, expected, head, self.loss_chunk_tokens, self._chunk_loss
-            )
-        return self._whole_losses(output, labels).sum()
+        if self._loss is None:
+            return self._whole_losses(output, labels).sum()
+        return self._loss.total(output, labels, expected)
 
     def losses(self, output: Tensor, labels: Tensor) -> Tensor:
         """The loss of each token, as the labels; of what `loss` gives the sum of. No gradient."""
-        if self._head is None:
+        if self._loss is None:
             return self._whole_losses(output, labels)
-        head = self._holders[self._head]
-        assert isinstance(head, SwappedLinear)
-        return chunked_losses(output, labels, head, self.loss_chunk_tokens, self._chunk_loss)
+        return self._loss.each(output, labels)
 
     def shards(self) -> Iterator[NamedParameter]:
         """The parameters, each once, with their names in the model."""
@@ -254,7 +246,8 @@ class TracedChunk:
         """The weights gathered in a forward, in order; of one stage, or of the whole model."""
         experts = {} if self._plan is not None else self._experts
         holders = {**self._holders, **experts, **self._fused}
-        forward_only = {name.rpartition(".")[0] for name in self.trace.unused} | {self._head or ""}
+        unused = (name.rpartition(".")[0] for name in self.trace.unused)
+        forward_only = {*unused, self.trace.head or ""}
         return tuple(
             DeclaredBlock(
                 name=name,
@@ -384,36 +377,17 @@ class TracedChunk:
             channel=self._layers.loss_channel,
         )
 
-    def _chunk_loss(
-        self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `isp.layers.head.ChunkLoss`."""
-        solo, y = Channel.solo("tensor"), F.linear(x, full.weight, full.bias)
-        with torch.set_grad_enabled(expected is not None):
-            leaf = y.detach().requires_grad_(expected is not None)
-            given = Given.apply(leaf)
-            made_by = given.grad_fn
-            logits = self._behind_head(given)
-            if logits is given and logits.grad_fn is made_by:  # else it was written into
-                return losses_and_gradient(y, target, expected, channel=solo, first=0)
-            losses = vocab_parallel_cross_entropy(logits, target, channel=solo)
-            total = losses.sum()
-        if expected is None:
-            return losses, None
-        (dy,) = torch.autograd.grad(total, leaf, expected.to(total.dtype))
-        return losses.detach(), dy
-
     def _behind_head(self, y: Tensor) -> Tensor:
         """The logits that the model makes of what its head gives, [B, n, V]."""
         ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
-        assert self._head is not None
+        assert self.trace.head is not None
         before = generator_states(self._layers.device) if self.model.training else None
         left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
         try:
             with (
                 self._passing(ForwardPass("the model", self._outer_calls, Masks(None))),
-                self._instead({**self._nothing_of(self._outside), self._head: lambda _: y}),
+                self._instead({**self._nothing_of(self._outside), self.trace.head: lambda _: y}),
             ):
                 return self._host.forward(self.model, ids, positions)
         finally:

@@ -13,21 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from isp.autograd import Function
-
-__all__ = ["Given", "HeadFinder"]
-
-
-class Given(Function):
-    """A leaf as the result of a head: nobody may write into a leaf, nor into a view of it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+__all__ = ["HeadFinder"]
 
 
 class HeadFinder(TorchFunctionMode):

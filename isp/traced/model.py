@@ -229,12 +229,28 @@ class TracedModel:
         self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
+        if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
+            self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.facts.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
+
+    def _check_exchanged(self, size: int) -> None:
+        """Raise ValueError if `size` ranks cannot have a part of the logits of all tokens each."""
+        vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
+        if self.trace.head is None:
+            raise ValueError(
+                f"{key}=true needs logits that are made of what the last linear gives alone, and"
+                f" those of {type(self.model).__name__} are made of more: use false"
+            )
+        if vocab % size:
+            raise ValueError(
+                f"parallel.tensor.size={size} must divide the {vocab} logits of a token for {key}:"
+                f" use a divisor, or {key}=false"
+            )
 
     def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
         """Raise ValueError if the model cannot be cut into so many pipeline stages."""
@@ -303,7 +319,7 @@ class TracedModel:
         try:
             reads = OnlyColumnsRead(tuple(chunk.entrances.values()))
             with experts_passed(chunk.model), reads, torch.no_grad():
-                chunk(ids, ids, None)
+                chunk.logits(chunk(ids, ids, None))
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
             raise self._not_split(error) from None
         self._rehearsed.add(size)
@@ -381,14 +397,12 @@ class TracedModel:
             stages=stages,
         )
         trains = layers.device.type != "meta" and layers.cache is None
-        if trains and self.loss_chunk_tokens and not chunk.loss_chunk_tokens:
+        if trains and self.loss_chunk_tokens and self.trace.head is None:
             logger.warning(
-                "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding: %s",
+                "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding:"
+                " they are made of more than what its last linear gives",
                 type(self.model).__name__,
                 self.loss_chunk_tokens,
-                "features are split"
-                if layers.splits_features
-                else "they are made of more than what its last linear gives",
             )
         return chunk
 

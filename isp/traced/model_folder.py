@@ -113,13 +113,7 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
 
     `seq_len` is the number of tokens in one row of a batch.
     """
-    tensor, weight = parallel.tensor, parallel.weight
-    for key in ("vocab_parallel_loss", "embed_split_hidden"):
-        if getattr(weight, key):
-            raise ValueError(
-                f"parallel.weight.{key}=true needs isp's own layers at the ends of the model, which"
-                f" a traced model has not: use false"
-            )
+    tensor = parallel.tensor
     if seq_len % tensor.size:
         raise ValueError(
             f"parallel.tensor.size={tensor.size} must divide the {seq_len} tokens of a row"

@@ -26,7 +26,7 @@ from isp.traced.lookup import looked_up
 from isp.traced.region import Entrance
 from isp.traced.roles import Role, is_transposed
 from isp.traced.tensor_plan import TensorPlan
-from isp.traced.trace import ModelTrace
+from isp.traced.trace import Kind, ModelTrace
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
@@ -198,7 +198,7 @@ def shard_parameters(
                 setattr(module, local, nothing)
             del parameter
             continue
-        layout, whole = _layout(model, name, parameter, trace.roles[name], layers, plan), None
+        layout, whole = _layout(model, name, parameter, trace, layers, plan), None
         if (among := rows.get(name)) is not None:
             whole = wholes.get(among.whole) or _whole(among, parameter, layers)
             wholes[whole.name] = whole
@@ -220,16 +220,21 @@ def _layout(
     model: nn.Module,
     name: str,
     parameter: nn.Parameter,
-    role: Role,
+    trace: ModelTrace,
     layers: LayerFactory,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """The cut of a parameter: by rows over the weight group, or as the plan has it."""
+    """The cut of a parameter: by rows over the weight group, or as the plan has it.
+
+    Tables may be asked to be cut by hidden features.
+    """
     shape = tuple(parameter.shape)
     if plan is None:
-        if role in (Role.SHARDED, Role.EXPERT):
-            return layers.sharded_layout(shape, dim=0)
-        return layers.replicated_layout(shape)
+        if trace.roles[name] not in (Role.SHARDED, Role.EXPERT):
+            return layers.replicated_layout(shape)
+        tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
+        is_table = any(parameter is model.get_submodule(table).weight for table in tables)
+        return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
     owner, _, local = name.rpartition(".")
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)

@@ -5,7 +5,7 @@ B batch, S sequence, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from isp.comm import Channel, Mesh
 from isp.layers.factory import LayerFactory
-from isp.layers.head import VocabParallelHead, num_chunks
+from isp.layers.head import HeadLoss, num_chunks
+from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis, Mode, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -42,6 +43,7 @@ class NeedsGrad(NamedTuple):
     x: Tensor
     weight: Tensor
     labels: Tensor
+    losses: Tensor
     loss: Tensor
     dx: Tensor
     dw: Tensor
@@ -55,14 +57,15 @@ def plain(smoothing: float) -> NeedsGrad:
     labels = torch.randint(V, (B, S), generator=random)
     labels[0, 3:8] = IGNORED
     logits = F.linear(x, weight).flatten(0, 1)
-    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
-    dx, dw = torch.autograd.grad(loss, (x, weight))
-    return NeedsGrad(x.detach(), weight.detach(), labels, loss.detach(), dx, dw)
+    flat = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing)
+    losses = flat.detach().view(B, S)
+    dx, dw = torch.autograd.grad(flat.sum(), (x, weight))
+    return NeedsGrad(x.detach(), weight.detach(), labels, losses, losses.sum(), dx, dw)
 
 
-def head_of(
+def loss_of(
     mesh: Mesh, mode: Mode, *, vocab_parallel: bool, chunk_tokens: int, smoothing: float
-) -> tuple[VocabParallelHead, LayerFactory, ISPCommunicator | None]:
+) -> tuple[HeadLoss, LayerFactory, ISPCommunicator | None]:
     runtime = None
     if mode is Mode.ISP:
         config = ISPCommModelConfig(device=CPU)
@@ -76,9 +79,10 @@ def head_of(
         device=CPU,
         dtype=torch.float64,
     )
-    head = layers.head(D, V, std=1.0, loss_chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    head = layers.head(D, V, std=1.0)
     head.name = "head"
-    return head, layers, runtime
+    found = layers.head_loss(head, V, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    return found, layers, runtime
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -87,13 +91,14 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int, smoothing: float) -> None:
     wanted, tensor = plain(smoothing), mesh[Axis.TENSOR]
-    head, layers, runtime = head_of(
+    of_head, layers, runtime = loss_of(
         mesh,
         mode,
         vocab_parallel=options.vocab_parallel_loss,
         chunk_tokens=chunk,
         smoothing=smoothing,
     )
+    head: Any = of_head.head
     with torch.no_grad():
         head.weight.copy_(head.layouts["weight"].shard(wanted.weight))
 
@@ -105,7 +110,7 @@ def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int, smoothing:
     labels = wanted.labels if layers.splits_logits else own(wanted.labels)
     mesh.log.collect()
     # Given another gradient than was announced.
-    loss = head(x * 1, labels, torch.tensor(0.25, dtype=torch.float64))
+    loss = of_head.total(x * 1, labels, torch.tensor(0.25, dtype=torch.float64))
     (3 * loss).backward()
     if runtime is not None:
         runtime.finish()
@@ -122,8 +127,9 @@ def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int, smoothing:
     close(x.grad, 3 * own(wanted.dx))
     close(head.weight.grad, 3 * head.layouts["weight"].shard(wanted.dw))
     with torch.no_grad():
-        evaluated = head(x, labels)
+        evaluated = of_head.total(x, labels)
     close(evaluated, loss.detach())
+    close(of_head.each(x, labels), wanted.losses if layers.splits_logits else own(wanted.losses))
 
 
 def _all(rank: int, layouts: list[Layout]) -> None:
@@ -143,7 +149,9 @@ def test_every_chunk_size_gives_loss_and_gradients_of_plain_torch(world: int) ->
     run_ranks(world, _all, [isp, Layout(tensor=world, weight=world, options=VOCAB), *layouts])
 
 
-def solo_head(chunk_tokens: int, dtype: torch.dtype = torch.float64) -> VocabParallelHead:
+def solo_head(
+    chunk_tokens: int, dtype: torch.dtype = torch.float64
+) -> tuple[ParallelLinear, HeadLoss]:
     layers = LayerFactory(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
@@ -152,10 +160,10 @@ def solo_head(chunk_tokens: int, dtype: torch.dtype = torch.float64) -> VocabPar
         device=CPU,
         dtype=dtype,
     )
-    head = layers.head(D, V, std=1.0, loss_chunk_tokens=chunk_tokens)
+    head = layers.head(D, V, std=1.0)
     with torch.no_grad():
         head.weight.copy_(plain(0.0).weight)
-    return head
+    return head, layers.head_loss(head, V, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
@@ -169,10 +177,10 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
                 products.append(func)
             return func(*args, **(kwargs or {}))
 
-    head = solo_head(chunk)
+    head, of_head = solo_head(chunk)
     chunks = num_chunks(wanted.x, wanted.labels, chunk)
     assert chunks == (6 if chunk else 1)
-    assert head(wanted.x[:0], wanted.labels[:0]) == 0  # no row
+    assert of_head.total(wanted.x[:0], wanted.labels[:0]) == 0  # no row
     for of_x, of_w, training, number in (
         (True, True, True, 3),
         (True, False, True, 2),
@@ -183,7 +191,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
         x = wanted.x.clone().requires_grad_(of_x)
         products.clear()
         with Products(), torch.set_grad_enabled(training):
-            loss = head(x, wanted.labels)
+            loss = of_head.total(x, wanted.labels)
         assert len(products) == number * chunks
         if training:
             loss.backward()
@@ -193,11 +201,11 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
 
 def test_gradients_that_are_returned_or_not_asked_for() -> None:
     """Catches a gradient for `torch.autograd.grad` that is sent elsewhere, or one nobody wants."""
-    wanted, head = plain(0.0), solo_head(5)
+    wanted, (head, of_head) = plain(0.0), solo_head(5)
     x = wanted.x.clone().requires_grad_()
-    (dw,) = torch.autograd.grad(head(x, wanted.labels), head.weight)
+    (dw,) = torch.autograd.grad(of_head.total(x, wanted.labels), head.weight)
     close(dw, wanted.dw)
-    (dx,) = torch.autograd.grad(head(x, wanted.labels), x)
+    (dx,) = torch.autograd.grad(of_head.total(x, wanted.labels), x)
     close(dx, wanted.dx)
     assert x.grad is None
     assert head.weight.grad is None
@@ -205,8 +213,8 @@ def test_gradients_that_are_returned_or_not_asked_for() -> None:
 
 def test_going_backward_twice_is_refused() -> None:
     """Catches gradients that are scaled in their place, and given a second time."""
-    wanted, head = plain(0.0), solo_head(5)
-    loss = 2 * head(wanted.x, wanted.labels)
+    wanted, (_, of_head) = plain(0.0), solo_head(5)
+    loss = 2 * of_head.total(wanted.x, wanted.labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -219,9 +227,9 @@ def test_narrow_chunks_are_added_up_wide() -> None:
     """
     wanted, far = plain(0.0), {}
     for chunk in (0, 1):
-        head = solo_head(chunk, torch.bfloat16)
+        head, of_head = solo_head(chunk, torch.bfloat16)
         x = wanted.x.bfloat16().requires_grad_()
-        head(x, wanted.labels).backward()
+        of_head.total(x, wanted.labels).backward()
         assert head.weight.grad is not None
         assert head.weight.grad.dtype == torch.bfloat16
         far[chunk] = (head.weight.grad - wanted.dw).norm() / wanted.dw.norm()
@@ -230,16 +238,16 @@ def test_narrow_chunks_are_added_up_wide() -> None:
 
 def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
     """float16: catches gradients computed for 1 and scaled afterwards, when they have vanished."""
-    wanted, head = plain(0.0), solo_head(5, torch.float16)
+    wanted, (head, of_head) = plain(0.0), solo_head(5, torch.float16)
     x, vanished, found = (3 * wanted.x).half(), {}, {}
     full = Full(head.weight.detach(), None)
     for scale in (1.0, 2.0**12):
         expected = torch.tensor(scale, dtype=torch.float64)
-        _, dy = head.losses_and_gradient(x, full, wanted.labels, expected)
+        _, dy = of_head.chunk(x, full, wanted.labels, expected)
         assert dy is not None
         vanished[scale] = int((dy[0, :3] == 0).sum())
         leaf = x.clone().requires_grad_()
-        (scale * head(leaf, wanted.labels, expected)).backward()
+        (scale * of_head.total(leaf, wanted.labels, expected)).backward()
         assert leaf.grad is not None
         found[scale] = leaf.grad.double() / scale
     assert vanished[2.0**12] < vanished[1.0]

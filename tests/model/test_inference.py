@@ -79,7 +79,7 @@ def _as_trained(rank: int, case: tuple[str, Mode]) -> None:
         with torch.no_grad():
             logits = fast.logits_of(ids, positions, ends, lambda x, i=last: x.index_select(1, i))
             whole = alone.logits(alone(ids, positions, ends))[:, last]
-            first = trained.head.first_logit
+            first = trained.head.losses.first
             own = whole[..., first : first + logits.shape[-1]]
             # ranks' products are added up in another order, and some CPUs add those of few rows so
             torch.testing.assert_close(logits, own, rtol=1e-12, atol=1e-12)

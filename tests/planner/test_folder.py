@@ -31,11 +31,18 @@ from tests.traced.folders import small_config, write_folder, write_job
 WORLD = 4
 CPU = torch.device("cpu")
 LAYOUTS = (
-    ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=2"),
+    (
+        *("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=2"),
+        *("--parallel.weight.vocab_parallel_loss", "--parallel.weight.embed_split_hidden"),
+        "--model.loss_chunk_tokens=24",
+    ),
     ("--parallel.tensor.size=4", "--parallel.weight.size=2", "--training.dtype=float32"),
     ("--parallel.weight.size=2", "--model.checkpoint=1.0", "--parallel.zero1.size=1"),
-    ("--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--data.micro_num=2"),
-    ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp"),
+    (
+        *("--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--data.micro_num=2"),
+        "--model.loss_chunk_tokens=9",
+    ),
+    ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp", "--model.loss_chunk_tokens=24"),
     ("--parallel.tensor.size=2", "--parallel.tensor.mode=fsp", "--model.checkpoint=1.0"),
 )
 HYBRIDS = (
