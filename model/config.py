@@ -16,7 +16,7 @@ the work that has to be done, and does not reward doing it twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -105,8 +105,9 @@ class ModelConfig:
     """Backend of attention; auto: the fastest that runs here."""
     compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
     """Compute norms, the residual sum between attention and MLP, rotations and SwiGLU by a kernel
-    each that torch.compile makes at the start, and rounds less; auto: on CUDA. It takes part of a
-    millisecond of Python a layer: with few tokens a rank, false may be faster."""
+    each that torch.compile makes at the start, and rounds less; auto: on CUDA. Of isp's own model
+    alone: others are computed as they are written. It takes part of a millisecond of Python a
+    layer: with few tokens a rank, false may be faster."""
     init_std: Annotated[NotNegative, KeyRole.METHOD] = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
@@ -144,7 +145,7 @@ class ModelConfig:
             )
         self._check_kept_inputs()
         if self.hf is not None:
-            self._check_beside_folder()
+            self.check_beside(f"model.hf={self.hf}")
             return
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
@@ -179,19 +180,23 @@ class ModelConfig:
                 f" to its default, 0 or false"
             )
 
-    def _check_beside_folder(self) -> None:
+    def check_beside(self, other: str, unread: Collection[str] = ()) -> None:
+        """Raise ValueError for a key of how isp's own model is computed, where `other` is run.
+
+        `unread`: keys that may be there.
+        """
         if self.compile is True:
             raise ValueError(
-                f"model.compile=true is for the layers of isp's own model, and model.hf={self.hf}"
-                f" is another: use auto or false"
+                f"model.compile=true is for the layers of isp's own model, and {other} is another:"
+                f" use auto or false"
             )
         for key, plain in defaults_of(ModelConfig, KeyRole.METHOD).items():
             value = getattr(self, key)
-            if key not in _OF_ANY_MODEL and value != plain:
+            if key not in _OF_ANY_MODEL and key not in unread and value != plain:
                 instead = "; model.checkpoint recomputes whole blocks" * ("checkpoint" in key)
                 raise ValueError(
-                    f"model.{key}={json.dumps(value)} is for isp's own model, and model.hf="
-                    f"{self.hf} is another: use {json.dumps(plain)}{instead}"
+                    f"model.{key}={json.dumps(value)} is for isp's own model, and {other} is"
+                    f" another: use {json.dumps(plain)}{instead}"
                 )
 
     @property

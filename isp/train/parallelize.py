@@ -50,11 +50,12 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     A causal language model of transformers (adapters of PEFT put on or not), or a module of
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
-    `optimizer`, `comm`, and of `model` how to compute (`checkpoint*`, `attention_backend`); other
-    sections of the file are not read. Ranks are torchrun's. A model on the meta device gets the
-    weights that it would begin with, by `training.seed`, each rank its part alone. Weights that are
-    frozen (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for
-    a model or sizes that cannot be driven.
+    `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `checkpoint_offload`,
+    `checkpoint_segment`, `loss_chunk_tokens`, `attention_backend`); other sections of the file are
+    not read. Ranks are torchrun's. A model on the meta device gets the weights that it would begin
+    with, by `training.seed`, each rank its part alone. Weights that are frozen
+    (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
+    or sizes that cannot be driven.
     """
     if not isinstance(config, JobConfig):
         config = load_config(config, kind=_LoopConfig, unread=_UNREAD)
@@ -63,6 +64,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
             f"training.global_batch_size={config.training.global_batch_size}: the batch"
             f" of isp.parallelize is the sequences that ranks give to loss: leave the key out"
         )
+    given = f"the {type(model).__name__} that isp.parallelize is given"
+    config.model.check_beside(given, unread={"init_std"})  # as its sizes, it is the model's own
     _check_parameters(model)
     config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(

@@ -411,10 +411,21 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
     assert run.config.optimizer.lr == 0.01
 
 
-def test_a_global_batch_is_refused(tmp_path: Path) -> None:
-    """Catches a size of the batch that is ignored: the caller's sequences are the batch."""
-    (tmp_path / "own.yaml").write_text("training: {global_batch_size: 8}")
-    with pytest.raises(ValueError, match=r"training\.global_batch_size=8: .* leave the key out"):
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            "training: {global_batch_size: 8}",
+            r"training\.global_batch_size=8: .* leave the key out",
+        ),
+        ("model: {compile: true}", r"model\.compile=true .* the Own that .* use auto or false"),
+        ("model: {mlp_tile_tokens: 8}", r"model\.mlp_tile_tokens=8 .* the Own that .* use 0"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, told: str) -> None:
+    """Catches a key that is ignored: the caller's sequences are the batch, and the model is his."""
+    (tmp_path / "own.yaml").write_text(keys)
+    with pytest.raises(ValueError, match=told):
         isp.parallelize(Own(), tmp_path / "own.yaml")
     assert not dist.is_initialized()
 
