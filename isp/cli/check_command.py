@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from isp.train.check_layouts import Layout
     from isp.train.check_reference import Subject
 
-__all__ = ["add_options", "run"]
+from isp.cli.options import Run
+
+__all__ = ["add_options"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the command's options beside CONFIG and overrides."""
     parser.add_argument(
         "--layouts",
@@ -33,9 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
         " FOLDER is one of Hugging Face, of which config.json is read."
     )
+    return _run
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Check, and print a line a layout; 1 if any differs."""
     from tqdm import tqdm
 

@@ -6,25 +6,30 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = [
-    "add_export_options",
-    "add_import_options",
-    "add_options",
-    "run_export",
-    "run_import",
-    "run_inspect",
-    "run_verify",
-]
+from isp.cli.options import Run
+
+__all__ = ["add_export", "add_import", "add_inspect", "add_verify"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoints that are meant: all there is for `inspect` and `verify`."""
+def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", metavar="PATH", help="a checkpoint, a folder of them, or the folder of a run"
     )
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def add_inspect(parser: argparse.ArgumentParser) -> Run:
+    """Add the checkpoints that are shown."""
+    _add_path(parser)
+    return _run_inspect
+
+
+def add_verify(parser: argparse.ArgumentParser) -> Run:
+    """Add the checkpoints that are compared."""
+    _add_path(parser)
+    return _run_verify
+
+
+def _run_inspect(args: argparse.Namespace) -> int:
     """Print what checkpoints hold."""
     from isp.checkpoint import inspect
 
@@ -32,7 +37,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_verify(args: argparse.Namespace) -> int:
+def _run_verify(args: argparse.Namespace) -> int:
     """Compare checkpoints with their checksums; 1 where one is damaged."""
     from isp.checkpoint import verify
 
@@ -41,13 +46,14 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if verdict.good else 1
 
 
-def add_export_options(parser: argparse.ArgumentParser) -> None:
+def add_export(parser: argparse.ArgumentParser) -> Run:
     """Add the checkpoint, and the folder it becomes."""
-    add_options(parser)
+    _add_path(parser)
     parser.add_argument(
         "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
     )
     _add_dtype(parser, None, "training.dtype of the run")
+    return _run_export
 
 
 def _add_dtype(parser: argparse.ArgumentParser, default: str | None, meaning: str) -> None:
@@ -56,7 +62,7 @@ def _add_dtype(parser: argparse.ArgumentParser, default: str | None, meaning: st
     parser.add_argument("--dtype", choices=choices, default=default, help=help_text)
 
 
-def run_export(args: argparse.Namespace) -> int:
+def _run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder, and say what it holds."""
     from isp.train.export import export
 
@@ -70,16 +76,17 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_import_options(parser: argparse.ArgumentParser) -> None:
+def add_import(parser: argparse.ArgumentParser) -> Run:
     """Add the folder, and the checkpoints it becomes one of."""
     parser.add_argument("path", metavar="FOLDER", help="one of Hugging Face, with safetensors")
     parser.add_argument(
         "--into", required=True, metavar="PATH", help="an empty folder of checkpoints, or none yet"
     )
     _add_dtype(parser, "bfloat16", "bfloat16")
+    return _run_import
 
 
-def run_import(args: argparse.Namespace) -> int:
+def _run_import(args: argparse.Namespace) -> int:
     """Write a checkpoint, and say how to begin from it."""
     from isp.train.import_folder import import_folder
 

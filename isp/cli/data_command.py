@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_prepare_options", "run_prepare"]
+from isp.cli.options import Run
+
+__all__ = ["add_prepare"]
 
 
-def add_prepare_options(parser: argparse.ArgumentParser) -> None:
+def add_prepare(parser: argparse.ArgumentParser) -> Run:
     """Add the files, and how they are read and written."""
     parser.add_argument(
         "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, globs"
@@ -35,9 +37,10 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Jinja file that renders messages, in place of the tokenizer's own template",
     )
+    return _run_prepare
 
 
-def run_prepare(args: argparse.Namespace) -> int:
+def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
     from isp.data.config import Format
     from isp.data.prepare import prepare

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
-from isp.cli.options import not_negative, positive
+from isp.cli.options import Run, add_html, add_option, not_negative, positive
 from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from isp.inference.rows import Rows
     from isp.inference.source import Source
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options"]
 
 _NUMBERS = {
     "rows": (not_negative, 16, "sequences of text to read, at most; 0: no text"),
@@ -24,15 +24,11 @@ _NUMBERS = {
     "digits": (positive, 5, "digits of a passkey"),
     "depths": (positive, 5, "depths of a passkey, from the beginning to the end"),
     "seed": (not_negative, 0, "of the passkeys"),
-    "batch-tokens": (
-        positive,
-        16_384,
-        "tokens that are read at once; at least a sequence or prompt",
-    ),
+    "batch-tokens": (positive, 16_384, "tokens that are read at once, and one prompt at least"),
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add what is read, how much of it, and the ranks."""
     add_reading(parser)
     parser.add_argument(
@@ -50,22 +46,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " an eighth of the trained length, doubled up to four times it)",
     )
     for name, (kind, default, meaning) in _NUMBERS.items():
-        help_text = f"{meaning} (default: {default})"
-        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help_text)
+        add_option(parser, name, "N", kind, meaning, default)
     parser.add_argument(
         "--output",
         metavar="FOLDER",
         help="where evaluation.json, or tasks.json, is written (default: RUN/evaluation; of others,"
         " nowhere)",
     )
-    parser.add_argument(
-        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
-    )
+    add_html(parser)
     add_task_options(parser)
     parser.epilog = (
         "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"
         " in isp each sequence is split over the ranks, so that long ones fit."
     )
+    return _run
 
 
 def _lengths(text: str) -> list[int]:
@@ -75,7 +69,7 @@ def _lengths(text: str) -> list[int]:
     return found
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print what was found, and write it."""
     from isp.cli.launch import start_ranks
     from isp.inference.passkey import PasskeyPrompts

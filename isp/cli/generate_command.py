@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from isp.cli.options import not_negative, positive
+from isp.cli.options import Run, add_option, not_negative, positive
 from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
@@ -17,10 +17,27 @@ if TYPE_CHECKING:
     from isp.inference.sampling import SamplingConfig
     from isp.inference.source import Source
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+_OPTIONS: tuple[tuple[str, str, Callable[[str], object], float | None, str], ...] = (
+    ("chat-template", "FILE", str, None, "a Jinja file to use instead of the model's, with --chat"),
+    ("max-new-tokens", "N", positive, 128, "tokens to write for each prompt, at most"),
+    (
+        "temperature",
+        "T",
+        float,
+        0.0,
+        "divides the logits before a token is drawn; 0: always the likeliest token, which is what"
+        " transformers does without do_sample",
+    ),
+    ("top-k", "K", not_negative, 0, "draw among the K likeliest tokens; 0: all"),
+    ("top-p", "P", float, 1.0, "draw among the fewest tokens whose probabilities sum up to P"),
+    ("seed", "N", not_negative, 0, "of the draws: the same tokens on any number of ranks"),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add what is read, how tokens are drawn, and the ranks."""
     add_reading(parser)
     parser.add_argument(
@@ -36,34 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask the assistant: a prompt is a message of the user, in the model's chat template",
     )
-    names = ("--chat-template", "--chat_template")
-    parser.add_argument(
-        *names, metavar="FILE", help="a Jinja file to use instead of the model's (with --chat)"
-    )
-    _option(
-        parser, "max-new-tokens", "N", positive, 128, "tokens to write for each prompt, at most"
-    )
-    _option(
-        parser,
-        "temperature",
-        "T",
-        float,
-        0.0,
-        "divides the logits before a token is drawn; 0: always the likeliest token, which is what"
-        " transformers does without do_sample",
-    )
-    _option(parser, "top-k", "K", not_negative, 0, "draw among the K likeliest tokens; 0: all")
-    _option(
-        parser,
-        "top-p",
-        "P",
-        float,
-        1.0,
-        "draw among the fewest tokens whose probabilities sum up to P",
-    )
-    _option(
-        parser, "seed", "N", not_negative, 0, "of the draws: the same tokens on any number of ranks"
-    )
+    for name, metavar, kind, default, meaning in _OPTIONS:
+        add_option(parser, name, metavar, kind, meaning, default)
     parser.add_argument(
         "--stop",
         action="append",
@@ -76,24 +67,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " --parallel.tensor.mode says: mtp, msp, fsp or isp, which splits the prompts over the"
         " ranks. Text goes to stdout, all else to stderr."
     )
+    return _run
 
 
-def _option(
-    parser: argparse.ArgumentParser,
-    name: str,
-    metavar: str,
-    kind: Callable[[str], float],
-    default: float,
-    meaning: str,
-) -> None:
-    """An option under its name here and, with `_`, that of transformers and vLLM."""
-    names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-    parser.add_argument(
-        *names, metavar=metavar, type=kind, default=default, help=f"{meaning} (default: {default})"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print what follows the prompts, as it comes."""
     from isp.cli.launch import start_ranks
     from isp.inference.sampling import SamplingConfig

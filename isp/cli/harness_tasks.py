@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isp.cli.options import not_negative, positive
+from isp.cli.options import add_option, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -36,8 +36,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         ("limit", "N", positive, "questions of each task, at most (default: all)"),
         ("max-length", "N", positive, "tokens to read (default: the trained length)"),
     ):
-        names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        group.add_argument(*names, metavar=metavar, type=kind, help=meaning)
+        add_option(group, name, metavar, kind, meaning)
     group.add_argument(
         "--apply-chat-template",
         "--apply_chat_template",

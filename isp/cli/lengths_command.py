@@ -7,19 +7,19 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_planning, positive
+from isp.cli.options import Run, add_planning, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from isp.planner.fabric import Fabric
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options"]
 
 _UNITS = {"": 2**30, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 """Bytes of the units of a size."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add its options besides the configuration."""
     parser.add_argument(
         "--world",
@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="memory of a node, which its ranks share (default: the fabric's, or no limit)",
     )
     add_planning(parser, "tokens")
+    return _run
 
 
 def gib(text: str) -> float:
@@ -60,7 +61,7 @@ def gib(text: str) -> float:
     return size
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print the memory of a configuration, and with --max-seq-len the longest that fits."""
     from isp.config import load_config
     from isp.planner import load_fabric

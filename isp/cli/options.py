@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
-__all__ = ["add_nproc", "add_planning", "not_negative", "positive"]
+__all__ = ["Run", "add_html", "add_nproc", "add_option", "add_planning", "not_negative", "positive"]
 
+Run = Callable[[argparse.Namespace], int]
+"""A command, which gives its exit code."""
 _LARGEST = 2**20
 """More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
 
@@ -18,6 +21,27 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
     )
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Add `--html`, of a command that makes a folder."""
+    parser.add_argument(
+        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
+    )
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    kind: Callable[[str], object],
+    meaning: str,
+    default: float | None = None,
+) -> None:
+    """Add an option under its name and, with `_`, that of transformers, vLLM and the harness."""
+    names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+    shown = meaning if default is None else f"{meaning} (default: {default})"
+    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=shown)
 
 
 def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:

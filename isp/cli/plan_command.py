@@ -7,16 +7,16 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, add_planning, positive
+from isp.cli.options import Run, add_nproc, add_planning, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from isp.planner import Candidate
 
-__all__ = ["add_calibrate_options", "add_plan_options", "run_calibrate", "run_plan"]
+__all__ = ["add_calibrate", "add_layouts"]
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
+def add_layouts(parser: argparse.ArgumentParser) -> Run:
     """Add `isp layouts` options besides the configuration."""
     parser.add_argument(
         "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
@@ -31,9 +31,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
     )
+    return _run_layouts
 
 
-def run_plan(args: argparse.Namespace) -> int:
+def _run_layouts(args: argparse.Namespace) -> int:
     """Print the layouts of a configuration, the fastest first."""
     from isp.config import load_config
     from isp.planner import as_json, as_text, evaluate, load_fabric, rows_of, search
@@ -63,16 +64,17 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0 if found.fitting else 1
 
 
-def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
+def add_calibrate(parser: argparse.ArgumentParser) -> Run:
     """Add `isp calibrate`'s options."""
     add_nproc(parser)
     parser.add_argument(
         "--out", metavar="FILE", help="write the fabric to FILE (without it: print it)"
     )
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    return _run_calibrate
 
 
-def run_calibrate(args: argparse.Namespace) -> int:
+def _run_calibrate(args: argparse.Namespace) -> int:
     """Measure this machine, and write its fabric."""
     from isp.cli.launch import start_ranks, world_size
 

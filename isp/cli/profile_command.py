@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.options import add_nproc, not_negative, positive
+from isp.cli.options import Run, add_html, add_nproc, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.parallel import Mode
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options"]
 
 _WITHOUT_VALIDATION = (
     "--validation.freq=0",
@@ -22,7 +22,7 @@ _WITHOUT_VALIDATION = (
 """Nothing is evaluated, so held-out text need not be there."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the command's options beside CONFIG and overrides."""
     from isp.parallel.config import Mode
 
@@ -42,13 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
     )
-    parser.add_argument(
-        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
-    )
+    add_html(parser)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # from here to the ranks
+    return _run
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
     from isp.cli.launch import start_ranks, world_size
     from isp.config import ConfigError, load_config

@@ -12,20 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
-from isp.cli import (
-    check_command,
-    checkpoint_command,
-    data_command,
-    evaluate_command,
-    generate_command,
-    lengths_command,
-    plan_command,
-    profile_command,
-    topology_command,
-)
+from isp.cli.check_command import add_options as add_check
+from isp.cli.checkpoint_command import add_export, add_import, add_inspect, add_verify
+from isp.cli.data_command import add_prepare
+from isp.cli.evaluate_command import add_options as add_evaluate
 from isp.cli.failures import report, report_broken_pipe, report_end, report_interrupt
+from isp.cli.generate_command import add_options as add_generate
 from isp.cli.launch import follow_launcher
-from isp.cli.options import add_nproc
+from isp.cli.lengths_command import add_options as add_plan
+from isp.cli.options import Run, add_nproc
+from isp.cli.plan_command import add_calibrate, add_layouts
+from isp.cli.profile_command import add_options as add_profile
+from isp.cli.topology_command import add_options as add_topology
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -52,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         args = _parse(_split(words))
         args.words = words
-        run: Callable[[argparse.Namespace], int] = args.run
-        code = run(args)
+        code: int = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as error:
@@ -119,6 +116,11 @@ def _add_commands(
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
+def _add_train(parser: argparse.ArgumentParser) -> Run:
+    add_nproc(parser)
+    return _train
+
+
 def _train(args: argparse.Namespace) -> int:
     from isp.cli.launch import reports_for_ranks, start_ranks, world_size
     from isp.config import load_config
@@ -176,7 +178,7 @@ class _HelpKeys(argparse.Action):
         parser.exit()
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--help-keys",
         nargs="?",
@@ -184,6 +186,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION",
         help="say what the keys (of SECTION) mean, with their types and defaults",
     )
+    return _config
+
+
+def _add_prefetch(_: argparse.ArgumentParser) -> Run:
+    return _prefetch
 
 
 def _prefetch(args: argparse.Namespace) -> int:
@@ -208,11 +215,12 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
+def _add_report(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("folder", metavar="RUN_FOLDER", help="such as outputs/<job>/latest")
     parser.add_argument(
         "--output", metavar="FOLDER", help="where to write it; default: RUN_FOLDER/report"
     )
+    return _report
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -228,118 +236,41 @@ class _Command(NamedTuple):
 
     name: str
     summary: str
-    run: Callable[[argparse.Namespace], int]
-    add_options: Callable[[argparse.ArgumentParser], None]
-    overrides: bool = False
-    """Whether keys of a configuration can be given."""
-    config: bool = False
-    """Whether its first argument is a YAML file, whose keys can then be given."""
+    add: Callable[[argparse.ArgumentParser], Run]
+    """Adds its options, and gives the function that runs it."""
+    takes: str = ""
+    """Keys of a configuration, if `keys`; if `file`, also CONFIG before them."""
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
         """Add all that the command takes."""
-        overrides = self.overrides or self.config
-        parser.set_defaults(run=self.run, takes_overrides=overrides)
-        if self.config:
+        if self.takes == "file":
             parser.epilog = _OVERRIDES_HELP
             help_text = "a YAML file, such as those in configs/"
             parser.add_argument("config", metavar="CONFIG", help=help_text)
-        self.add_options(parser)
-        if overrides:
+        parser.set_defaults(run=self.add(parser), takes_overrides=bool(self.takes))
+        if self.takes:
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
             parser.usage = f"{usage} [--section.key value ...]"
 
 
 _GROUPS = {"data": "work on data", "checkpoint": "look at or export checkpoints"}
+_CHECK = "compare layouts of a model with the plain model: loss, every gradient, a step"
 _COMMANDS = (
-    _Command("train", "train as a YAML file says", _train, add_nproc, config=True),
-    _Command("config", "print the full configuration", _config, _add_config, config=True),
-    _Command(
-        "prefetch",
-        "print when each weight of a step is gathered, waited for and freed",
-        _prefetch,
-        lambda parser: None,
-        config=True,
-    ),
-    _Command(
-        "profile",
-        "measure what communication costs in each mode",
-        profile_command.run,
-        profile_command.add_options,
-        config=True,
-    ),
-    _Command(
-        "check",
-        "compare layouts of a model with the plain model: loss, every gradient, a step",
-        check_command.run,
-        check_command.add_options,
-        config=True,
-    ),
-    _Command(
-        "generate",
-        "continue prompts: text from a trained model",
-        generate_command.run,
-        generate_command.add_options,
-        overrides=True,
-    ),
-    _Command(
-        "evaluate",
-        "loss by place in long text, and passkeys found, of a trained model",
-        evaluate_command.run,
-        evaluate_command.add_options,
-        overrides=True,
-    ),
-    _Command(
-        "plan",
-        "say what memory a layout takes, and how long its sequences can be",
-        lengths_command.run,
-        lengths_command.add_options,
-        config=True,
-    ),
-    _Command(
-        "layouts",
-        "say which layouts fit on so many ranks, and how fast each would be",
-        plan_command.run_plan,
-        plan_command.add_plan_options,
-        config=True,
-    ),
-    _Command(
-        "calibrate",
-        "measure this machine for isp layouts",
-        plan_command.run_calibrate,
-        plan_command.add_calibrate_options,
-    ),
-    _Command(
-        "topology", "print the groups of ranks", topology_command.run, topology_command.add_options
-    ),
-    _Command("report", "make an HTML page and pictures from a run's folder", _report, _add_report),
-    _Command(
-        "data prepare",
-        "turn text or chats into the .bin/.idx format",
-        data_command.run_prepare,
-        data_command.add_prepare_options,
-    ),
-    _Command(
-        "checkpoint inspect",
-        "show what checkpoints hold",
-        checkpoint_command.run_inspect,
-        checkpoint_command.add_options,
-    ),
-    _Command(
-        "checkpoint verify",
-        "read checkpoints and compare their checksums",
-        checkpoint_command.run_verify,
-        checkpoint_command.add_options,
-    ),
-    _Command(
-        "checkpoint export",
-        "write a checkpoint as a Hugging Face folder",
-        checkpoint_command.run_export,
-        checkpoint_command.add_export_options,
-    ),
-    _Command(
-        "checkpoint import",
-        "write a Hugging Face folder as a checkpoint",
-        checkpoint_command.run_import,
-        checkpoint_command.add_import_options,
-    ),
+    _Command("train", "train as a YAML file says", _add_train, "file"),
+    _Command("config", "print the full configuration", _add_config, "file"),
+    _Command("prefetch", "print when each weight is gathered and freed", _add_prefetch, "file"),
+    _Command("profile", "measure what communication costs in each mode", add_profile, "file"),
+    _Command("check", _CHECK, add_check, "file"),
+    _Command("generate", "continue prompts: text from a trained model", add_generate, "keys"),
+    _Command("evaluate", "measure loss by place in long text, and passkeys", add_evaluate, "keys"),
+    _Command("plan", "show the memory of a layout, and the longest sequences", add_plan, "file"),
+    _Command("layouts", "show which layouts fit, and how fast each would be", add_layouts, "file"),
+    _Command("calibrate", "measure this machine for isp layouts", add_calibrate),
+    _Command("topology", "print the groups of ranks", add_topology),
+    _Command("report", "make an HTML page and pictures from a run's folder", _add_report),
+    _Command("data prepare", "turn text or chats into the .bin/.idx format", add_prepare),
+    _Command("checkpoint inspect", "show what checkpoints hold", add_inspect),
+    _Command("checkpoint verify", "compare checkpoints with their checksums", add_verify),
+    _Command("checkpoint export", "write a checkpoint as a Hugging Face folder", add_export),
+    _Command("checkpoint import", "write a Hugging Face folder as a checkpoint", add_import),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from isp.cli.options import positive
+from isp.cli.options import Run, positive
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the sizes of the groups, and the shape of a weight."""
     from isp.parallel.config import Mode
 
@@ -46,9 +46,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="OUTxIN",
         help="draw how a weight of this shape is cut, rank by rank",
     )
+    return _run
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from isp.parallel.config import (
         DevicePlacementConfig,

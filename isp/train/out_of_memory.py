@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,13 +16,7 @@ from isp.optim import MainGradients, Zero1Optimizer
 from isp.run.environment import RankPlace
 from isp.weights.communicator import ISPCommunicator
 
-__all__ = [
-    "MemoryGuard",
-    "MemoryOwner",
-    "OutOfMemory",
-    "describe_owners",
-    "memory_owners",
-]
+__all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +24,13 @@ _HISTORY = 100_000
 """Allocations and frees that a snapshot holds, as in torchtitan."""
 
 
-class MemoryOwner(NamedTuple):
-    """A part of the run, and its bytes here."""
-
-    name: str
-    num_bytes: int
-
-
 def memory_owners(
     gradients: MainGradients,
     optimizer: Zero1Optimizer,
     communicator: ISPCommunicator | None,
     host: HostMemory | None = None,
-) -> list[MemoryOwner]:
-    """Weights, gradients, optimizer states and buffers of this rank.
+) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer states and buffers of this rank, by name.
 
     A tensor that two of them share, such as master weights that are the weights, counts once.
     """
@@ -54,33 +41,25 @@ def memory_owners(
     shards, device = optimizer.state_dict()["parameters"].values(), parameters[0].device
     tensors = (x for shard in shards for x in shard["tensors"].values() if x.device == device)
     states = _storage_bytes(tensors, seen)
-    pools = []
+    owners = {
+        "weights": weights,
+        "gradients": gradients.num_bytes + of_autograd,
+        "optimizer states": states,
+    }
     if communicator is not None:
-        pools = [
-            MemoryOwner("gathered weights", communicator.pool.reserved_bytes),
-            MemoryOwner("gradients travelling", communicator.reduce_pool.reserved_bytes),
-        ]
-    return [
-        MemoryOwner("weights", weights),
-        MemoryOwner("gradients", gradients.num_bytes + of_autograd),
-        MemoryOwner("optimizer states", states),
-        *pools,
-        *_on_host(host),
-    ]
+        owners["gathered weights"] = communicator.pool.reserved_bytes
+        owners["gradients in transfer"] = communicator.reduce_pool.reserved_bytes
+    if host is not None and not host.is_apart and host.reserved_bytes:
+        owners["block inputs on the host"] = host.reserved_bytes  # of the memory of a CPU's tensors
+    return owners
 
 
-def _on_host(host: HostMemory | None) -> list[MemoryOwner]:
-    if host is None or host.is_apart or not host.reserved_bytes:
-        return []  # it takes nothing of the device's memory
-    return [MemoryOwner("block inputs on the host", host.reserved_bytes)]
-
-
-def describe_owners(owners: Iterable[MemoryOwner], peak_bytes: float) -> str:
+def describe_owners(owners: Mapping[str, int], peak_bytes: float) -> str:
     """A line for each owner, the largest first; the rest of `peak_bytes` is activations."""
-    rest = peak_bytes - sum(owner.num_bytes for owner in owners)
-    named = [*owners, MemoryOwner("activations and the rest", max(0, round(rest)))]
-    named.sort(key=lambda owner: owner.num_bytes, reverse=True)
-    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes in named)
+    rest = max(0, round(peak_bytes - sum(owners.values())))
+    sizes = {**owners, "activations and the rest": rest}
+    ordered = sorted(sizes.items(), key=lambda item: item[1], reverse=True)
+    return "\n".join(f"  {name:<25} {_size(num_bytes):>10}" for name, num_bytes in ordered)
 
 
 def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -114,9 +93,9 @@ class MemoryGuard:
         self._rank = rank
         self._snapshots = snapshots
         self._where: Callable[[], str] = lambda: "while the model was built"
-        self._owners: Callable[[], Sequence[MemoryOwner]] = list
+        self._owners: Callable[[], Mapping[str, int]] = dict
 
-    def watch(self, where: Callable[[], str], owners: Callable[[], Sequence[MemoryOwner]]) -> None:
+    def watch(self, where: Callable[[], str], owners: Callable[[], Mapping[str, int]]) -> None:
         """From here on, `where` says what the rank does and `owners` who holds its memory."""
         self._where, self._owners = where, owners
 

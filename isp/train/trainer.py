@@ -28,7 +28,7 @@ from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
-from isp.train.out_of_memory import MemoryOwner, memory_owners
+from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints
@@ -125,7 +125,7 @@ class Trainer:
             return f"in {phase} of step {self.step + 1}"
         return f"after step {self.step}, in {phase}"
 
-    def memory_owners(self) -> list[MemoryOwner]:
+    def memory_owners(self) -> dict[str, int]:
         step = self.train_step
         return memory_owners(step.gradients, step.optimizer, step.communicator, step.built.host)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from isp.comm.tag import Purpose
 from isp.parallel.phase import Phase
-from isp.profile import (
+from isp.profile.schema import (
     Collective,
     ComputeSpan,
     Edge,

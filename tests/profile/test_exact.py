@@ -9,7 +9,7 @@ import pytest
 from isp.comm.log import covered
 from isp.comm.tag import Purpose, Tag
 from isp.parallel.phase import Phase
-from isp.profile import Cost, Edge
+from isp.profile.schema import Cost, Edge
 from isp.profile.totals import step_collectives, timeline, totals
 from tests.profile.records import (
     METRICS,

@@ -8,7 +8,7 @@ from isp.comm.tag import Purpose, Tag
 from isp.parallel import Mode, ParallelConfig, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, TensorConfig
 from isp.parallel.phase import Phase
-from isp.profile import Reason
+from isp.profile.schema import Reason
 from isp.profile.waits import worst_waits
 from tests.profile.records import QKV, aligned, gradient, mark, output, record, transfer, weight
 

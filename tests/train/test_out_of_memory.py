@@ -14,7 +14,6 @@ from torch import Tensor
 from isp.parallel import Axis, Mode
 from isp.train.out_of_memory import (
     MemoryGuard,
-    MemoryOwner,
     OutOfMemory,
     describe_owners,
     memory_owners,
@@ -51,9 +50,9 @@ def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, di
     run.close()
     pools = {
         "gathered weights": communicator.pool.reserved_bytes,
-        "gradients travelling": communicator.reduce_pool.reserved_bytes,
+        "gradients in transfer": communicator.reduce_pool.reserved_bytes,
     }
-    return dict(found), elements, rows, pools
+    return found, elements, rows, pools
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_sizes_are_those_of_the_things(dtype: torch.dtype, master: int) -> None:
 
 def test_owners_are_listed_by_size() -> None:
     """Catches the one that matters lost among the others."""
-    owners = [MemoryOwner("weights", 3 * 2**20), MemoryOwner("optimizer states", 2**32)]
+    owners = {"weights": 3 * 2**20, "optimizer states": 2**32}
     assert describe_owners(owners, 2**32 + 2**29).splitlines() == [
         "  optimizer states            4.00 GiB",
         "  activations and the rest   509.0 MiB",
