@@ -112,7 +112,8 @@ def _go(rank: int, configs: dict[str, JobConfig], saved: Path) -> dict[Any, Any]
             if (of, name) in SAVED:
                 _save(run, state, config, saved / of / name)
             seen: list[Any] = []
-            if (head := run.step.chunks[-1].head) is not None:
+            last = run.step.chunks[-1]
+            if isinstance(last, Decoder) and (head := last.head) is not None:
                 head.losses = head.losses._replace(behind=_seeing(seen))
             found[of, name] = (*run.numbers([0])[0], seen[0] if seen else None)
             run.close()
@@ -164,6 +165,8 @@ def test_every_layout_computes_what_transformers_does(folders, tmp_path) -> None
         assert math.isclose(norm, wanted_norm, rel_tol=1e-9), (of, name)
         last = layout.world - layout.world // layout.pipeline  # the first rank of the last stage
         parts = [of_ranks[last + i][of, name][2] for i in range(layout.tensor)]
+        if any(part is None for part in parts):  # of a traced decoder
+            continue
         logits = np.concatenate(parts, axis=1 if layout.mode is Mode.ISP else 2)
         expected = reference(batches[0].tokens).detach().numpy()
         assert np.abs(logits - expected).max() < 1e-9 * np.abs(expected).max(), (of, name)
@@ -437,7 +440,7 @@ def test_weights_that_are_loaded_are_not_drawn(
     def refuse(*_: Any) -> Any:
         raise RuntimeError("drawn")
 
-    monkeypatch.setattr(MasterStream, "normal", refuse)
+    monkeypatch.setattr(MasterStream, "drawn", refuse)
     run_forked(job, "--training.steps", "2")
     run_forked(job, *few, "--job.name", "other", "--checkpoint.initial_load_path", str(first))
     with pytest.raises(RankError, match=r"making the initial weights failed on rank 0: .* drawn"):
