@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +46,8 @@ class RankRecord:
     peak_memory_gib: float
 
 
-class _Moment(NamedTuple):
-    """A mark whose time is known once the device has come by."""
-
-    at: float
-    event: streams.Event | None
-    phase: Phase
-    block: str
-    site: str
-    memory_gib: float
+_Moment = tuple[streams.Event | None, Mark]
+"""A mark; where there is an event, that has the time, once the device has come by."""
 
 
 @dataclass(eq=False)
@@ -104,11 +97,9 @@ class Recorder:
         """The record; to be asked for after the context has been left without an exception."""
         assert self.log.observer is None, "the record is not complete yet"
         return RankRecord(
-            begins=tuple(self._time(moment) for moment in self._begins),
+            begins=tuple(self._timed(moment).at for moment in self._begins),
             transfers=tuple(t for t in self._transfers if t.waited),
-            marks=tuple(
-                Mark(self._time(m), m.phase, m.block, m.site, m.memory_gib) for m in self._moments
-            ),
+            marks=tuple(map(self._timed, self._moments)),
             parts=tuple(self.parts),
             peak_memory_gib=peak_memory_gib(self.device),
         )
@@ -147,11 +138,12 @@ class Recorder:
 
     def _moment(self, phase: Phase, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
         event = None if self._clock is None else self._clock.mark()
-        return _Moment(time.perf_counter(), event, phase, block, site, memory)
+        return event, Mark(time.perf_counter(), phase, block, site, memory)
 
-    def _time(self, moment: _Moment) -> float:
-        if moment.event is None:
-            return moment.at
+    def _timed(self, moment: _Moment) -> Mark:
+        event, mark = moment
+        if event is None:
+            return mark
         assert self._clock is not None
-        moment.event.synchronize()
-        return self._clock(moment.event)
+        event.synchronize()
+        return replace(mark, at=self._clock(event))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from isp.comm.log import covered
 from isp.comm.tag import Purpose
@@ -35,6 +36,8 @@ from isp.profile.schema import (
 )
 
 __all__ = ["mean_totals", "step_collectives", "timeline", "totals"]
+
+T = TypeVar("T", Collective, ComputeSpan)
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 _REDUCTIONS = (Purpose.WEIGHT_GRADIENT, Purpose.REPLICA_GRADIENT)
@@ -125,11 +128,11 @@ def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTi
         step=number,
         begin_ms=begin - zero,
         end_ms=end - zero,
-        collectives=tuple(_moved(c, zero) for c in step_collectives(times, step)),
-        spans=tuple(
-            dataclasses.replace(s, begin_ms=s.begin_ms - zero, end_ms=s.end_ms - zero)
-            for s in _spans(times, step)
+        collectives=tuple(
+            _moved(c, zero, "launch_ms", "start_ms", "end_ms", "wait_ms")
+            for c in step_collectives(times, step)
         ),
+        spans=tuple(_moved(s, zero, "begin_ms", "end_ms") for s in _spans(times, step)),
         memory=tuple(
             MemorySample(at_ms=mark.at - zero, phase=mark.phase, gib=mark.memory_gib)
             for mark in marks
@@ -137,14 +140,9 @@ def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTi
     )
 
 
-def _moved(collective: Collective, zero: float) -> Collective:
-    return dataclasses.replace(
-        collective,
-        launch_ms=collective.launch_ms - zero,
-        start_ms=collective.start_ms - zero,
-        end_ms=collective.end_ms - zero,
-        wait_ms=collective.wait_ms - zero,
-    )
+def _moved(timed: T, zero: float, *names: str) -> T:
+    """With the times of these names counted from `zero`."""
+    return dataclasses.replace(timed, **{name: getattr(timed, name) - zero for name in names})
 
 
 def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
