@@ -81,21 +81,16 @@ def _run(args: argparse.Namespace) -> int:
     given = [_text_of(prompt) for prompt in args.prompt]
     reading = Reading.of(args)
     prompts = _prompts(args, given, reading.source)
-    lengths = [prompt.tokens for prompt in prompts.all]
-    reading.describe(reading.source.check_lengths(lengths, args.max_new_tokens))
+    reading.describe(reading.source.check_lengths(prompts.tokens, args.max_new_tokens))
     if args.nproc is not None and reading.layout.ranks > 1:
         return start_ranks(reading.layout.ranks, args.words)
     _generate(args, reading, prompts, sampling)
     return 0
 
 
-class _Prompt(NamedTuple):
-    text: str
-    tokens: list[int]
-
-
 class _Prompts(NamedTuple):
-    all: list[_Prompt]
+    texts: list[str]
+    tokens: list[list[int]]
     turn_end: int | None
     """The token that ends a turn of the assistant, for conversations."""
 
@@ -104,11 +99,11 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
     """The prompts: texts, and conversations by the chat template."""
     from isp.data.documents import JsonLine
 
-    found, template = list[_Prompt](), None
+    found, template = list[tuple[str, list[int]]](), None
     for given, text in zip(args.prompt, texts, strict=True):
         talks = _conversations(given)
         if talks is None and not args.chat:
-            found.append(_Prompt(text, source.encode_prompt(text)))
+            found.append((text, source.encode_prompt(text)))
             continue
         template = template or source.chat_template(args.chat_template)
         if talks is None:
@@ -117,10 +112,11 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
         for record, where, _ in talks:
             keys = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
             rendered = template.prompt(record.get("messages", []), where, **keys)
-            found.append(_Prompt(rendered, source.encode_chat(rendered)))
+            found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
         raise ValueError("--chat-template is for conversations: add --chat")
-    return _Prompts(found, None if template is None else template.turn_end())
+    turn_end = None if template is None else template.turn_end()
+    return _Prompts([text for text, _ in found], [tokens for _, tokens in found], turn_end)
 
 
 def _conversations(prompt: str) -> list[JsonLine] | None:
@@ -160,21 +156,13 @@ def _generate(
     with reading.engine() as (engine, rank):
         turn_end = frozenset() if prompts.turn_end is None else {prompts.turn_end}
         ends = Ends(args.max_new_tokens, source.ends | turn_end, tuple(args.stop))
-        texts, tokens = map(list, zip(*prompts.all, strict=True))
-        generation = Generation(engine, source.tokenizer, tokens, sampling, ends)
+        generation = Generation(engine, source.tokenizer, prompts.tokens, sampling, ends)
         if rank == 0:
-            _print_one(generation) if len(texts) == 1 else _print_all(generation, texts)
+            _print_all(generation, prompts.texts)
             print(generation.speed.describe(), file=sys.stderr)
         else:
             for _ in generation:
                 pass
-
-
-def _print_one(generation: Generation) -> None:
-    """Text as it comes."""
-    for piece in generation:
-        print(piece.text, end="", flush=True)
-    print()
 
 
 def _print_all(generation: Generation, texts: list[str]) -> None:
@@ -199,7 +187,9 @@ _HEAD_CHARACTERS = 60
 
 
 def _print_head(number: int, texts: list[str]) -> None:
-    """The number of a prompt, and how it ends: that is where the text continues."""
+    """The number of one of several prompts, and its end, where the text continues."""
+    if len(texts) == 1:
+        return
     text = " ".join(texts[number].split())
     cut = text if len(text) <= _HEAD_CHARACTERS else f"...{text[-_HEAD_CHARACTERS:]}"
     print(f"--- {number + 1} of {len(texts)}: {cut}", flush=True)
