@@ -144,7 +144,7 @@ class TracedChunk:
         forward_pass = ForwardPass(
             "the model", self._outer_calls, self._masks(positions, cu_seqlens)
         )
-        self._recomputers[next(b for b in self.trace.blocks if b not in self.left_out)].begin()
+        self._recomputers[next(b for b in self._recomputed if b not in self.left_out)].begin()
         ends = {} if self.trace.head is None else {self.trace.head: _end}
         with (
             self._passing(forward_pass),
@@ -383,7 +383,7 @@ class TracedChunk:
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
         before = generator_states(self._layers.device) if self.model.training else None
-        left_out, self.left_out = self.left_out, frozenset(self.trace.blocks)
+        left_out, self.left_out = self.left_out, frozenset(self._recomputed)
         try:
             with (
                 self._passing(ForwardPass("the model", self._outer_calls, Masks(None))),

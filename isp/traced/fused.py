@@ -184,7 +184,7 @@ class _Fused(Function):
         x, weight = ctx.saved_tensors
         communicator = layer.communicator
         use = communicator.unshard(layer, Phase.BACKWARD, weight) if needs_x else nullcontext()
-        dys = tuple(dy.flatten(0, -2) for dy in given)  # [N, Oi]
+        dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
         dx = dw = db = None
         with use as full:
             if needs_w:
@@ -203,7 +203,7 @@ class _Fused(Function):
 def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     weights, bias = full.weight.split(sizes), full.bias
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    return tuple(writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True))
+    return tuple([writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True)])
 
 
 def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
