@@ -5,7 +5,7 @@ are one parameter, and gate and up another. Random numbers are drawn as these ar
 
 [Note: InternLM2's fused projection] The rows of its `wqkv` lie by KV group: the q heads of the
 group, its k head, its v head, then the next group. Ours are all q, all k, all v. So a parameter
-here is a row of `Piece`s, whatever the family.
+here is a row of `SourceRows`s, whatever the family.
 
 Source: `modeling_*.py` of llama, mistral, qwen2 and qwen3 in transformers; of InternLM2, the file
 that is published beside its weights.
@@ -20,7 +20,7 @@ from isp.layers.module import RowsOf
 from model.config import ModelConfig
 from model.huggingface import INTERNLM2
 
-__all__ = ["Piece", "WeightTable", "earlier_names"]
+__all__ = ["SourceRows", "WeightTable", "earlier_names"]
 
 _EARLIER_ENDS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -82,7 +82,7 @@ def _parts(model: ModelConfig, earlier: str, rows: int) -> list[tuple[str, int]]
     return list(zip(names, sizes, strict=True))
 
 
-class Piece(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows of a tensor of theirs, as they lie one after another in a parameter of ours."""
 
     name: str
@@ -122,18 +122,18 @@ class WeightTable:
         return [(ours, start, stop) for _, ours, start, stop in sorted(self.rows[theirs])]
 
 
-def _pieces(model: ModelConfig, family: str, ours: str, rows: int) -> Iterator[Piece]:
+def _pieces(model: ModelConfig, family: str, ours: str, rows: int) -> Iterator[SourceRows]:
     earlier = not ours.startswith(("model.", "lm_head."))
     for name, size in _parts(model, ours, rows) if earlier else [(ours, rows)]:
         if family != INTERNLM2:
-            yield Piece(name, 0, size)
+            yield SourceRows(name, 0, size)
             continue
         block, local = _block_and_local(name)
         kind = local.removeprefix("self_attn.").partition("_proj.")[0]
         if kind in ("q", "k", "v"):
             yield from _grouped(block + _INTERNLM2[local], model, kind)
         else:
-            yield Piece(block + _INTERNLM2[local], 0, size)
+            yield SourceRows(block + _INTERNLM2[local], 0, size)
 
 
 def _block_and_local(name: str) -> tuple[str, str]:
@@ -144,12 +144,12 @@ def _block_and_local(name: str) -> tuple[str, str]:
     return f"model.layers.{index}.", local
 
 
-def _grouped(name: str, model: ModelConfig, kind: str) -> Iterator[Piece]:
+def _grouped(name: str, model: ModelConfig, kind: str) -> Iterator[SourceRows]:
     """All q, k or v from rows that lie by KV group: see the note."""
     d, shared = model.head_size, model.num_heads // model.kv_heads
     start, heads = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[kind]
     for group in range(model.kv_heads):
-        yield Piece(name, (group * (shared + 2) + start) * d, heads * d)
+        yield SourceRows(name, (group * (shared + 2) + start) * d, heads * d)
 
 
 def _aliases(model: ModelConfig, family: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
 from isp.traced.model import TracedModel
 from isp.traced.own_attention import ALIBI_FEATURES
-from isp.traced.roles import Role
+from isp.traced.roles import ParameterRole
 from isp.traced.tiny import tiny_model
 from isp.traced.trace import AttentionSizes, Kind, ModelTrace
 from isp.train.check import Check, Verdict
@@ -238,7 +238,7 @@ def _kinds(trace: ModelTrace) -> list[str]:
     for block in trace.blocks:
         mixing = [c for c in trace.calls if c.block == block and c.kind.mixes]
         words = dict.fromkeys(_attention(c.sizes) if c.sizes else str(c.kind) for c in mixing)
-        experts = (n for n, r in trace.roles.items() if r is Role.EXPERT)
+        experts = (n for n, r in trace.roles.items() if r is ParameterRole.EXPERT)
         inside = any(name.startswith(f"{block}.") for name in experts)
         kinds.append((" and ".join(words) or "no mixing") + " with experts" * inside)
     return kinds

@@ -24,7 +24,7 @@ from torch import Tensor
 from isp.attention.mask import AttentionMask
 from isp.attention.pieces import (
     EVERYTHING,
-    Piece,
+    KeyPiece,
     Visible,
     document_lengths,
     pieces_of,
@@ -91,7 +91,7 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
+def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[KeyPiece, ...]:
     return pieces_of(
         document_lengths(mask, q.shape[0], q.shape[1], k.shape[1]),
         causal=mask.causal,
@@ -103,7 +103,7 @@ def _pieces(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
 
 
 def _attend(
-    pieces: tuple[Piece, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
+    pieces: tuple[KeyPiece, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output [T, H, d] and the log of each softmax's sum [T, H]."""
     covered = sum(len(p.block.query) * p.count for p in pieces if not p.goes_on) == q.shape[0]
@@ -131,7 +131,7 @@ def _attend(
 
 
 def _gradients(
-    pieces: tuple[Piece, ...],
+    pieces: tuple[KeyPiece, ...],
     scale: float | None,
     dout: Tensor,
     q: Tensor,
@@ -164,7 +164,7 @@ def _gradients(
 class _Pieces(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[KeyPiece, ...], scale: float | None
     ) -> Tensor:
         out, lse = _attend(pieces, scale, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -188,7 +188,7 @@ class _Masks:
         self._made: dict[tuple[Visible, int, int], Tensor] = {}
         self._widest: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, piece: Piece) -> Tensor | None:
+    def of(self, piece: KeyPiece) -> Tensor | None:
         """[queries, keys] to add to the logits; None where no mask need be given."""
         query, key, visible, _ = piece.block
         if visible == EVERYTHING or piece.is_causal_square:
@@ -231,7 +231,7 @@ _small_band = lru_cache(maxsize=16)(_band)
 """Kept, as layers and steps have the same again and again."""
 
 
-def _inputs(piece: Piece, q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, ...]:
+def _inputs(piece: KeyPiece, q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, ...]:
     return _queries(piece, q, group), _keys(piece, k, group), _keys(piece, v, group)
 
 
@@ -246,7 +246,7 @@ def _documents(x: Tensor, rows: range, count: int, stride: int) -> Tensor:
     )
 
 
-def _queries(piece: Piece, x: Tensor, group: int) -> Tensor:
+def _queries(piece: KeyPiece, x: Tensor, group: int) -> Tensor:
     """[T, H, d] -> [K, G, rows, d], or [count, H, rows, d] of several documents; a view."""
     rows = _documents(x, piece.block.query, piece.count, piece.num_queries)  # [count, rows, H, d]
     if piece.count == 1:
@@ -255,7 +255,7 @@ def _queries(piece: Piece, x: Tensor, group: int) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _keys(piece: Piece, x: Tensor, group: int) -> Tensor:
+def _keys(piece: KeyPiece, x: Tensor, group: int) -> Tensor:
     """[T, K, d] -> [K, G, rows, d], each head seen G times (a view), or [count, H, rows, d]."""
     rows = _documents(x, piece.block.key, piece.count, piece.num_keys)  # [count, rows, K, d]
     if piece.count == 1:
@@ -265,7 +265,7 @@ def _keys(piece: Piece, x: Tensor, group: int) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _add_keys(piece: Piece, total: Tensor, grad: Tensor, group: int) -> None:
+def _add_keys(piece: KeyPiece, total: Tensor, grad: Tensor, group: int) -> None:
     """Add the gradient of `_keys` to that of the whole."""
     rows = _documents(total, piece.block.key, piece.count, piece.num_keys)
     if piece.count == 1:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isp.attention.chosen import Chosen, seen_by
 from isp.attention.mask import AttentionMask
-from isp.attention.pieces import EVERYTHING, Block, document_lengths, pieces_of
+from isp.attention.pieces import EVERYTHING, MaskBlock, document_lengths, pieces_of
 from isp.autograd import Function, once_differentiable
 
 __all__ = ["ExplicitAttention", "block_rows"]
@@ -87,7 +87,7 @@ class ExplicitAttention:
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        block: Block,
+        block: MaskBlock,
         chosen: Tensor | None,
     ) -> Tensor:
         """One block: q [R, H, d], k and v [C, K, d], `chosen` [K or 1, 1, R, C] -> [R, H, d]."""
@@ -113,7 +113,7 @@ class ExplicitAttention:
         return torch.einsum("kgrc,ckd->rkgd", weights, v).flatten(1, 2)
 
 
-def _by_distance(states: Tensor, profiles: Tensor, block: Block) -> Tensor:
+def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
     """What is added to logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
     back = queries.unsqueeze(1) + block.diagonal - keys
@@ -133,7 +133,7 @@ class _Blocks(Function):
         sinks: Tensor | None,
         numbers: Tensor | None,
         run: int,
-        blocks: tuple[Block, ...],
+        blocks: tuple[MaskBlock, ...],
         attention: ExplicitAttention,
     ) -> Tensor:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -166,12 +166,12 @@ class _Blocks(Function):
         return *totals, None, None, None, None
 
 
-def _chosen(numbers: Tensor | None, run: int, block: Block) -> Tensor | None:
+def _chosen(numbers: Tensor | None, run: int, block: MaskBlock) -> Tensor | None:
     """Of all queries' numbers [T, G, n] what those of a block see."""
     query, key, *_ = block
     return None if numbers is None else seen_by(numbers[query.start : query.stop], run, len(key))
 
 
-def _slices(block: Block) -> tuple[slice, slice]:
+def _slices(block: MaskBlock) -> tuple[slice, slice]:
     query, key, *_ = block
     return slice(query.start, query.stop), slice(key.start, key.stop)

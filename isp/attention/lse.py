@@ -14,7 +14,7 @@ from torch import Tensor
 from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
-from isp.attention.pieces import EVERYTHING, Block, pieces_of
+from isp.attention.pieces import EVERYTHING, MaskBlock, pieces_of
 from isp.attention.sdpa import SdpaAttention
 
 __all__ = ["FlashKernel", "LseKernel", "PlainKernel", "lse_kernel"]
@@ -159,7 +159,7 @@ class PlainKernel:
             dk[keys] += torch.einsum("kgrc,rkgd->ckd", d_logits, q_rows)
         return dq, dk, dv
 
-    def _logits(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
+    def _logits(self, q: Tensor, k: Tensor, block: MaskBlock) -> Tensor:
         """[K, G, R, C]."""
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         logits = torch.einsum("rkgd,ckd->kgrc", q.unflatten(1, (k.shape[1], -1)), k) * scale
@@ -169,7 +169,7 @@ class PlainKernel:
         return logits.masked_fill(~seen, -torch.inf)
 
 
-def _blocks(mask: AttentionMask) -> list[Block]:
+def _blocks(mask: AttentionMask) -> list[MaskBlock]:
     lengths = tuple(zip(mask.lengths, mask.key_lengths, strict=True))
     pieces = pieces_of(
         lengths, causal=mask.causal, window=mask.window, split_up_to=mask.max_lengths[0]
@@ -177,6 +177,6 @@ def _blocks(mask: AttentionMask) -> list[Block]:
     return [piece.block for piece in pieces]
 
 
-def _rows(block: Block) -> tuple[slice, slice]:
+def _rows(block: MaskBlock) -> tuple[slice, slice]:
     query, key, *_ = block
     return slice(query.start, query.stop), slice(key.start, key.stop)

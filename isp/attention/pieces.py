@@ -18,8 +18,8 @@ from isp.attention.mask import AttentionMask
 
 __all__ = [
     "EVERYTHING",
-    "Block",
-    "Piece",
+    "KeyPiece",
+    "MaskBlock",
     "Visible",
     "document_blocks",
     "document_lengths",
@@ -61,7 +61,7 @@ EVERYTHING = Visible(None, None)
 TRIANGLE = Visible(None, 0)
 
 
-class Block(NamedTuple):
+class MaskBlock(NamedTuple):
     """A run of queries against all keys that any of them sees."""
 
     query: range
@@ -72,10 +72,10 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeyPiece:
     """A block of `count` documents of equal length, one right after another."""
 
-    block: Block
+    block: MaskBlock
     """Rows of the first document's queries and keys, counted over the whole batch."""
     count: int
     num_queries: int
@@ -114,14 +114,14 @@ def pieces_of(
     split_up_to: int = 0,
     apart_from: int | None = None,
     rows: int = _BLOCK_ROWS,
-) -> tuple[Piece, ...]:
+) -> tuple[KeyPiece, ...]:
     """The pieces of documents of these (queries, keys), packed one after another.
 
     Neighbours of equal length become one piece if they are shorter than `batch_below` tokens.
     Where all queries see at least `apart_from` keys, those are a piece without a mask, and the
     others' results are to be merged with its own. The rest is as in `document_blocks`.
     """
-    pieces: list[Piece] = []
+    pieces: list[KeyPiece] = []
     query_start = key_start = 0
     for (num_queries, num_keys), run in groupby(lengths):
         count = len(list(run))
@@ -129,7 +129,7 @@ def pieces_of(
         earlier, blocks = num_keys - num_queries, []
         is_apart = apart_from is not None and earlier >= apart_from and causal and window is None
         if num_queries and is_apart:
-            blocks.append(Block(range(num_queries), range(earlier), EVERYTHING))
+            blocks.append(MaskBlock(range(num_queries), range(earlier), EVERYTHING))
         kept = num_queries if blocks else num_keys
         blocks += [
             block._replace(key=_shift(block.key, num_keys - kept))
@@ -147,7 +147,7 @@ def pieces_of(
                 query, key = _shift(block.query, query_start), _shift(block.key, key_start)
                 block = block._replace(query=query, key=key)
                 goes_on = number > 0 and kept < num_keys
-                pieces.append(Piece(block, together, num_queries, num_keys, goes_on))
+                pieces.append(KeyPiece(block, together, num_queries, num_keys, goes_on))
             query_start += num_queries * together
             key_start += num_keys * together
     return tuple(pieces)
@@ -165,7 +165,7 @@ def document_blocks(
     window: int | None,
     rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
-) -> list[Block]:
+) -> list[MaskBlock]:
     """The blocks of one document, aligned at its last query and key.
 
     One block where no mask has to be given, else blocks of `rows` queries; documents of up to
@@ -181,7 +181,7 @@ def document_blocks(
     whole = Visible(low, high).within(num_queries, num_keys)
     known = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
     if whole == EVERYTHING or known:
-        return [Block(range(num_queries), range(num_keys), whole, offset)]
+        return [MaskBlock(range(num_queries), range(num_keys), whole, offset)]
     first = 0 if high is None else max(0, -high)  # queries before it see nothing
     starts = range(first, num_queries, rows)
     return [
@@ -189,7 +189,9 @@ def document_blocks(
     ]
 
 
-def _block(query: range, num_keys: int, offset: int, low: int | None, high: int | None) -> Block:
+def _block(
+    query: range, num_keys: int, offset: int, low: int | None, high: int | None
+) -> MaskBlock:
     start, stop = query.start, query.stop
     key = range(
         0 if low is None else max(0, start + low),
@@ -197,4 +199,4 @@ def _block(query: range, num_keys: int, offset: int, low: int | None, high: int 
     )
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
-    return Block(query, key, visible.within(len(query), len(key)), offset - by)
+    return MaskBlock(query, key, visible.within(len(query), len(key)), offset - by)

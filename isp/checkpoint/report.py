@@ -15,10 +15,10 @@ from isp.checkpoint.manifest import Damaged, Manifest
 from isp.checkpoint.state import MASTER, MODEL, model_key, optimizer_key, state_kinds
 from isp.checkpoint.storage import read_metadata
 
-__all__ = ["Verdict", "inspect", "verify"]
+__all__ = ["Verification", "inspect", "verify"]
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """Result of `verify`."""
 
     good: bool
@@ -36,14 +36,14 @@ def inspect(path: Path | str) -> str:
     return _details(found[0]) if found == [Path(path)] else "\n".join(_summary(p) for p in found)
 
 
-def verify(path: Path | str) -> Verdict:
+def verify(path: Path | str) -> Verification:
     """Whether every byte of a checkpoint, or of all in a folder, is as it was written.
 
     `path` as for `inspect`. Raises ValueError if there is no checkpoint.
     """
     faults = {folder: _fault(folder, contents=True) for folder in checkpoints_at(Path(path))}
     lines = [f"{folder}: {fault or 'good'}" for folder, fault in faults.items()]
-    return Verdict(not any(faults.values()), "\n".join(lines))
+    return Verification(not any(faults.values()), "\n".join(lines))
 
 
 def _fault(folder: Path, *, contents: bool) -> str:

@@ -13,7 +13,7 @@ from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
     from isp.inference.passkey import PasskeyPrompts
-    from isp.inference.rows import Rows
+    from isp.inference.rows import TextStream
     from isp.inference.source import Source
 
 __all__ = ["add_options"]
@@ -136,7 +136,7 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
 
 def _evaluate(
-    args: argparse.Namespace, reading: Reading, rows: Rows | None, prompts: PasskeyPrompts
+    args: argparse.Namespace, reading: Reading, rows: TextStream | None, prompts: PasskeyPrompts
 ) -> None:
     """On each rank."""
     from isp.cli.launch import without_nproc

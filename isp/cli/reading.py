@@ -14,7 +14,7 @@ from isp.cli.options import add_nproc
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
-    from isp.inference.layout import Layout
+    from isp.inference.layout import InferenceLayout
     from isp.inference.source import Source
 
 __all__ = ["Reading", "add_reading"]
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     """A trained model, and how it is read."""
 
     source: Source
-    layout: Layout
+    layout: InferenceLayout
     device: str
 
     @classmethod

@@ -17,7 +17,7 @@ from isp.inference.generate import Ends, Generation
 from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
 from isp.inference.sampling import SamplingConfig
 from isp.inference.source import Source
-from isp.metrics.evaluation import Bucket, Passkeys, TextLosses
+from isp.metrics.evaluation import Passkeys, PositionBucket, TextLosses
 
 __all__ = ["count_found", "find_passkeys", "text_losses"]
 
@@ -52,10 +52,12 @@ def text_losses(
     return TextLosses(source=source, rows=rows, length=longest, buckets=buckets)
 
 
-def _bucket(sums: Tensor, counts: Tensor, begin: int, end: int) -> Bucket:
+def _bucket(sums: Tensor, counts: Tensor, begin: int, end: int) -> PositionBucket:
     total, count = float(sums[begin:end].sum()), int(counts[begin:end].sum())
     finite = count > 0 and math.isfinite(total)
-    return Bucket(begin=begin, end=end, tokens=count, loss=total / count if finite else None)
+    return PositionBucket(
+        begin=begin, end=end, tokens=count, loss=total / count if finite else None
+    )
 
 
 def find_passkeys(

@@ -13,7 +13,7 @@ from isp.inference.engine import Engine
 from isp.inference.sampling import Sampler, SamplingConfig
 from isp.inference.text import TextStream
 
-__all__ = ["Ends", "Generation", "Piece", "Speed"]
+__all__ = ["Ends", "GeneratedText", "Generation", "Speed"]
 
 
 class Ends(NamedTuple):
@@ -35,7 +35,7 @@ class Finish(StrEnum):
     """By the number of tokens."""
 
 
-class Piece(NamedTuple):
+class GeneratedText(NamedTuple):
     """Some text of a document."""
 
     document: int
@@ -84,7 +84,7 @@ class Generation:
     tokens: list[list[int]] = field(default_factory=list)
     """What was chosen for each document, with a token that ended it."""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[GeneratedText]:
         """Text as it comes. A document that has ended is still computed until all have."""
         num, speed = len(self.prompts), self.speed
         sampler = Sampler(self.sampling, num)
@@ -120,13 +120,13 @@ class Generation:
             found[piece.document] += piece.text
         return found
 
-    def _piece(self, document: int, token: int, stream: TextStream) -> Piece:
+    def _piece(self, document: int, token: int, stream: TextStream) -> GeneratedText:
         tokens = self.tokens[document]
         tokens.append(token)
         if token in self.ends.tokens:
-            return Piece(document, stream.finish(), Finish.STOP)
+            return GeneratedText(document, stream.finish(), Finish.STOP)
         text = stream.add(token)
         if not stream.stopped and len(tokens) == self.ends.max_new_tokens:
             text += stream.finish()
-            return Piece(document, text, Finish.STOP if stream.stopped else Finish.LENGTH)
-        return Piece(document, text, Finish.STOP if stream.stopped else None)
+            return GeneratedText(document, text, Finish.STOP if stream.stopped else Finish.LENGTH)
+        return GeneratedText(document, text, Finish.STOP if stream.stopped else None)

@@ -13,10 +13,10 @@ from isp.parallel import Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors
 from isp.settings.section import section
 
-__all__ = ["Layout", "choose_layout"]
+__all__ = ["InferenceLayout", "choose_layout"]
 
 
-class Layout(NamedTuple):
+class InferenceLayout(NamedTuple):
     """How the ranks read."""
 
     parallel: ParallelConfig
@@ -43,7 +43,7 @@ class _Keys:
     """The split over ranks."""
 
 
-def choose_layout(model: LanguageModel, ranks: int, overrides: Sequence[str]) -> Layout:
+def choose_layout(model: LanguageModel, ranks: int, overrides: Sequence[str]) -> InferenceLayout:
     """The layout of `ranks` ranks: mtp, or what `overrides` of `parallel` say.
 
     One rank where mtp was not asked for and does not fit the model. Raises ValueError, naming key,
@@ -58,8 +58,8 @@ def choose_layout(model: LanguageModel, ranks: int, overrides: Sequence[str]) ->
     except ValueError as error:
         if any(word.startswith("--parallel.tensor.mode") for word in overrides):
             raise
-        return Layout(ParallelConfig(), f"on one rank, not {ranks}: {error}")
-    return Layout(parallel, "")
+        return InferenceLayout(ParallelConfig(), f"on one rank, not {ranks}: {error}")
+    return InferenceLayout(parallel, "")
 
 
 def _check(parallel: ParallelConfig, ranks: int) -> None:

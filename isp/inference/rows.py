@@ -16,10 +16,10 @@ from isp.data.dataset import Dataset
 from isp.data.sources import open_datasets
 from isp.inference.source import Source
 
-__all__ = ["Rows", "open_rows"]
+__all__ = ["TextStream", "open_rows"]
 
 
-class Rows(NamedTuple):
+class TextStream(NamedTuple):
     """A plain stream of text, cut into rows."""
 
     dataset: Dataset
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 def open_rows(
     path: Path, source: Source, *, files: Sequence[str], tokenizer: str | None, length: int
-) -> Rows | None:
+) -> TextStream | None:
     """Rows of `length` tokens of `files`, or of what the run at `path` held out; None: nothing.
 
     `tokenizer`: another one than the model's. Raises ValueError, in a line, if there is not a row.
@@ -45,8 +45,8 @@ def open_rows(
             f" or leave text out with --rows 0)"
         ) from error
     if datasets.valid is None:
-        return Rows(datasets.train, ", ".join(files))
-    return Rows(datasets.valid, f"held out of {config.valid_source or config.source}")
+        return TextStream(datasets.train, ", ".join(files))
+    return TextStream(datasets.valid, f"held out of {config.valid_source or config.source}")
 
 
 def _data_config(

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 
 from isp.settings.result_file import Result
 
-__all__ = ["BUCKET_COLUMNS", "EVALUATION_FILE", "Bucket", "Evaluation", "Passkeys", "TextLosses"]
+__all__ = [
+    "BUCKET_COLUMNS",
+    "EVALUATION_FILE",
+    "Evaluation",
+    "Passkeys",
+    "PositionBucket",
+    "TextLosses",
+]
 
 EVALUATION_FILE = "evaluation.json"
 BUCKET_COLUMNS = ("places", "tokens", "loss", "perplexity", "loss so far")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class PositionBucket:
     """The tokens at some places of their sequences; a place is the number of tokens before."""
 
     begin: int
@@ -40,7 +47,7 @@ class TextLosses:
     rows: int
     length: int
     """Tokens of a sequence."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PositionBucket, ...]
     """In the order of places, all of a sequence together."""
 
     def loss_within(self, length: int) -> float | None:
@@ -51,7 +58,7 @@ class TextLosses:
             return None
         return sum((bucket.loss or 0.0) * bucket.tokens for bucket in inside) / tokens
 
-    def shown(self, bucket: Bucket) -> tuple[str, ...]:
+    def shown(self, bucket: PositionBucket) -> tuple[str, ...]:
         """A bucket as `BUCKET_COLUMNS`; the last is the mean from the beginning to its end."""
         loss, so_far = bucket.loss, self.loss_within(bucket.end)
         perplexity = None if loss is None else math.exp(min(loss, 700.0))

@@ -9,12 +9,12 @@ from isp.config import JobConfig
 from isp.parallel import ContextExchange
 from isp.planner.lengths import Planned
 
-__all__ = ["Chosen", "choose_exchange", "with_exchange"]
+__all__ = ["ChosenExchange", "choose_exchange", "with_exchange"]
 
 GIB = 2**30
 
 
-class Chosen(NamedTuple):
+class ChosenExchange(NamedTuple):
     """A configuration that says how, and why so."""
 
     config: JobConfig
@@ -24,34 +24,36 @@ class Chosen(NamedTuple):
 
 def choose_exchange(
     config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
-) -> Chosen:
+) -> ChosenExchange:
     """`config` with the ring in the place of `auto` where a gather would take too much memory.
 
     `usable_bytes`: a rank's; None: no limit is known. What cannot be planned gathers.
     """
     asked = config.parallel.sequence_2D.exchange
     if config.topology(world_size).context == 1:
-        return Chosen(config, "")
+        return ChosenExchange(config, "")
     if asked is not ContextExchange.AUTO:
         windows = config.language_model.attention_windows
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
         told = ", but all layers have a window, and gather" if gathers else ""
-        return Chosen(config, f"{asked}, as configured{told}")
+        return ChosenExchange(config, f"{asked}, as configured{told}")
     gather, ring = (
         with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
     )
     if usable_bytes is None:
-        return Chosen(gather, "gather (auto): no limit of memory is known")
+        return ChosenExchange(gather, "gather (auto): no limit of memory is known")
     try:
         taken, in_ring = (
             Planned(c, world_size, on_cpu).peak(c.data.seq_len).total for c in (gather, ring)
         )
     except ValueError as error:
-        return Chosen(gather, f"gather (auto): {error}")
+        return ChosenExchange(gather, f"gather (auto): {error}")
     sizes = f"{taken / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
     if taken <= usable_bytes or in_ring >= taken:
-        return Chosen(gather, f"gather (auto), which is planned to take {sizes}")
-    return Chosen(ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}")
+        return ChosenExchange(gather, f"gather (auto), which is planned to take {sizes}")
+    return ChosenExchange(
+        ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}"
+    )
 
 
 def with_exchange(config: JobConfig, exchange: ContextExchange) -> JobConfig:

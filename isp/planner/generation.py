@@ -22,10 +22,10 @@ from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 from model.inference import InferenceDecoder
 
-__all__ = ["Generation", "buffer_bytes", "plan_generation"]
+__all__ = ["GenerationPlan", "buffer_bytes", "plan_generation"]
 
 
-class Generation(NamedTuple):
+class GenerationPlan(NamedTuple):
     """What a rank has when the ranks of a tensor group decode."""
 
     mode: Mode
@@ -40,7 +40,7 @@ class Generation(NamedTuple):
     """Least time of its next token: that in which weights and cache are read once."""
 
 
-def plan_generation(case: Case, device: DeviceSpec) -> Generation:
+def plan_generation(case: Case, device: DeviceSpec) -> GenerationPlan:
     """The last token of a document of the case's length, by its tensor ranks."""
     model, tensor = case.language_model, case.parallel.tensor
     parallel = decoding_layout(model, ParallelConfig(tensor=tensor))
@@ -55,7 +55,7 @@ def plan_generation(case: Case, device: DeviceSpec) -> Generation:
     if case.model.hf is None and splits:
         buffers = buffer_bytes(case.model, parallel, length, dtype=case.dtype, on_cpu=case.on_cpu)
     seconds = (weights + cache) / speed
-    return Generation(parallel.tensor.mode, tensor.size, weights, cache, buffers, seconds)
+    return GenerationPlan(parallel.tensor.mode, tensor.size, weights, cache, buffers, seconds)
 
 
 def buffer_bytes(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from isp.config import JobConfig
 from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
-from isp.planner.progress import Progress, silent
+from isp.planner.progress import SearchProgress, silent
 
-__all__ = ["RUNGS", "Rung", "Step", "changes", "climb", "with_keys"]
+__all__ = ["RUNGS", "LadderStep", "Rung", "changes", "climb", "with_keys"]
 
 
 Keys = Mapping[str, Any]
@@ -70,7 +70,7 @@ RUNGS = (
 
 
 @dataclass(frozen=True)
-class Step:
+class LadderStep:
     """A rung, with all before it."""
 
     rung: Rung
@@ -84,10 +84,12 @@ class Step:
     """Whether rows are as long with it as without, or longer: else later ones go without it."""
 
 
-def climb(planned: Planned, budget: Budget, *, progress: Progress = silent) -> list[Step]:
+def climb(
+    planned: Planned, budget: Budget, *, progress: SearchProgress = silent
+) -> list[LadderStep]:
     """What each rung gives, with all before it; without those that are not for this model."""
     keys: Keys = WITHOUT
-    steps: list[Step] = []
+    steps: list[LadderStep] = []
     reached = 0.0
     rungs = [Rung("nothing of it", [{}]), *_ordered(planned, budget)]
     for rung in progress(rungs, "longest rows with each rung of the memory ladder"):
@@ -100,7 +102,7 @@ def climb(planned: Planned, budget: Budget, *, progress: Progress = silent) -> l
         length = longest.seq_len if isinstance(longest, Longest) else planned.config.data.seq_len
         reaches = _reach(longest, budget)
         taken = not steps or reaches >= reached
-        steps.append(Step(rung, more, longest, there.growth(length), taken))
+        steps.append(LadderStep(rung, more, longest, there.growth(length), taken))
         if taken:
             keys, reached = more, reaches
     return steps

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from isp.planner.counts import scans
 from isp.planner.fabric import Fabric
-from isp.planner.generation import Generation
-from isp.planner.ladder import Step, changes
+from isp.planner.generation import GenerationPlan
+from isp.planner.ladder import LadderStep, changes
 from isp.planner.lengths import HOST, Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
 from isp.profile.table import aligned
@@ -32,8 +32,8 @@ class Said(NamedTuple):
     growth: Growth
     longest: Longest | Memory | None
     """None if it was not asked for."""
-    steps: Sequence[Step]
-    generation: Generation
+    steps: Sequence[LadderStep]
+    generation: GenerationPlan
 
     @property
     def fits(self) -> bool:
@@ -190,7 +190,7 @@ def _ladder(said: Said) -> str:
     return f"the ladder, each rung with all above it that are of use\n{table}"
 
 
-def _rung(step: Step, budget: Budget) -> tuple[str, str, str, str, str, str, str]:
+def _rung(step: LadderStep, budget: Budget) -> tuple[str, str, str, str, str, str, str]:
     growth, longest = step.growth, step.longest
     fits = isinstance(longest, Longest)
     there = longest.memory if isinstance(longest, Longest) else longest
@@ -239,7 +239,7 @@ def _advice(said: Said) -> str:
     return "\n".join(lines)
 
 
-def _length(step: Step) -> int:
+def _length(step: LadderStep) -> int:
     return step.longest.seq_len if isinstance(step.longest, Longest) else 0
 
 

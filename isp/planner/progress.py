@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["Progress", "silent"]
+__all__ = ["SearchProgress", "silent"]
 
 T = TypeVar("T")
 
 
-class Progress(Protocol):
+class SearchProgress(Protocol):
     """Shows how many of its items have been worked on while they are taken one by one."""
 
     def __call__(self, items: Sequence[T], what: str) -> Iterable[T]:

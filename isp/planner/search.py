@@ -24,7 +24,7 @@ from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
-from isp.planner.progress import Progress, silent
+from isp.planner.progress import SearchProgress, silent
 from isp.planner.rehearsal import tapes_of_kind
 from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Scan, Sweep, Tapes
 from isp.weights.trace import Block
@@ -153,7 +153,7 @@ def search(
     *,
     rows: int,
     on_cpu: bool,
-    progress: Progress = silent,
+    progress: SearchProgress = silent,
 ) -> Found:
     """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
 

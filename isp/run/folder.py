@@ -31,7 +31,7 @@ from typing import NamedTuple
 from isp.settings import JobSection
 
 __all__ = [
-    "Launch",
+    "LaunchRecord",
     "RunFolder",
     "check_can_create",
     "earlier_runs",
@@ -72,7 +72,7 @@ def latest_run(job: JobSection) -> RunFolder | None:
     return RunFolder(link.resolve()) if link.is_symlink() and link.is_dir() else None
 
 
-class Launch(NamedTuple):
+class LaunchRecord(NamedTuple):
     """The launch that started a run last: the content of its `launch.json`."""
 
     id: str
@@ -160,15 +160,15 @@ class RunFolder:
         _replace(self.config_file, config)
         _replace(self.environment_file, environment)
 
-    def launch(self) -> Launch | None:
+    def launch(self) -> LaunchRecord | None:
         """The launch that started the run last; None if its file is missing or cut off."""
         try:
-            launch = Launch(**json.loads(self.launch_file.read_text()))
+            launch = LaunchRecord(**json.loads(self.launch_file.read_text()))
         except (OSError, ValueError, TypeError):
             return None
         return launch if isinstance(launch.finished_step, int | None) else None
 
-    def write_launch(self, launch: Launch) -> None:
+    def write_launch(self, launch: LaunchRecord) -> None:
         """Write the launch that starts the run now, in place of the one before."""
         with explained(f"job.dump_folder={self.path.parent.parent}"):
             new = self.launch_file.with_name(".launch.json")

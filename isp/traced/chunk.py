@@ -25,7 +25,7 @@ from isp.mixers.call import mix_by
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker, generator_states, restore_generators
 from isp.traced.calls import Call, ForwardEnd, Kind
-from isp.traced.experts import Place, SwappedExperts
+from isp.traced.experts import ExpertPlace, SwappedExperts
 from isp.traced.forward_pass import ForwardPass, Masks, outer_calls
 from isp.traced.fused import FusedLinears, groups_of, rows_of
 from isp.traced.hosts import Host, check_row
@@ -439,9 +439,9 @@ class TracedChunk:
     def _passed(self, kind: Kind, module: str) -> None:
         self._under_way(module).arrive(kind, module)
 
-    def _place(self) -> Place:
+    def _place(self) -> ExpertPlace:
         forward_pass = self._under_way("experts")
-        return Place(forward_pass.passed, self._recomputed[forward_pass.name])
+        return ExpertPlace(forward_pass.passed, self._recomputed[forward_pass.name])
 
     def _under_way(self, called: str) -> ForwardPass:
         if self._forward_pass is None:

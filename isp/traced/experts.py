@@ -47,7 +47,7 @@ class ExpertWeight:
         return self.module.get_parameter(self.weight_name)
 
 
-class Place(NamedTuple):
+class ExpertPlace(NamedTuple):
     """Where a call comes."""
 
     number: int
@@ -65,7 +65,7 @@ class SwappedExperts:
         name: str,
         communicator: WPCommunicator,
         called: Callable[[], None],
-        place: Callable[[], Place],
+        place: Callable[[], ExpertPlace],
     ) -> None:
         own = module.named_parameters(recurse=False)
         self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)

@@ -34,14 +34,14 @@ from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.traced.calls import Call, Kind
-from isp.traced.roles import Role
+from isp.traced.roles import ParameterRole
 from isp.traced.trace import ModelTrace
 from isp.weights.wp import FullWeights, WPCommunicator
 
-__all__ = ["FusedLinears", "Rows", "groups_of", "rows_of"]
+__all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
 
 
-class Rows(NamedTuple):
+class FusedRows(NamedTuple):
     """The place of a linear's weight or bias among those that travel with it."""
 
     whole: str
@@ -67,7 +67,7 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
             return number
         own = dict(module.named_parameters(recurse=False))
         names = {f"{call.module}.{local}" for local in own}
-        cut = all(trace.roles.get(name) is Role.SHARDED for name in names)
+        cut = all(trace.roles.get(name) is ParameterRole.SHARDED for name in names)
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
         alike = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
@@ -77,7 +77,7 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
     return tuple(tuple(call.module for _, call in run) for run in runs if len(run) > 1)
 
 
-def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, Rows]:
+def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, FusedRows]:
     """The place of each parameter that travels with others, by name."""
     found = {}
     for linears in groups:
@@ -85,7 +85,7 @@ def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, Rows
         for local, _ in modules[0].named_parameters(recurse=False):
             sizes = [len(module.get_parameter(local)) for module in modules]
             for i, linear in enumerate(linears):
-                rows = Rows(f"{_name(linears)}.{local}", sum(sizes[:i]), sum(sizes[i + 1 :]))
+                rows = FusedRows(f"{_name(linears)}.{local}", sum(sizes[:i]), sum(sizes[i + 1 :]))
                 found[f"{linear}.{local}"] = rows
     return found
 

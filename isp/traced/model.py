@@ -30,7 +30,7 @@ from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
 from isp.traced.recorder import experts_passed
 from isp.traced.region import OnlyColumnsRead
-from isp.traced.roles import Role
+from isp.traced.roles import ParameterRole
 from isp.traced.staged import TracedStage
 from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
@@ -154,7 +154,7 @@ class TracedModel:
     def flop_rule(self) -> str:
         """The `flops` rule, in words."""
         parameters = "linears"
-        if self.trace.elements(Role.EXPERT):
+        if self.trace.elements(ParameterRole.EXPERT):
             parameters += " and of the experts that a token goes to"
         scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
         return (

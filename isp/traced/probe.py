@@ -38,7 +38,7 @@ from isp.mixers.call import mix_by
 from isp.mixers.choice import Indexer
 from isp.mixers.recurrence import Inputs, Recurrence
 from isp.traced.recorder import replaced_forward
-from isp.traced.roles import Role, holds_experts
+from isp.traced.roles import ParameterRole, holds_experts
 from isp.traced.trace import ModelTrace
 
 __all__ = ["Forward", "check_local", "local_calls", "without_weights"]
@@ -125,13 +125,17 @@ def check_local(
 
 
 def without_weights(
-    shape: nn.Module, buffers: Iterable[Tensor], roles: dict[str, Role], *, training: bool = True
+    shape: nn.Module,
+    buffers: Iterable[Tensor],
+    roles: dict[str, ParameterRole],
+    *,
+    training: bool = True,
 ) -> nn.Module:
     """A copy of `shape` on the CPU, whose weights that are cut all lie in one number."""
     values: dict[int, Any] = {}
     random = torch.Generator().manual_seed(0)
     for name, parameter in shape.named_parameters():
-        cut = roles[name] in (Role.SHARDED, Role.IDLE)
+        cut = roles[name] in (ParameterRole.SHARDED, ParameterRole.IDLE)
         value = _nothing(parameter) if cut else _random(parameter, random)
         values[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for own, buffer in zip(shape.buffers(), buffers, strict=True):

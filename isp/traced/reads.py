@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from isp.traced.calls import Call, Kind
 from isp.traced.indexers import indexer_parameters
 from isp.traced.lookup import looked_up
-from isp.traced.roles import Role, holds_experts, is_linear
+from isp.traced.roles import ParameterRole, holds_experts, is_linear
 
 __all__ = ["Reads", "check_reads", "experts_cut", "small_linears_read", "unused"]
 
@@ -89,10 +89,10 @@ def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
     }
 
 
-def check_reads(reads: dict[str, str], roles: dict[str, Role]) -> None:
+def check_reads(reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
     """Raise ValueError for a weight that is cut, and read where it is not gathered."""
     for name, by in reads.items():
-        if roles[name] is Role.SHARDED:
+        if roles[name] is ParameterRole.SHARDED:
             raise ValueError(
                 f"{name} is read by {by}, and a rank has a part of it, which is gathered where its"
                 f" nn.Linear is called, or where its nn.Embedding looks up the rows of ids"

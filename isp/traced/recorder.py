@@ -1,4 +1,4 @@
-"""`Recorder`: notes the calls of a model while it runs on meta tensors."""
+"""`CallRecorder`: notes the calls of a model while it runs on meta tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isp.traced.roles import holds_experts, is_linear
 
 __all__ = [
     "TOKENS",
-    "Recorder",
+    "CallRecorder",
     "experts_passed",
     "list_entries",
     "list_of",
@@ -32,7 +32,7 @@ TOKENS = 17
 """Length of the row that a trace runs; no fact depends on it, and few models have as many heads."""
 
 
-class Recorder:
+class CallRecorder:
     """Notes the calls of a model while it listens."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from torch import nn
 
 __all__ = [
-    "Role",
+    "ParameterRole",
     "holds_experts",
     "is_linear",
     "is_transposed",
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-class Role(StrEnum):
+class ParameterRole(StrEnum):
     """The places where a parameter may live."""
 
     SHARDED = "sharded"
@@ -44,34 +44,41 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def roles_of(model: nn.Module, called: set[str], whole: set[str]) -> dict[str, Role]:
+def roles_of(model: nn.Module, called: set[str], whole: set[str]) -> dict[str, ParameterRole]:
     """The role of each parameter; those of the modules `whole` are no linears'."""
-    roles: dict[str, Role] = {}
+    roles: dict[str, ParameterRole] = {}
     kept = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            role = Role.VECTOR
+            role = ParameterRole.VECTOR
             if name not in whole:
                 role = _role(model, name, module, parameter, called)
             first = kept[id(parameter)]
-            if roles.get(first) not in (Role.SHARDED, Role.EXPERT):  # a shared one by any use
+            if roles.get(first) not in (
+                ParameterRole.SHARDED,
+                ParameterRole.EXPERT,
+            ):  # a shared one by any use
                 roles[first] = role
     return roles
 
 
 def _role(
     model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
-) -> Role:
+) -> ParameterRole:
     if is_linear(module) or isinstance(module, nn.Embedding):
-        return Role.SHARDED if name in called else Role.IDLE
+        return ParameterRole.SHARDED if name in called else ParameterRole.IDLE
     if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe
-        return Role.VECTOR
+        return ParameterRole.VECTOR
     if holds_experts(module):
-        return Role.EXPERT if name in called and parameter.dim() == 3 else Role.ROUTER
+        return (
+            ParameterRole.EXPERT
+            if name in called and parameter.dim() == 3
+            else ParameterRole.ROUTER
+        )
     parent = model.get_submodule(name.rpartition(".")[0])
     if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
-        return Role.ROUTER
-    return Role.VECTOR
+        return ParameterRole.ROUTER
+    return ParameterRole.VECTOR
 
 
 def holds_experts(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from isp.pipeline import split_layers
 from isp.traced.calls import ForwardEnd
 from isp.traced.probe import Forward, local_calls, without_weights
-from isp.traced.roles import Role
+from isp.traced.roles import ParameterRole
 from isp.traced.trace import BEHIND, ModelTrace
 
 __all__ = ["Stage", "check_stages", "stages_of", "tied_weight"]
@@ -74,7 +74,7 @@ def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
     """The weight of a table before the blocks that is also the head's, by name."""
     ends = {trace.blocks[0], BEHIND}
     found = (n for n, places in _readers(model, trace).items() if places == ends)
-    return next((name for name in found if trace.roles[name] is Role.SHARDED), None)
+    return next((name for name in found if trace.roles[name] is ParameterRole.SHARDED), None)
 
 
 def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:

@@ -17,14 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from isp.layers.embedding import look_up
 from isp.layers.factory import LayerFactory
-from isp.layers.linear import Moves, WeightGradientRoute, multiply
-from isp.layers.linear import Role as LinearRole
+from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
 from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
-from isp.traced.fused import Rows
+from isp.traced.fused import FusedRows
 from isp.traced.lookup import looked_up
 from isp.traced.region import Entrance
-from isp.traced.roles import Role, is_transposed
+from isp.traced.roles import ParameterRole, is_transposed
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import Kind, ModelTrace
 from isp.weights.wp import WPCommunicator
@@ -177,7 +176,7 @@ def shard_parameters(
     layers: LayerFactory,
     plan: TensorPlan | None,
     own: frozenset[str],
-    rows: Mapping[str, Rows],
+    rows: Mapping[str, FusedRows],
 ) -> Iterator[NamedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used.
 
@@ -230,7 +229,7 @@ def _layout(
     """
     shape = tuple(parameter.shape)
     if plan is None:
-        if trace.roles[name] not in (Role.SHARDED, Role.EXPERT):
+        if trace.roles[name] not in (ParameterRole.SHARDED, ParameterRole.EXPERT):
             return layers.replicated_layout(shape)
         tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
         is_table = any(parameter is model.get_submodule(table).weight for table in tables)
@@ -239,13 +238,13 @@ def _layout(
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
     cut = plan.cuts.get(owner)
-    if cut is None or (cut.role is LinearRole.ROW and local == "bias"):
+    if cut is None or (cut.role is Role.ROW and local == "bias"):
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
     turned = local == "weight" and is_transposed(model.get_submodule(owner))
-    return layers.sharded_layout(shape, dim=int((cut.role is LinearRole.ROW) != turned))
+    return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 
-def _whole(among: Rows, parameter: nn.Parameter, layers: LayerFactory) -> NamedParameter:
+def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> NamedParameter:
     """What `parameter` travels in, with this rank's rows of it and of others."""
     shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)

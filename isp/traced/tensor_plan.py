@@ -18,14 +18,13 @@ from isp.comm import Channel, Pending
 from isp.comm.tag import Tag
 from isp.layers.linear import Moves, Role, moves_for
 from isp.parallel import Mode
-from isp.traced.roles import Role as ParameterRole
-from isp.traced.roles import is_linear, is_transposed
+from isp.traced.roles import ParameterRole, is_linear, is_transposed
 from isp.traced.trace import Call, Kind, ModelTrace
 
-__all__ = ["Cut", "Region", "TensorPlan", "in_features", "tensor_plan"]
+__all__ = ["LinearCut", "Region", "TensorPlan", "in_features", "tensor_plan"]
 
 
-class Cut(NamedTuple):
+class LinearCut(NamedTuple):
     """The split of a linear over the tensor group."""
 
     role: Role
@@ -37,10 +36,10 @@ class Cut(NamedTuple):
 
 
 _CUTS = {
-    "colwise": Cut(Role.COLUMN),
-    "rowwise": Cut(Role.ROW),
-    "colwise_gather_output": Cut(Role.COLUMN, whole=True),
-    "rowwise_split_input": Cut(Role.ROW, whole=True),
+    "colwise": LinearCut(Role.COLUMN),
+    "rowwise": LinearCut(Role.ROW),
+    "colwise_gather_output": LinearCut(Role.COLUMN, whole=True),
+    "rowwise_split_input": LinearCut(Role.ROW, whole=True),
 }
 """By the names that transformers has for them."""
 
@@ -65,7 +64,7 @@ class TensorPlan(NamedTuple):
     all features of each.
     """
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, LinearCut]
     """By linear, the head's among them; others are whole on every rank."""
     regions: tuple[Region, ...]
     vectors: frozenset[str]
@@ -153,7 +152,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
     Raises ValueError if it says nothing of attention, leaves out what lies among what it cuts, or
     cuts nothing.
     """
-    cuts, regions = dict[str, Cut](), list[Region]()
+    cuts, regions = dict[str, LinearCut](), list[Region]()
     for block in trace.blocks:
         calls = [call for call in trace.calls if call.block == block]
         of_block, of_linears = _regions(block, calls, trace, styles)
@@ -169,7 +168,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError("its forward does not end with the linear that gives the logits")
     if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
         raise ValueError(f"its logits are not all that {last.module} gives")
-    cuts[last.module] = Cut(Role.COLUMN)
+    cuts[last.module] = LinearCut(Role.COLUMN)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name} drops {module.p:g}, in each rank something else")
@@ -208,12 +207,12 @@ def _pattern(name: str) -> str:
 
 def _regions(
     block: str, calls: Sequence[Call], trace: ModelTrace, styles: Mapping[str, str]
-) -> tuple[list[Region], dict[str, Cut]]:
+) -> tuple[list[Region], dict[str, LinearCut]]:
     """The regions of a block, in order, and all cuts of it.
 
     Columns begin a region if a row of their kind follows, with features apart or whole.
     """
-    cuts, regions = dict[str, Cut](), list[Region]()
+    cuts, regions = dict[str, LinearCut](), list[Region]()
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):

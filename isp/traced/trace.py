@@ -18,9 +18,9 @@ from isp.mixers.call import mix_by
 from isp.traced.calls import AttentionSizes, BlockOutput, Call, Kind
 from isp.traced.head import HeadFinder
 from isp.traced.reads import Reads, check_reads, experts_cut, small_linears_read, unused
-from isp.traced.recorder import TOKENS, Recorder, list_entries, list_of
+from isp.traced.recorder import TOKENS, CallRecorder, list_entries, list_of
 from isp.traced.roles import (
-    Role,
+    ParameterRole,
     holds_experts,
     is_transposed,
     roles_of,
@@ -47,7 +47,7 @@ class ModelTrace(NamedTuple):
     """The calls of a forward, and the roles of the parameters."""
 
     calls: tuple[Call, ...]
-    roles: dict[str, Role]
+    roles: dict[str, ParameterRole]
     """By name; of a shared parameter under its first."""
     sizes: dict[str, int]
     """Elements of each of them."""
@@ -92,7 +92,7 @@ class ModelTrace(NamedTuple):
         """Elements of all weights that a token is multiplied by."""
         return sum(self.multiplied_in.values())
 
-    def elements(self, role: Role) -> int:
+    def elements(self, role: ParameterRole) -> int:
         """Elements of all parameters of this role."""
         return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
 
@@ -144,7 +144,7 @@ def trace_model(
     """
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
-    recorder = Recorder(model)
+    recorder = CallRecorder(model)
     reads = Reads(model, positions, recorder.place)
     try:
         with (
@@ -225,7 +225,7 @@ def _head(
 
 
 def _multiplied(
-    model: nn.Module, calls: Iterable[Call], roles: dict[str, Role]
+    model: nn.Module, calls: Iterable[Call], roles: dict[str, ParameterRole]
 ) -> dict[str | None, int]:
     """As `ModelTrace.multiplied_in`."""
     total = Counter[str | None]()
@@ -236,7 +236,7 @@ def _multiplied(
                 total[call.block] += parameter.numel()
             if call.kind is Kind.EXPERTS and parameter.dim() == 3:
                 total[call.block] += parameter[: call.route].numel()
-    for name in (name for name, role in roles.items() if role is Role.ROUTER):
+    for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
         if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
             total[block] += model.get_parameter(name).numel()

@@ -43,8 +43,8 @@ from isp.weights.plan import ActKind, Plan
 __all__ = [
     "CASES",
     "TOLERANCE",
-    "Case",
     "Check",
+    "CheckCase",
     "Differences",
     "Verdict",
     "worst_of",
@@ -62,7 +62,7 @@ _LEAST_SCALE = 1e-6
 that is zero in exact arithmetic is the noise of larger ones."""
 
 
-class Case(NamedTuple):
+class CheckCase(NamedTuple):
     """One way to train in a layout."""
 
     packed: bool
@@ -77,7 +77,9 @@ class Case(NamedTuple):
         )
 
 
-CASES = tuple(Case(packed, recomputed) for packed in (True, False) for recomputed in (False, True))
+CASES = tuple(
+    CheckCase(packed, recomputed) for packed in (True, False) for recomputed in (False, True)
+)
 
 
 class Differences(NamedTuple):
@@ -117,7 +119,7 @@ class Verdict(NamedTuple):
     """What came of a layout."""
 
     layout: Layout
-    cases: dict[Case, Differences]
+    cases: dict[CheckCase, Differences]
     failure: str = ""
     """The error of a rank, if one failed."""
 
@@ -139,7 +141,7 @@ class Check:
         subject: Subject,
         layouts: Sequence[Layout],
         *,
-        cases: Sequence[Case] = CASES,
+        cases: Sequence[CheckCase] = CASES,
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         max_norm: float = 1.0,
@@ -176,7 +178,7 @@ class Check:
         return Verdict(layout, dict(zip(self.cases, found, strict=True)))
 
     def on_rank(
-        self, rank: int, layout: Layout, cases: Sequence[Case] | None = None
+        self, rank: int, layout: Layout, cases: Sequence[CheckCase] | None = None
     ) -> list[Differences]:
         """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
@@ -191,7 +193,7 @@ class Check:
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
         return make_reference(self.subject.plain(), rows, self.optimizer, self.max_norm)
 
-    def _compare(self, mesh: Mesh, layout: Layout, case: Case) -> Differences:
+    def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """One step on this rank, next to the plain model's."""
         reference = self.references[case.packed]
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size

@@ -21,10 +21,10 @@ from isp.optim.update_rules import group_values
 from isp.settings import OptimizerConfig
 
 __all__ = [
+    "GlobalBatch",
     "Outputs",
     "Plain",
     "Reference",
-    "Rows",
     "Subject",
     "make_reference",
     "make_rows",
@@ -58,7 +58,7 @@ class Subject(Protocol):
         """A copy to be built for a layout, of whose blocks this fraction is recomputed."""
 
 
-class Rows(NamedTuple):
+class GlobalBatch(NamedTuple):
     """The global batch of a step."""
 
     tokens: Tensor
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
         return [self._packed(a, b) for a, b in zip([first, *ends], ends, strict=False)]
 
     def _packed(self, start: int, stop: int) -> MicroBatch:
-        """Rows joined to one, [1, n S]."""
+        """Sequences joined to one, [1, n S]."""
         lengths = [length for of_row in self.lengths[start:stop] for length in of_row]
         return MicroBatch(
             self.tokens[start:stop].reshape(1, -1),
@@ -88,7 +88,9 @@ class Rows(NamedTuple):
         )
 
 
-def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool, seed: int = 0) -> Rows:
+def make_rows(
+    rows: int, length: int, vocab_size: int, *, packed: bool, seed: int = 0
+) -> GlobalBatch:
     """Random tokens; if packed, documents of unequal lengths, of which one is a single token.
 
     A few labels are missing, so no two ranks have as many.
@@ -106,13 +108,13 @@ def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool, seed: in
             ends = sorted({1, *cuts, length} if row == 0 else {*cuts, length})
         labels[row, [end - 1 for end in ends]] = IGNORED
         lengths.append(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
-    return Rows(tokens, labels, tuple(lengths))
+    return GlobalBatch(tokens, labels, tuple(lengths))
 
 
 class Reference(NamedTuple):
     """What the plain model gives for a step."""
 
-    rows: Rows
+    rows: GlobalBatch
     loss: float
     grad_norm: float
     start: dict[str, Tensor]
@@ -126,7 +128,7 @@ class Reference(NamedTuple):
 
 
 def make_reference(
-    plain: Plain, rows: Rows, optimizer: OptimizerConfig, max_norm: float
+    plain: Plain, rows: GlobalBatch, optimizer: OptimizerConfig, max_norm: float
 ) -> Reference:
     """A step of the plain model with torch's AdamW, each document of `rows` by itself."""
     parameters = plain.parameters()

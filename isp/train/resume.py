@@ -29,7 +29,7 @@ from isp.config.keys import KeyTable
 from isp.models.build import parameter_shapes
 from isp.parallel import Axis, Topology
 from isp.run.folder import (
-    Launch,
+    LaunchRecord,
     RunFolder,
     check_can_create,
     earlier_runs,
@@ -69,7 +69,7 @@ class _Place(NamedTuple):
     checkpoints: Path | None
     """None if they go to a new run's own folder."""
     launched_at: float | None
-    """Launch time, if these ranks have been started again; else None."""
+    """Time of the launch, if these ranks have been started again; else None."""
     note: str = ""
     """See `Start`."""
 
@@ -104,7 +104,7 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
         launched_at = place.launched_at
         if launched_at is None:
             launched_at = time.time()
-            folder.write_launch(Launch(_launch_id(), launched_at))
+            folder.write_launch(LaunchRecord(_launch_id(), launched_at))
         yield Start(folder, checkpoints, resumes, launched_at, place.note)
 
 

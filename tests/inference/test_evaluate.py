@@ -23,7 +23,7 @@ from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
 from isp.inference.rows import open_rows
 from isp.inference.source import open_source
 from isp.metrics import read_metrics
-from isp.metrics.evaluation import Bucket, Evaluation, TextLosses
+from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
 from isp.parallel import ParallelConfig, Topology
 from isp.run.folder import RunFolder
 from isp.train.import_folder import import_folder
@@ -240,7 +240,7 @@ def test_the_first_number_is_the_answer(text: str, key: str | None) -> None:
 
 def test_losses_that_are_not_finite_are_none() -> None:
     parts = ((0, 2, 4, 1.0), (2, 4, 8, None), (4, 8, 0, None))
-    buckets = [Bucket(begin=a, end=b, tokens=n, loss=loss) for a, b, n, loss in parts]
+    buckets = [PositionBucket(begin=a, end=b, tokens=n, loss=loss) for a, b, n, loss in parts]
     found = TextLosses(source="", rows=1, length=8, buckets=tuple(buckets))
     assert [found.loss_within(n) for n in (2, 4, 8)] == [1.0, None, None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isp.cli import main
-from isp.metrics.evaluation import Bucket, Evaluation, Passkeys, TextLosses
+from isp.metrics.evaluation import Evaluation, Passkeys, PositionBucket, TextLosses
 from isp.report.evaluation import _draw_passkeys, evaluation_page
 from tests.report.html_page import HtmlPage
 
@@ -24,9 +24,9 @@ EVALUATION = Evaluation(
         rows=2,
         length=1024,
         buckets=(
-            Bucket(begin=0, end=256, tokens=512, loss=2.0),
-            Bucket(begin=256, end=512, tokens=256, loss=10.0),
-            Bucket(begin=512, end=1024, tokens=1024, loss=None),
+            PositionBucket(begin=0, end=256, tokens=512, loss=2.0),
+            PositionBucket(begin=256, end=512, tokens=256, loss=10.0),
+            PositionBucket(begin=512, end=1024, tokens=1024, loss=None),
         ),
     ),
     passkeys=Passkeys(

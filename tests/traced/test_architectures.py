@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.traced.tiny import tiny_config
-from isp.train.check import CASES, Case, Check, Differences, worst_of
+from isp.train.check import CASES, Check, CheckCase, Differences, worst_of
 from isp.train.check_layouts import Layout
 from isp.train.check_subjects import HuggingFaceSubject
 from tests.ranks import run_ranks
@@ -75,7 +75,7 @@ class _Job(NamedTuple):
 
     check: Check
     layout: Layout
-    case: Case
+    case: CheckCase
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +89,17 @@ def _quiet_and_alone() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _chosen(name: str) -> list[tuple[Layout, Case]]:
+def _chosen(name: str) -> list[tuple[Layout, CheckCase]]:
     """Two steps of this architecture, packed and not; all occur as the first of one."""
     number = NAMES.index(name)
     return [
-        (layout, Case(packed, recomputed=(number // 2 + place) % 2 == 0))
+        (layout, CheckCase(packed, recomputed=(number // 2 + place) % 2 == 0))
         for place in (number, number + 11)
         for layout, packed in [COMBINATIONS[place % len(COMBINATIONS)]]
     ]
 
 
-def _jobs(name: str, chosen: list[tuple[Layout, Case]]) -> list[_Job]:
+def _jobs(name: str, chosen: list[tuple[Layout, CheckCase]]) -> list[_Job]:
     """The last in a mode that splits features, where the model's plan does."""
     subject = HuggingFaceSubject(tool.config_of(name))
     fits = tool.layouts_of(subject)
@@ -144,7 +144,7 @@ def test_two_architectures_in_every_layout(name: str) -> None:
     """
     first = THROUGHOUT.index(name)
     chosen = [
-        (layout, Case((first + place) % 2 == 0, place // 2 % 2 == 0))
+        (layout, CheckCase((first + place) % 2 == 0, place // 2 % 2 == 0))
         for place, layout in enumerate(tool.LAYOUTS)
     ]
     _assert_equal(_jobs(name, [*chosen, chosen[-1]]))
@@ -159,7 +159,7 @@ def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -
 
     transformers is given positions, by which its attention alone knows of documents.
     """
-    case = Case(packed=True, recomputed=False)
+    case = CheckCase(packed=True, recomputed=False)
     check = Check(HuggingFaceSubject(tool.config_of(name)), [Layout(2, 1)], cases=[case])
     reference, plain = check.references[True], check.subject.plain()
     alone = reference.outputs["lm_head"]  # [R, S, V]

@@ -12,7 +12,7 @@ import isp
 from isp.attention.call import Relative
 from isp.parallel import ParallelConfig, PipelineConfig
 from isp.traced.model import TracedModel
-from isp.train.check import Case, Check
+from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_reference import Subject
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
@@ -135,12 +135,12 @@ def _writing() -> Subject:
 @pytest.mark.parametrize(
     ("subject", "layout", "case"),
     [
-        (_gemma, "1x2 Interleaved1F1B 2x2", Case(packed=True, recomputed=True)),
-        (_gemma, "mtp2 1F1B 2", Case(packed=True, recomputed=False)),
-        (_two_streams, "1x1 1F1B 2", Case(packed=True, recomputed=True)),
-        (_lists, "1x1 1F1B 2", Case(packed=True, recomputed=True)),
-        (_own, "2x1 ZBVZeroBubble 2x2", Case(packed=True, recomputed=True)),
-        (_writing, "1x1 InterleavedZeroBubble 2x2", Case(packed=False, recomputed=False)),
+        (_gemma, "1x2 Interleaved1F1B 2x2", CheckCase(packed=True, recomputed=True)),
+        (_gemma, "mtp2 1F1B 2", CheckCase(packed=True, recomputed=False)),
+        (_two_streams, "1x1 1F1B 2", CheckCase(packed=True, recomputed=True)),
+        (_lists, "1x1 1F1B 2", CheckCase(packed=True, recomputed=True)),
+        (_own, "2x1 ZBVZeroBubble 2x2", CheckCase(packed=True, recomputed=True)),
+        (_writing, "1x1 InterleavedZeroBubble 2x2", CheckCase(packed=False, recomputed=False)),
     ],
     ids=[
         "tied, interleaved",
@@ -151,7 +151,7 @@ def _writing() -> Subject:
         "writing, zero bubble",
     ],
 )
-def test_stages_compute_what_the_model_does(subject: object, layout: str, case: Case) -> None:
+def test_stages_compute_what_the_model_does(subject: object, layout: str, case: CheckCase) -> None:
     """Catches hidden states of another stage, gradients that do not come back or are counted twice,
     and tied weights whose two gradients are not added."""
     assert callable(subject)
