@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 
 from isp.cli import main
 from isp.cli.failures import LAUNCHER_REPORTS, report, report_broken_pipe, report_end
-from isp.cli.launch import launch, rank_folder
-from tests.run.test_folder import files_up_to
+from isp.cli.launch import launch
+from tests.disk import no_file_larger_than
 
 ROOT = Path(__file__).parent.parent
 
@@ -214,7 +213,7 @@ def test_an_error_file_is_whole_or_not_there(tmp_path, monkeypatch, capsys, room
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv(LAUNCHER_REPORTS, "1")
-    with files_up_to(room):
+    with no_file_larger_than(room):
         report(FileNotFoundError(2, "absent", "here"))
     assert list(tmp_path.iterdir()) == []
     assert "absent" in capsys.readouterr().err
@@ -243,39 +242,6 @@ def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
     assert launcher.process.is_alive()
     launcher.send(signal.SIGINT)
     assert launcher.end()[0] == 128 + signal.SIGINT
-
-
-KEEP_FOLDER = """
-import sys, time
-from isp.cli.launch import rank_folder
-with rank_folder() as folder:
-    print(folder, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_folders_of_killed_launchers_are_removed(tmp_path, monkeypatch):
-    """Catches folders that pile up, and one that is removed while its launcher needs it."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", KEEP_FOLDER],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    folders = [Path(other.stdout.readline().strip()) for other in others]
-    others[0].kill()
-    others[0].wait()
-    try:
-        with rank_folder() as own:
-            assert set(tmp_path.iterdir()) == {folders[1], own}
-        assert set(tmp_path.iterdir()) == {folders[1]}
-    finally:
-        others[1].kill()
-        others[1].wait()
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])

@@ -8,17 +8,14 @@ ends, or is killed, its ranks end too.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "follow_launcher",
     "launch",
-    "rank_folder",
     "reports_for_ranks",
     "start_ranks",
     "without_nproc",
@@ -42,8 +38,6 @@ _SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
 _KNOCK_ON_SECONDS = 10
 """A rank found killed up to this long after another's error is taken as its cause."""
-_RANK_FOLDER = "isp-ranks-"
-"""How the names of the folders begin in which torchrun keeps the ranks' error files."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -127,7 +121,9 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with StopRequest(keep_handlers=True), rank_folder() as folder:
+    folders = tempfile.TemporaryDirectory(prefix="isp-ranks-", ignore_cleanup_errors=True)
+    with StopRequest(keep_handlers=True), folders as error_files:
+        folder = Path(error_files)
         options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         handled = [number.name for number in (*heeded_signals(), signal.SIGQUIT)]
         options.append(f"--signals-to-handle={','.join(handled)}")
@@ -194,42 +190,3 @@ def _recorded(failure: ProcessFailure) -> dict[str, str]:
     """The rank's record of its failure (`isp.cli.failures`); empty if it wrote nothing."""
     message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
     return {} if isinstance(message, str) else message["extraInfo"]
-
-
-@contextmanager
-def rank_folder() -> Iterator[Path]:
-    """A new folder, removed at the end, and by a later launcher if this one is killed.
-
-    A launcher holds a lock on its folder, which ends with the launcher, however it ends.
-    """
-    _remove_abandoned()
-    folder, lock = _make_rank_folder()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _make_rank_folder() -> tuple[Path, int]:
-    """A new folder, and the lock on it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_RANK_FOLDER))
-        lock = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks: nobody else can take it either
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)  # another launcher took it for an abandoned one before it was locked
-
-
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_RANK_FOLDER}*"):
-        with suppress(OSError):  # in use, another user's, or just removed by its launcher
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
