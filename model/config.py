@@ -24,8 +24,10 @@ from pydantic import Field
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
+from isp.parallel.distributable import check_distributable
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
+from isp.settings.recomputation import Recomputation
 from isp.settings.section import (
     Count,
     CountOrZero,
@@ -48,10 +50,15 @@ __all__ = ["ModelConfig"]
 _OF_ANY_MODEL = {
     "attention_backend",
     "checkpoint",
+    "checkpoint_distribute_activations",
+    "checkpoint_keeps_attention",
+    "checkpoint_mlp_activation",
+    "checkpoint_norm_outputs",
     "checkpoint_offload",
     "checkpoint_segment",
     "compile",
     "loss_chunk_tokens",
+    "mlp_tile_tokens",
 }
 """Keys of how to compute that hold for a model's folder, too."""
 
@@ -68,8 +75,7 @@ class ModelConfig:
     hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, which is run as it is: a config.json, which
     has the sizes, with safetensors, or without for random weights. Of the other keys only
-    checkpoint, checkpoint_offload, checkpoint_segment, loss_chunk_tokens and attention_backend go
-    with it."""
+    checkpoint and checkpoint_*, loss_chunk_tokens and attention_backend go with it."""
     init_from: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
     a run without checkpoints begins from its weights."""
@@ -129,13 +135,16 @@ class ModelConfig:
     such blocks, about sqrt(n) keeps least."""
     checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
     """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
-    least in msp mode, whose linears keep what they gather of it."""
+    least in msp mode, whose linears keep what they gather of it. Of another model than isp's own,
+    with checkpoint_mlp_activation: recompute all that lies between linears, attention, convolutions
+    and scans; then linears gather again in msp mode, too."""
     checkpoint_mlp_activation: Annotated[bool, KeyRole.METHOD] = False
     """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
     mlp_tile_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 0
     """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
     more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
-    little."""
+    little. Of another model than isp's own: the modules of a block that have several linears or
+    experts and no attention, without norm and residual."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -185,6 +194,7 @@ class ModelConfig:
 
         `unread`: keys that may be there.
         """
+        _ = self.recomputation
         if self.compile is True:
             raise ValueError(
                 f"model.compile=true is for the layers of isp's own model, and {other} is another:"
@@ -198,6 +208,28 @@ class ModelConfig:
                     f"model.{key}={json.dumps(value)} is for isp's own model, and {other} is"
                     f" another: use {json.dumps(plain)}{instead}"
                 )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What is computed again in backward, of any model.
+
+        Raises ValueError for keys of isp's own model.
+        """
+        if self.checkpoint_norm_outputs != self.checkpoint_mlp_activation:
+            raise ValueError(
+                "model.checkpoint_norm_outputs and model.checkpoint_mlp_activation are one for any"
+                " but isp's own model, of which all that lies between its linears is recomputed:"
+                " set both, or none"
+            )
+        return Recomputation(
+            checkpoint=self.checkpoint,
+            keeps_attention=self.checkpoint_keeps_attention,
+            distributed=self.checkpoint_distribute_activations,
+            offload=self.checkpoint_offload,
+            segment=self.checkpoint_segment,
+            between_linears=self.checkpoint_norm_outputs,
+            mlp_tile_tokens=self.mlp_tile_tokens,
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -296,7 +328,7 @@ class ModelConfig:
                     )
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
-            _check_distributable(self, parallel, seq_len)
+            check_distributable(self.hidden_size, parallel, seq_len)
         if facts.splits_sequence and seq_len % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
@@ -324,21 +356,6 @@ def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:
         raise ValueError(
             f"parallel.pipeline.size={pipeline.size}{chunks} is more than"
             f" model.num_layers={model.num_layers}: each stage needs a layer"
-        )
-
-
-def _check_distributable(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
-    size, mode = parallel.tensor.size, parallel.tensor.mode
-    if mode.facts.splits_sequence:
-        raise ValueError(
-            f"model.checkpoint_distribute_activations is for mtp mode: in {mode} mode each tensor"
-            f" rank keeps its own tokens only; set it to false"
-        )
-    if seq_len * model.hidden_size % size:
-        raise ValueError(
-            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row times"
-            f" model.hidden_size={model.hidden_size} for model.checkpoint_distribute_activations:"
-            f" use {_usable(seq_len * model.hidden_size, size)}, or set it to false"
         )
 
 

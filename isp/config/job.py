@@ -232,7 +232,7 @@ class JobConfig:
         if not model.mlp_tile_tokens:
             return []
         found = []
-        if model.checkpoint_mlp_activation:
+        if model.checkpoint_mlp_activation and model.hf is None:
             found.append(
                 "model.checkpoint_mlp_activation is not used with model.mlp_tile_tokens, whose"
                 " tiles are computed again as a whole"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isp.models.protocol import LanguageModel
 from isp.settings.packages import require_hf
@@ -17,14 +17,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
 __all__ = ["language_model"]
 
-_HOW = (
-    "checkpoint",
-    "checkpoint_offload",
-    "checkpoint_segment",
-    "attention_backend",
-    "loss_chunk_tokens",
-)
-"""Keys of how a traced model is computed."""
+_HOW = "recomputation", "attention_backend", "loss_chunk_tokens"
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
@@ -35,16 +28,21 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     Raises ValueError for a folder whose model cannot be made, or cannot be driven, and without the
     packages that read it.
     """
-    keys = {key: getattr(model, key) for key in _HOW}
     if model.hf is None:
         if os.environ.get("ISP_PLAIN") != "1":  # until the plain decoder takes the other's place
             return model
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
-        return _decoder(replace(model, **{**plain, "init_std": model.init_std})).computed(**keys)
+        own = replace(model, **{**plain, "init_std": model.init_std})
+        return _decoder(own).computed(**_how(model))
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.traced.pretrained import folder_model
 
-    return folder_model(model.hf, dtype, trains=trains, **keys)
+    return folder_model(model.hf, dtype, trains=trains, **_how(model))
+
+
+def _how(model: ModelConfig) -> dict[str, Any]:
+    """Keys of how a traced model is computed."""
+    return {key: getattr(model, key) for key in _HOW}
 
 
 @lru_cache(maxsize=16)

@@ -99,6 +99,10 @@ class LayerFactory:
         """Those of alike parts of a computation that are run: all."""
         return parts
 
+    def each_tile(self, tiles: Sequence[slice]) -> Iterable[slice]:
+        """Those of the tiles of a module that are run: all; there may be transfers in each."""
+        return tiles
+
     @property
     def on_cpu(self) -> bool:
         """Whether a CPU computes."""

@@ -283,28 +283,32 @@ class DryLayers(LayerFactory):
         rows = sum(part.stop - part.start for part in others)
         self.recorder.note(Product(self.recorder.flops(begin) * rows // (first.stop - first.start)))
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def tiled_mlp(self, **parts: Any) -> TiledMLP:
-        return FewTiles(**parts, recorder=self.recorder)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FewTiles(TiledMLP):
-    """Tiles of which the third stands for all between it and the last."""
-
-    recorder: TapeRecorder
-
-    def tiles(self, x: Tensor) -> Iterator[slice]:
-        *alike, last = super().tiles(x)
+    def each_tile(self, tiles: Sequence[slice]) -> Iterator[slice]:
+        """The third stands for all between it and the last."""
+        *alike, last = tiles
         yield from alike[:2]
         if len(alike) > 2:
             begin = self.recorder.position()
             yield alike[2]
             self.recorder.repeat(begin, self.recorder.position(), len(alike) - 3)
         yield last
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
+    def tiled_mlp(self, **parts: Any) -> TiledMLP:
+        return FewTiles(**parts, layers=self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FewTiles(TiledMLP):
+    """Tiles of which a few are run."""
+
+    layers: DryLayers
+
+    def tiles(self, x: Tensor) -> Iterator[slice]:
+        return self.layers.each_tile(list(super().tiles(x)))
 
 
 class CudaLayers(DryLayers):

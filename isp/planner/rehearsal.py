@@ -223,6 +223,9 @@ def _rehearsed(
             linear.weight_gradients = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
+        if isinstance(whole, TracedChunk) and whole.learns:
+            _forward(whole, model, ids, _ends_of(tokens, part.documents))
+            recorder.forget()
         with saved_tensors_hooks(recorder.keep, lambda x: x):
             output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))

@@ -328,9 +328,7 @@ def _least_recomputed(
     least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
     if least.memory.total <= room or most.memory.total > room:
         return least if least.memory.total <= room else most
-    keeps_attention = config.model.hf is None
-    choices = [choice for choice in RECOMPUTE[1:-1] if keeps_attention or not choice[1]]
-    between = (with_recompute(*choice) for choice in choices)
+    between = (with_recompute(*choice) for choice in RECOMPUTE[1:-1])
     return next((c for c in between if c.memory.total <= room), most)
 
 

@@ -248,6 +248,12 @@ class TapeRecorder:
                 module.register_forward_hook(self._ends)
             self._lasts.add(id(module))
 
+    def forget(self) -> None:
+        """What was noted so far was for practice."""
+        for noted in (self._events, self._again, self._reached, self._kept, self._offloaded):
+            noted.clear()
+        self._block = self._ahead = self._launched = 0
+
     def note(self, event: Event) -> None:
         """Something happens in the block that runs."""
         self._running().append(event)

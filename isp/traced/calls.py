@@ -24,6 +24,8 @@ class Kind(StrEnum):
     CONVOLUTION = "convolution"
     SCAN = "scan"
     EXPERTS = "experts"
+    TILED = "tiled module"
+    """A module in tiles of tokens; a trace has its calls instead."""
     BLOCK = "block"
     """A whole block; a trace has its calls instead."""
 

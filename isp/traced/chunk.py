@@ -7,7 +7,7 @@ S' the tokens of this rank
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from isp.layers.linear import Moves, Role, moves_for, multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.module import NamedParameter
 from isp.mixers.call import mix_by
-from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker, generator_states, restore_generators
+from isp.rng import generator_states, restore_generators
+from isp.settings.recomputation import Recomputation
+from isp.traced.blocks import BlockRecomputer, KeptMixers
 from isp.traced.calls import Call, ForwardEnd, Kind
 from isp.traced.experts import ExpertPlace, SwappedExperts
 from isp.traced.forward_pass import ForwardPass, Masks, outer_calls
@@ -37,10 +38,10 @@ from isp.traced.rotary import by_document, token_lengths
 from isp.traced.stages import Stage
 from isp.traced.swap import InitialWeights, SwappedLinear, SwappedTable, shard_parameters
 from isp.traced.tensor_plan import TensorPlan, in_features
+from isp.traced.tiles import TiledModule
 from isp.traced.trace import ModelTrace, check_not_compiled
 from isp.traced.uses import parts_of, uses_of
 from isp.weights.declare import DeclaredBlock
-from isp.weights.trace import inputs_kept
 
 __all__ = ["TracedChunk"]
 
@@ -55,10 +56,8 @@ class TracedChunk:
         host: Host,
         layers: LayerFactory,
         local_attention: Callable[[float | None, float | None, bool, int, int], LocalAttention],
-        recomputed: tuple[bool, ...],
+        recomputation: Recomputation,
         *,
-        offload: bool = False,
-        segment: int = 0,
         weights: InitialWeights | None = None,
         plan: TensorPlan | None = None,
         loss_chunk_tokens: int = 0,
@@ -85,27 +84,18 @@ class TracedChunk:
         self._plan = plan
         self._local_attention = local_attention
         self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
-        self._recomputers: dict[str, Recomputer] = {}
-        """Of each block, that of its stage."""
-        self._recomputed = dict(zip(trace.blocks, recomputed, strict=True))
-        self._input_kept: dict[str, bool] = {}
-        for stage in stages:
-            recomputer = Recomputer(
-                tracker=RngStatesTracker(layers.device),
-                announce=layers.recomputing,
-                offload_to=layers.host if offload else None,
-                segment=segment,
-            )
-            self._recomputers |= dict.fromkeys(stage.blocks, recomputer)
-            kept = inputs_kept(tuple(self._recomputed[b] for b in stage.blocks), segment)
-            self._input_kept |= dict(zip(stage.blocks, kept, strict=True))
+        self._tile_tokens = recomputation.mlp_tile_tokens
+        self._tiled = trace.by_token if self._tile_tokens else ()
+        self._blocks = BlockRecomputer(recomputation, trace.blocks, stages, layers)
         self._calls = {
             block: tuple(call for call in trace.calls if call.block == block)
             for block in trace.blocks
         }
         numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
         self._points = {number: nn.Identity() for number in numbers}
-        self._mixers = TracedMixers(layers, self._mixing, self._under_way)
+        self._mixers = KeptMixers(
+            TracedMixers(layers, self._mixing, self._under_way), self._kept, self._under_way
+        )
         self._outer_calls, self._outside = tuple(outer_calls(trace)), frozenset(trace.called_at)
         self._length_limits = host.length_limits(model)
         self._most_tokens = host.most_tokens(model)
@@ -134,6 +124,11 @@ class TracedChunk:
         """Logits of a token, over all ranks."""
         return self.trace.vocab_size
 
+    @property
+    def learns(self) -> bool:
+        """Whether a first forward tells what later ones need not keep."""
+        return self._blocks.learns
+
     # -- what the runtime asks ---------------------------------------------------------------
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -144,7 +139,7 @@ class TracedChunk:
         forward_pass = ForwardPass(
             "the model", self._outer_calls, self._masks(positions, cu_seqlens)
         )
-        self._recomputers[next(b for b in self._recomputed if b not in self.left_out)].begin()
+        self._blocks.begin(next(b for b in self._blocks.recomputed if b not in self.left_out))
         ends = {} if self.trace.head is None else {self.trace.head: _end}
         with (
             self._passing(forward_pass),
@@ -252,9 +247,11 @@ class TracedChunk:
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                uses=tuple(uses_of(self.model, calls, holders, self._points, forward_only)),
-                recomputed=self._recomputed.get(name, False),
-                input_kept=self._input_kept.get(name, True),
+                uses=tuple(
+                    uses_of(self.model, calls, holders, self._points, forward_only, self._tiled)
+                ),
+                recomputed=self._blocks.recomputed.get(name, False),
+                input_kept=self._blocks.input_kept.get(name, True),
             )
             for name, calls in parts_of(self.trace)
             if stage is None or name in stage.parts
@@ -271,7 +268,8 @@ class TracedChunk:
             width = in_features(self.model.get_submodule(region.columns[0]))
             entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
             self.entrances |= dict.fromkeys(region.columns, entrance)
-        here = (c for c in self.trace.calls if c.block is None or c.block in self._input_kept)
+        own = {None, *self._blocks.input_kept}
+        here = (call for call in self.trace.calls if call.block in own)
         self._fused = self._fuse()
         for kind, name in dict.fromkeys((call.kind, call.module) for call in here):
             module = self.model.get_submodule(name)
@@ -306,6 +304,21 @@ class TracedChunk:
         for experts in self._experts.values():
             for weight in experts.weights:
                 weight.layouts = {weight.weight_name: layouts[weight.weight]}
+        if self._blocks.between_linears:
+            own_calls = (c for c in self.trace.calls if c.block in self._blocks.input_kept)
+            for kind, name in dict.fromkeys((c.kind, c.module) for c in own_calls):
+                if not kind.mixes:
+                    module = self.model.get_submodule(name)
+                    module.forward = partial(self._keep_call, kind, name, module.forward)
+        in_blocks = tuple(f"{block}." for block in self._blocks.input_kept)
+        for name in (name for name in self._tiled if name.startswith(in_blocks)):
+            calls = tuple(c for c in self.trace.calls if c.module.startswith(f"{name}."))
+            holders = {**self._holders, **self._experts, **self._fused}
+            within = [holders[call.module] for call in calls if call.module in holders]
+            within = [*dict.fromkeys(within)]
+            module = self.model.get_submodule(name)
+            tiled = TiledModule(module, within, self._tile_tokens, self._layers)
+            module.forward = partial(self._through_tiles, name, calls, tiled)
         for block in self.trace.blocks:
             module = self.model.get_submodule(block)
             module.forward = partial(self._through_block, block, module.forward)
@@ -356,12 +369,14 @@ class TracedChunk:
             x = args[0] if self._received is None else self._received
             return x if form is None else form.around(x)
 
+        calls = self._blocks.calls(block, self.model.get_submodule(block), args)
+
         def run(*args: Any) -> Any:
-            with self._passing(ForwardPass(block, self._calls[block], masks)), at_positions(where):
+            forward_pass = ForwardPass(block, self._calls[block], masks, calls)
+            with self._passing(forward_pass), at_positions(where), calls.passing():
                 return forward(*args, **kwargs)
 
-        recomputed = self._recomputed[block] and torch.is_grad_enabled()
-        out = self._recomputers[block](run, *args) if recomputed else run(*args)
+        out = self._blocks(block, run, args)
         if block == self._last_block:
             assert form is not None
             raise ForwardEnd(form.hidden_of(out).to(self._layers.dtype))
@@ -383,7 +398,7 @@ class TracedChunk:
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
         before = generator_states(self._layers.device) if self.model.training else None
-        left_out, self.left_out = self.left_out, frozenset(self._recomputed)
+        left_out, self.left_out = self.left_out, frozenset(self._blocks.recomputed)
         try:
             with (
                 self._passing(ForwardPass("the model", self._outer_calls, Masks(None))),
@@ -414,8 +429,11 @@ class TracedChunk:
 
     # -- calls -------------------------------------------------------------------------------
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    def _attend(self, *given: Any) -> Tensor:
         """As `isp.attention.call.Attend`."""
+        return self._kept(Kind.ATTENTION, None, partial(self._attend_now, *given))
+
+    def _attend_now(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         causal, window, scale, softcap, _, chunk, chosen, _ = options
         forward_pass, call = self._mixing(Kind.ATTENTION, q)
         sinks = options.of_heads(q.shape[2])
@@ -436,12 +454,50 @@ class TracedChunk:
         self._points[forward_pass.name, forward_pass.passed - 1](x)
         return forward_pass, call
 
+    def _kept(
+        self,
+        kind: Kind,
+        module: str | None,
+        call: Callable[[], Tensor],
+        dropped: Tensor | None = None,
+    ) -> Tensor:
+        """As `BlockCalls`, following calls that are not made again; of what mixes, no `module`."""
+        forward_pass = self._under_way(module or kind)
+        if forward_pass.kept.skips(kind):
+            if kind.mixes and self._blocks.recomputed[forward_pass.name]:
+                self._mixing(kind, torch.empty(0))
+            elif kind is not Kind.EXPERTS:  # whose hook follows them
+                forward_pass.arrive(kind, module or forward_pass.name)
+        return forward_pass.kept(kind, call, dropped)
+
+    def _keep_call(
+        self, kind: Kind, module: str, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """A forward of a linear, a table or experts."""
+        dropped = args[0] if kind is Kind.LINEAR else None
+        return self._kept(kind, module, partial(forward, *args, **kwargs), dropped)
+
+    def _through_tiles(
+        self, name: str, calls: tuple[Call, ...], tiled: TiledModule, x: Tensor
+    ) -> Tensor:
+        """The forward of a module in tiles of tokens."""
+        forward_pass = self._under_way(name)
+        forward_pass.skip(name, calls)
+        masks = forward_pass.masks
+
+        def inside() -> AbstractContextManager[None]:
+            return self._passing(ForwardPass(name, calls, masks))
+
+        return forward_pass.kept(Kind.TILED, lambda: tiled(x, inside), x)
+
     def _passed(self, kind: Kind, module: str) -> None:
         self._under_way(module).arrive(kind, module)
 
     def _place(self) -> ExpertPlace:
         forward_pass = self._under_way("experts")
-        return ExpertPlace(forward_pass.passed, self._recomputed[forward_pass.name])
+        return ExpertPlace(
+            forward_pass.passed, self._blocks.recomputed.get(forward_pass.name, False)
+        )
 
     def _under_way(self, called: str) -> ForwardPass:
         if self._forward_pass is None:

@@ -12,6 +12,7 @@ from isp.attention import AttentionMask
 from isp.comm import Channel
 from isp.layers.sequence import SequenceRanks
 from isp.mixers.placement import Placement
+from isp.traced.blocks import BlockCalls
 from isp.traced.trace import Call, Kind, ModelTrace
 
 __all__ = ["ForwardPass", "Masks", "outer_calls"]
@@ -68,9 +69,12 @@ class Masks:
 class ForwardPass:
     """One way through a block, or through what is outside of the blocks, next to its trace."""
 
-    def __init__(self, name: str, calls: tuple[Call, ...], masks: Masks) -> None:
+    def __init__(
+        self, name: str, calls: tuple[Call, ...], masks: Masks, kept: BlockCalls | None = None
+    ) -> None:
         self.name = name
         self.masks = masks
+        self.kept = kept or BlockCalls()
         self._calls = calls
         self._next = 0
 
@@ -87,6 +91,12 @@ class ForwardPass:
                 self._next += 1
                 return expected
         raise self._error(f"{kind} of {module} was called")
+
+    def skip(self, module: str, calls: tuple[Call, ...]) -> None:
+        """These come, in a module.  Raises RuntimeError if others were the next."""
+        if self._calls[self._next : self._next + len(calls)] != calls:
+            raise self._error(f"{module} was called")
+        self._next += len(calls)
 
     def end(self) -> None:
         """No further call comes."""

@@ -22,8 +22,10 @@ from isp.layers.module import RowsOf
 from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
+from isp.parallel.distributable import check_distributable
 from isp.pipeline import PipelineOrder
 from isp.settings.attention_backend import AttentionBackend
+from isp.settings.recomputation import Recomputation
 from isp.traced.chunk import TracedChunk
 from isp.traced.hosts import OwnModule, check_row, host_of
 from isp.traced.model_folder import check_layout, check_model_config
@@ -36,7 +38,6 @@ from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
 from isp.traced.trace import Kind, check_drivable, trace_model
-from isp.weights.trace import recomputed_blocks
 from isp.weights.wp import LocalWeights
 
 __all__ = ["TracedModel"]
@@ -51,26 +52,20 @@ class TracedModel:
         self,
         model: nn.Module,
         *,
-        checkpoint: float = 0.0,
-        checkpoint_offload: bool = False,
-        checkpoint_segment: int = 0,
+        recomputation: Recomputation = Recomputation(),  # noqa: B008
         attention_backend: AttentionBackend = AttentionBackend.AUTO,
         weights: InitialWeights | None = None,
         in_place: bool = True,
         loss_chunk_tokens: int = 4096,
         earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
-        """`checkpoint..`: as the keys of `model` in a configuration.
-
-        `weights`: the source of those of a `model` without memory; None: it has them.
+        """`weights`: the source of those of a `model` without memory; None: it has them.
         `earlier_names`: see `LanguageModel`.
 
         Not `in_place`, `build` takes a copy of the model each time.
         """
         self.host = host_of(model)
-        self.checkpoint = checkpoint
-        self.checkpoint_offload = checkpoint_offload
-        self.checkpoint_segment = checkpoint_segment
+        self.recomputation = recomputation
         self.loss_chunk_tokens = loss_chunk_tokens
         self.attention_backend = attention_backend
         self.model = model
@@ -86,6 +81,7 @@ class TracedModel:
         shape = copy.deepcopy(self._shape)
         self.host.connect(shape)
         self.trace = trace_model(shape, self.host.forward)
+        self._check_recomputation()
         self._leave_alone(self.trace.unused)
         probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
         if not (probed or self.trace.reads_positions or isinstance(self.host, OwnModule)):
@@ -105,7 +101,17 @@ class TracedModel:
         other = copy.copy(self)
         assert keys.keys() <= vars(other).keys(), keys
         vars(other).update(keys)
+        other._check_recomputation()
         return other
+
+    def _check_recomputation(self) -> None:
+        """Raise ValueError for keys that this model has no use for."""
+        if self.recomputation.mlp_tile_tokens and not self.trace.by_token:
+            raise ValueError(
+                f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
+                f" blocks of {type(self.model).__name__} that takes one tensor of tokens has"
+                f" several linears and no attention: use 0"
+            )
 
     def _leave_alone(self, unused: tuple[str, ...]) -> None:
         """Freeze what has no gradient; torch's optimizers would not change it either."""
@@ -226,6 +232,8 @@ class TracedModel:
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
         check_layout(parallel, seq_len)
+        if self.recomputation.distributed:
+            check_distributable(self.hidden_size, parallel, seq_len)
         self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
@@ -356,7 +364,6 @@ class TracedModel:
         model = self.model if self._in_place else copy.deepcopy(self.model)
         if layers.device.type == "meta":
             model = copy.deepcopy(self._shape)
-        recomputed = recomputed_blocks(len(self.trace.blocks), self.checkpoint)
 
         def local(
             scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
@@ -388,9 +395,7 @@ class TracedModel:
             self.host,
             layers,
             local,
-            recomputed,
-            offload=self.checkpoint_offload,
-            segment=self.checkpoint_segment,
+            self.recomputation,
             weights=self._weights,
             plan=plan,
             loss_chunk_tokens=self.loss_chunk_tokens,

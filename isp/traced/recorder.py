@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ class CallRecorder:
         """How often each block was called."""
         self.called: dict[str, None] = {}
         """The modules that were called, in order."""
+        self._open: list[nn.Module] = []
+        """The modules that run, the innermost last."""
+        self.mixing: set[nn.Module] = set()
+        """Those in which tokens were mixed."""
+        self.by_token: dict[str, int] = {}
+        """The modules that are given one tensor [B, S, D] and give one, and how often."""
         self.finder = HeadFinder()
         self.outputs: dict[str, BlockOutput] = {}
 
@@ -64,6 +71,7 @@ class CallRecorder:
                 f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
             )
         _read(options.profiles)
+        self.mixing.update(self._open)
         heads, size = q.shape[2:]
         chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
         reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
@@ -85,6 +93,7 @@ class CallRecorder:
 
     def _mixed(self, kind: Kind, by: Stateful, inputs: Inputs) -> Tensor:
         _read(*inputs.constants)
+        self.mixing.update(self._open)
         flops, state = by.flops(inputs.flat()), by.state_sizes(inputs.flat())
         self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
         return torch.zeros_like(inputs.of_heads[0])
@@ -96,6 +105,7 @@ class CallRecorder:
     def choose(self, indexer: Indexer) -> Tensor:
         """The numbers of any keys; as many as a long document has."""
         self._index_size = indexer.keys.shape[-1]
+        self.mixing.update(self._open)
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
@@ -112,7 +122,9 @@ class CallRecorder:
                 on(entry.register_forward_hook, self._leaving(name))
             stack.enter_context(reads)
             stack.enter_context(self.finder)
+            self._open = reads.open
             for name, module in self._model.named_modules():
+                on(partial(module.register_forward_hook, with_kwargs=True), self._gave(name))
                 on(module.register_forward_pre_hook, self._opening(name, reads.open))
                 on(module.register_forward_hook, lambda *_: reads.open.pop() and None)
                 if is_linear(module):
@@ -153,6 +165,14 @@ class CallRecorder:
 
     def _called(self, name: str) -> Callable[..., None]:
         return lambda _, __, output: self.finder.called(name, output)
+
+    def _gave(self, name: str) -> Callable[..., None]:
+        def gave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
+            if len(args) == 1 and not kwargs and all(of_tokens):
+                self.by_token[name] = self.by_token.get(name, 0) + 1
+
+        return gave
 
     def _opening(self, name: str, opened: list[nn.Module]) -> Callable[..., None]:
         def opening(module: nn.Module, *_: Any) -> None:

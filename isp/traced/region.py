@@ -12,8 +12,9 @@ One transfer serves all columns that read the input, which a model may have seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,7 @@ class Entrance:
         self.in_column = False
         self._width = width
         self._dims = (3,) if attends else (2, 3)
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        # A recompute ends with an exception as soon as it has what it is for, mid-region.
-        module.register_forward_hook(self._leave, always_call=True)
+        module.forward = partial(self._inside, module.forward)
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
@@ -67,7 +66,15 @@ class Entrance:
         finally:
             self.in_column = False
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _inside(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, on what it is given in place of its input."""
+        args, kwargs = self._enter(args, kwargs)
+        try:  # a recompute ends with an exception as soon as it has what it is for, mid-region
+            return forward(*args, **kwargs)
+        finally:
+            self.shown = None
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -86,9 +93,6 @@ class Entrance:
             and x.dim() in self._dims
             and x.shape[-1] == self._width
         )
-
-    def _leave(self, *_: object) -> None:
-        self.shown = None
 
 
 class _Enter(Function):

@@ -382,7 +382,9 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):
         whole.set_experts_implementation("eager")
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    for module in (model, *(entry for entries in lists for entry in entries)):
+    entries = [entry for entries in lists for entry in entries]
+    tiled = [child for entry in entries for child in entry.children() if any(child.children())]
+    for module in (model, *entries, *(child for child in tiled if child not in entries)):
         module.__class__ = _widened(type(module))
     return model.double()
 
@@ -391,7 +393,7 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """A class that is `kind`, whose forward runs in `_Widened`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _widening.get():  # a block in a model; where it is recomputed, it comes alone
+        if _widening.get():  # a block, or a part of one; where it is recomputed, it comes alone
             return kind.forward(self, *args, **kwargs)
         token = _widening.set(True)
         try:

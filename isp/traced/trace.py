@@ -7,7 +7,7 @@ Nothing is found by name: a linear is an `nn.Linear` that is called, a block is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,6 +73,8 @@ class ModelTrace(NamedTuple):
     """Logits of a token."""
     reads_positions: bool
     """Whether the positions that it is given count."""
+    by_token: tuple[str, ...]
+    """Modules of blocks, the outermost, with several linears or experts and without attention."""
     head: str | None
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
 
@@ -183,6 +185,7 @@ def trace_model(
         unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
         reads.reads_positions,
+        tuple(_by_token(model, calls, recorder)),
         _head(model, calls, recorder.finder, logits),
     )
 
@@ -222,6 +225,25 @@ def _head(
     if found != last.module or sum(call.module == found for call in calls) > 1:
         return None
     return None if is_transposed(model.get_submodule(found)) else found
+
+
+def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder) -> Iterator[str]:
+    """As `ModelTrace.by_token`."""
+    found: list[str] = []
+    for block in dict.fromkeys(call.block for call in calls if call.block is not None):
+        for name in (n for n in recorder.called if n.startswith(f"{block}.")):
+            inside = [c for c in calls if c.module.startswith(f"{name}.")]
+            several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
+            once = len({c.module for c in inside}) == len(inside)
+            if (
+                several
+                and once
+                and recorder.by_token.get(name) == 1
+                and model.get_submodule(name) not in recorder.mixing
+                and not name.startswith(tuple(f"{outer}." for outer in found))
+            ):
+                found.append(name)
+    yield from found
 
 
 def _multiplied(

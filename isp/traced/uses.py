@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from torch import Tensor, nn
@@ -36,13 +37,35 @@ def uses_of(
     holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts | FusedLinears],
     points: Mapping[tuple[str, int], nn.Module],
     forward_only: Collection[str],
+    tiled: Collection[str],
 ) -> Iterator[DeclaredUse]:
     """The uses of a part of `model`, which makes these `calls`.
 
     `holders`: of weights, by module; experts that have none are whole. `points`: what is called
     where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
-    weights backward does not read.
+    weights backward does not read. `tiled`: modules that are computed in tiles.
     """
+    latest: str | None = None
+    for use, call in _uses_of(model, calls, holders, points, forward_only):
+        outer = next((name for name in tiled if call.module.startswith(f"{name}.")), None)
+        if outer is not None:
+            use = replace(
+                use,
+                at=model.get_submodule(outer),
+                in_recompute=False,
+                with_previous=latest == outer,
+            )
+        latest = outer
+        yield use
+
+
+def _uses_of(
+    model: nn.Module,
+    calls: Sequence[Call],
+    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts | FusedLinears],
+    points: Mapping[tuple[str, int], nn.Module],
+    forward_only: Collection[str],
+) -> Iterator[tuple[DeclaredUse, Call]]:
     reached = [i for i, call in enumerate(calls) if _reads_anew(call, holders)]
     named = _launch_points(calls, reached)
     for index in reached:
@@ -50,31 +73,38 @@ def uses_of(
         name = _name(call)
         if call.kind.mixes:
             at = points[call.module, index]
-            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
+            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes()), call
             continue
         at, holder = model.get_submodule(call.module), holders.get(call.module)
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
         if holder is None:
-            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes())
+            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes()), call
         elif isinstance(holder, SwappedExperts):
             for number, weight in enumerate(holder.weights):
-                yield DeclaredUse(
-                    name=f"{name}.{weight.weight_name}",
-                    layer=weight,
-                    at=at,
-                    launch_point=None if number else launch_point,
-                    with_previous=number > 0,
-                    passes=_passes_of_experts(weight.weight, call.route or 0),
+                yield (
+                    DeclaredUse(
+                        name=f"{name}.{weight.weight_name}",
+                        layer=weight,
+                        at=at,
+                        launch_point=None if number else launch_point,
+                        with_previous=number > 0,
+                        passes=_passes_of_experts(weight.weight, call.route or 0),
+                    ),
+                    call,
                 )
         else:
-            yield DeclaredUse(
-                name=name,
-                layer=holder,
-                at=at,
-                launch_point=launch_point,
-                weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
-                passes=_passes(holder),
+            yield (
+                DeclaredUse(
+                    name=name,
+                    layer=holder,
+                    at=at,
+                    launch_point=launch_point,
+                    weight_in_backward=call.kind is not Kind.TABLE
+                    and call.module not in forward_only,
+                    passes=_passes(holder),
+                ),
+                call,
             )
 
 

@@ -15,6 +15,7 @@ from isp.config.models import language_model
 from isp.models.build import build_model
 from isp.parallel import ParallelConfig
 from isp.parallel.topology import Topology
+from isp.settings.recomputation import Recomputation
 from isp.traced.folder import read_json
 from isp.traced.hosts import Host
 from isp.traced.model import TracedModel
@@ -41,7 +42,8 @@ class _TracedSubject:
 
     def language_model(self, checkpoint: float) -> TracedModel:
         traced = copy.copy(self._traced)  # to trace takes as long as a step
-        traced.model, traced.checkpoint = copy.deepcopy(self.model), checkpoint
+        traced.model = copy.deepcopy(self.model)
+        traced.recomputation = Recomputation(checkpoint)
         return traced
 
 

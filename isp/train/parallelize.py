@@ -70,9 +70,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(
         model,
-        checkpoint=config.model.checkpoint,
-        checkpoint_offload=config.model.checkpoint_offload,
-        checkpoint_segment=config.model.checkpoint_segment,
+        recomputation=config.model.recomputation,
         attention_backend=config.model.attention_backend,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         weights=begun_by_the_model(model),

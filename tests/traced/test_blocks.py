@@ -65,23 +65,28 @@ class _Model(Own):
         return logits
 
 
-CASES = [(0, 0.0), (5, 1.0)]
-"""Tokens of a chunk of the loss (0: none), and the fraction of blocks that is recomputed."""
+CASES: list[dict[str, Any]] = [
+    {"loss_chunk_tokens": 0},
+    {"loss_chunk_tokens": 5, "checkpoint": 1.0},
+    {"checkpoint": 1.0, "checkpoint_keeps_attention": True},
+    {"checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True},
+]
 
 
 def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: int) -> list[Any]:
     """Of each case the loss, and every shard's gradient with its layout."""
     found = []
-    for chunk, recompute in CASES:
-        config = job(tensor, weight, recompute=recompute)
+    for keys in CASES:
+        config = job(tensor, weight)
         config = replace(
             config,
-            model=replace(config.model, loss_chunk_tokens=chunk),
+            model=replace(config.model, **keys),
             training=replace(config.training, max_norm=0),
         )
         run = isp.parallelize(_Model(block), config)
-        loss = run.loss(*rows.part(run.dp_rank, run.dp_size))
-        run.step(loss, lr=0.0)
+        for _ in range(2):
+            loss = run.loss(*rows.part(run.dp_rank, run.dp_size))
+            run.step(loss, lr=0.0)
         gradients, trained = run.train_step.gradients, run.train_step.built.trained
         of_shards = {
             i.name: (gradients.whole(i.parameter).numpy().copy(), i.layout) for i in trained

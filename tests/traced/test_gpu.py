@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isp.parallel import Topology
+from isp.settings.recomputation import Recomputation
 from isp.traced.model import TracedModel
 from isp.train.parallelize import ParallelRun
 from tests.mirror import MirrorMesh, one_rank
@@ -22,7 +23,9 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
     """Of three steps on the last of two ranks that do the same, then the norms."""
     config = job(2, 2, recompute=recompute, dtype=dtype)
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = TracedModel(tiny("qwen3_moe", **sizes).to(getattr(torch, dtype)), checkpoint=recompute)
+    model = TracedModel(
+        tiny("qwen3_moe", **sizes).to(getattr(torch, dtype)), recomputation=Recomputation(recompute)
+    )
     numbers = []
     with one_rank(device):
         mesh = MirrorMesh(Topology.create(2, config.parallel), 1)

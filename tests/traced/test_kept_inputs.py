@@ -26,6 +26,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept": {},
     "offloaded": {"checkpoint_offload": True},
     "segments": {"checkpoint_segment": 2},
+    "between linears": {
+        "checkpoint": 0.5,
+        "checkpoint_norm_outputs": True,
+        "checkpoint_mlp_activation": True,
+        "checkpoint_keeps_attention": True,
+    },
     "segments, offloaded": {"checkpoint_segment": 2, "checkpoint_offload": True},
 }
 
@@ -93,7 +99,10 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Any:
 
 def _ways(name: str) -> list[str]:
     """Each saving alone for one model; both together for all."""
-    return [*WAYS] if name == "llama" else ["kept", "segments, offloaded"]
+    if name == "llama":
+        return [*WAYS]
+    of_calls = ["between linears"] if name in ("adapters", "half frozen", "dropout") else []
+    return ["kept", "segments, offloaded", *of_calls]
 
 
 def test_every_way_gives_the_same_bits() -> None:
