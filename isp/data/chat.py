@@ -5,7 +5,8 @@ the first of the tokens of a character that ends a block.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from isp.data.chat_turns import Conversation, Span, TurnNotFound
 from isp.data.config import BYTE_TOKENIZER
 from isp.data.dataset import IGNORE_INDEX
-from isp.data.rendering import Renderer, TemplateFailure
+from isp.data.rendering import TemplateFailure
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 
 __all__ = ["ChatTemplate", "Example"]
@@ -51,7 +52,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
-        self._renderer = Renderer()
         names = {"<think>", *tokenizer.added_tokens()}
         self._names = re.compile("|".join(map(re.escape, sorted(names))))
         self._template(None)
@@ -69,15 +69,8 @@ class ChatTemplate:
         `tools` and `variables` are what the template sees besides.
         Raises ValueError for what is not a conversation, or is refused by the template.
         """
-        _check_messages(messages, where)
-        try:
-            text, spans, left_out = self._chat(messages, tools, variables or {}).spans()
-        except TemplateFailure as error:
-            raise ValueError(
-                f"{where}: the chat template cannot render the conversation: {error}"
-            ) from None
-        except TurnNotFound as error:
-            raise ValueError(f"{where}, {error}: {_WAY_OUT}") from None
+        with _refused_at(where):
+            text, spans, left_out = self._chat(messages, tools, variables).spans()
         encoding = self._tokenizer.encode_with_offsets(text)
         trained = _covered(encoding, spans) & ~_covered(encoding, left_out)
         labels = np.where(trained, encoding.tokens, IGNORE_INDEX)
@@ -95,41 +88,26 @@ class ChatTemplate:
 
         Raises ValueError as `example` does, and where the assistant has spoken last.
         """
-        _check_messages(messages, where)
-        if messages[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{where}: its last message is the assistant's: leave it out, it is to be generated"
-            )
-        return self._rendered(messages, where, tools, variables, add_generation_prompt=True)
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        try:
-            chat = self._chat(messages, tools, variables or {})
-            return chat.render(add_generation_prompt=add_generation_prompt).text
-        except TemplateFailure as error:
-            raise ValueError(
-                f"{where}: the chat template cannot render the conversation: {error}"
-            ) from None
+        with _refused_at(where):
+            chat = self._chat(messages, tools, variables)
+            if messages[-1]["role"] == "assistant":
+                raise ValueError(
+                    "its last message is the assistant's: leave it out, it is to be generated"
+                )
+            return chat.render(add_generation_prompt=True).text
 
     def unfinished(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """A conversation as text up to the last words of its last message, which may go on.
 
         Raises ValueError as `example` does, and where these words are not in the text.
         """
-        _check_messages(messages, where)
-        words = str(messages[-1]["content"]).strip()
-        text, _, _ = self._rendered(messages, where).rpartition(words)
-        if not text:
-            raise ValueError(f"{where}: the chat template does not write its last message")
-        return text + words
+        with _refused_at(where):
+            chat = self._chat(messages, None, None)
+            words = str(messages[-1]["content"]).strip()
+            text, _, _ = chat.render().text.rpartition(words)
+            if not text:
+                raise ValueError("the chat template does not write its last message")
+            return text + words
 
     @property
     def text(self) -> str:
@@ -157,19 +135,20 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, Any] | None,
     ) -> Conversation:
+        _check_messages(messages)
         if tools is not None and not (
             isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         ):
             raise TemplateFailure("'tools' is not a list of objects (JSON schemas)")
+        variables = {} if variables is None else variables
         if not isinstance(variables, dict):
             raise TemplateFailure("'chat_template_kwargs' is not an object")
         template = self._template(tools)
         if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
         return Conversation(
-            self._renderer,
             self._tokenizer,
             template,
             messages,
@@ -207,33 +186,45 @@ def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]
     return covered
 
 
-def _check_messages(messages: Any, where: str) -> None:
+@contextmanager
+def _refused_at(where: str) -> Iterator[None]:
+    """Begin errors about a conversation with its place."""
+    try:
+        yield
+    except TemplateFailure as error:
+        fault = f"the chat template cannot render the conversation: {error}"
+        raise ValueError(f"{where}: {fault}") from None
+    except TurnNotFound as error:
+        raise ValueError(f"{where}, {error}: {_WAY_OUT}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: 'messages' must be a list of at least one message")
+        raise ValueError("'messages' must be a list of at least one message")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise ValueError(
-                f"{where}: message {number} is a JSON {type(message).__name__}, not an object with"
+                f"message {number} is a JSON {type(message).__name__}, not an object with"
                 " 'role' and 'content'"
             )
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"{where}: message {number} has no 'role' that is text")
+            raise ValueError(f"message {number} has no 'role' that is text")
         content = message.get("content")
         weight = message.get("weight")
         if weight is not None and (type(weight) is not int or weight not in (0, 1)):
             raise ValueError(
-                f"{where}: message {number} has the weight {weight!r}: 0 leaves an assistant's"
+                f"message {number} has the weight {weight!r}: 0 leaves an assistant's"
                 " message out of the loss, 1 is as without"
             )
         if weight == 1 and message["role"] != "assistant":
             raise ValueError(
-                f"{where}: message {number} ({message['role']}) has the weight 1, but the loss is"
+                f"message {number} ({message['role']}) has the weight 1, but the loss is"
                 " computed on messages of the role assistant only"
             )
         if not isinstance(content, str | list) and not message.get("tool_calls"):
-            raise ValueError(
-                f"{where}: message {number} ({message['role']}) has no 'content' that is text"
-            )
+            raise ValueError(f"message {number} ({message['role']}) has no 'content' that is text")
 
 
 def _load(file: Path) -> Any:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from isp.data.rendering import Rendered, Renderer, TemplateFailure
+from isp.data.rendering import Rendered, TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
 
 __all__ = ["Conversation", "Span", "TurnNotFound"]
@@ -68,7 +68,6 @@ class _Places(NamedTuple):
 class Conversation(NamedTuple):
     """One conversation and the template that renders it."""
 
-    renderer: Renderer
     tokenizer: HFTokenizer
     template: str
     messages: Sequence[Mapping[str, Any]]
@@ -146,4 +145,4 @@ class Conversation(NamedTuple):
         """The first `stop` messages as text, with [Note: Marks] if `marks`."""
         variables = {**self.variables, "add_generation_prompt": add_generation_prompt}
         messages = [{k: m[k] for k in m if k != "weight"} for m in self.messages[:stop]]
-        return self.renderer.render(self.template, messages, variables=variables, marks=marks)
+        return render(self.template, messages, variables=variables, marks=marks)

@@ -1,25 +1,114 @@
-"""Chat templates rendered in a process with limits: [Note: Bounds of a template]."""
+"""Chat templates, rendered as transformers does, and the places of messages in the text.
+
+[Note: Marks] Which message a part of the text belongs to, and what stands in `{% generation %}`
+blocks, is found by marks in the text, which are taken out of it: where a loop over messages begins
+(`(`) and ends (`)`), where it takes up a message (its index), and around blocks (`g`, `e`).
+"""
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from datetime import datetime
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-__all__ = ["Rendered", "Renderer", "TemplateFailure"]
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-_WORKER = Path(__file__).with_name("jinja_worker.py")
-_MEMORY_BYTES = 1 << 30
-_MAX_CHARACTERS = 1 << 24
-"""Of a rendered conversation."""
+__all__ = ["Rendered", "TemplateFailure", "render"]
+
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
 """Half of a surrogate pair, which JSON can escape, and what [Note: Marks] uses."""
 _SHOWN_CHARACTERS = 300
 """Of a template's error."""
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around a mark; Unicode keeps them for such internal use."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names that reasoning goes by; templates read the first, gpt-oss the second."""
+
+
+class _Marks(Extension):
+    """Generation blocks, and [Note: Marks] where `messages` are set."""
+
+    tags = {"generation"}  # noqa: RUF012
+    messages: Sequence[Any] | None = None
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
+
+    def begin(self, messages: Sequence[Any] | None) -> None:
+        """Begin a rendering of these messages, or one without marks."""
+        self.messages = messages
+        self._loops: list[bool] = []
+
+    def _block(self, caller: Macro) -> str:
+        text = caller()
+        return text if self.messages is None else f"{_mark('g')}{text}{_mark('e')}"
+
+    def _enter(self) -> str:
+        self._loops.append(False)
+        return ""
+
+    def _take(self, item: object) -> str:
+        found = (i for i, message in enumerate(self.messages or ()) if message is item)
+        if (index := next(found, None)) is None:
+            return ""
+        begin, self._loops[-1] = "" if self._loops[-1] else _mark("("), True
+        return begin + _mark(str(index))
+
+    def _leave(self) -> str:
+        return _mark(")") if self._loops.pop() else ""
+
+
+class _MarkLoops(NodeTransformer):
+    """Calls `_Marks` at the bounds of each loop, and for each item."""
+
+    def __init__(self, marks: _Marks) -> None:
+        self._marks = marks
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        if isinstance(node.target, nodes.Name):
+            item = nodes.Name(node.target.name, "load")
+            node.body.insert(0, self._output("_take", item))
+        return [self._output("_enter"), node, self._output("_leave")]
+
+    def _output(self, method: str, *arguments: nodes.Expr) -> nodes.Output:
+        return nodes.Output([self._marks.call_method(method, list(arguments))])
+
+
+def _mark(what: str) -> str:
+    return f"{_OPEN}{what}{_CLOSE}"
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+@lru_cache
+def _compiled(text: str) -> tuple[Template, _Marks]:
+    """A template in transformers' environment. Source: its utils/chat_template_utils.py."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(str(form)),
+    }
+    marks = next(x for x in environment.extensions.values() if isinstance(x, _Marks))
+    tree = _MarkLoops(marks).visit(environment.parse(text))
+    tree.set_environment(environment)
+    code = environment.compile(tree)
+    return Template.from_code(environment, code, environment.globals), marks
 
 
 class TemplateFailure(ValueError):
@@ -34,84 +123,51 @@ class Rendered(NamedTuple):
     """Places in it, and what stands there: [Note: Marks]."""
 
 
-class Renderer:
-    """A process that renders chat templates; it begins with the first of them.
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    variables: Mapping[str, Any],
+    marks: bool = False,
+) -> Rendered:
+    """The text of a conversation, with [Note: Marks] if `marks`.
 
-    `seconds`: of CPU time for one conversation.
+    Raises TemplateFailure. Jinja's sandbox keeps a template from files and from Python.
     """
-
-    def __init__(self, *, seconds: int = 10) -> None:
-        self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
-
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        variables: Mapping[str, Any],
-        marks: bool = False,
-    ) -> Rendered:
-        """The text of a conversation.
-
-        Raises TemplateFailure, also where the template takes too much time or memory.
-        """
-        request = {
-            "template": template,
-            "messages": messages,
-            "variables": variables,
-            "marks": marks,
-        }
-        try:
-            line = json.dumps(request)
-        except RecursionError:
-            raise TemplateFailure("the conversation is nested too deeply") from None
-        reply = self._ask(line)
-        if "error" in reply:
-            raise TemplateFailure(_printable(reply["error"]))
-        if found := _NO_CHARACTER.search(reply["text"]):
-            raise TemplateFailure(f"it contains U+{ord(found[0]):04X}, which is no character")
-        return Rendered(reply["text"], [(place, mark) for place, mark in reply["marks"]])
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            print(line, file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if answer:
-            reply: dict[str, Any] = json.loads(answer)
-            return reply
-        self._process = None
-        code = process.wait()
-        if code == -signal.SIGXCPU:
-            raise TemplateFailure(f"it takes more than {self._seconds} seconds of CPU time")
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise TemplateFailure(f"the process that renders it ended with {name}")
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            limits = map(str, (self._seconds, _MEMORY_BYTES, _MAX_CHARACTERS))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-            )
-            weakref.finalize(self, _end, self._process)
-        return self._process
+    seen = [_with_reasoning(message) for message in messages]
+    try:
+        compiled, marking = _compiled(template)
+        marking.begin(seen if marks else None)
+        rendered = compiled.render(messages=seen, **variables)
+    except TemplateSyntaxError as error:
+        raise _failure(f"line {error.lineno}: {error.message}") from None
+    except TemplateError as error:
+        raise _failure(error.message or type(error).__name__) from None
+    except RecursionError:
+        raise _failure("it calls itself too often, or is nested too deeply") from None
+    except Exception as error:  # A template can make Python raise whatever it likes.
+        raise _failure(f"{type(error).__name__}: {error}") from None
+    first, *rest = rendered.split(_OPEN) if marks else [rendered]
+    text, found, end = [first], [], len(first)
+    for piece in rest:
+        mark, _, after = piece.partition(_CLOSE)
+        found.append((end, mark))
+        text.append(after)
+        end += len(after)
+    if odd := _NO_CHARACTER.search("".join(text)):
+        raise _failure(f"it contains U+{ord(odd[0]):04X}, which is no character")
+    return Rendered("".join(text), found)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates know it: without null, and its reasoning under all of its names."""
+    given = {name: value for name, value in message.items() if value is not None}
+    found = next((given[name] for name in _REASONING if name in given), None)
+    return given if found is None else {"thinking": found, **given, "reasoning_content": found}
 
 
-def _printable(text: str) -> str:
+def _failure(text: str) -> TemplateFailure:
     """One line without what a terminal would obey."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
+    cut = line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
+    return TemplateFailure(cut)

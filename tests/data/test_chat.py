@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,11 @@ def check(example: Example, folder: Path, parts: Parts) -> None:
     ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, chatml), (LLAMA3, llama3)]
 )
 def test_the_assistants_tokens_are_trained(tmp_path: Path, template: str, by_hand: Any) -> None:
-    """Catches an end of turn that is not trained, a header that is, and bytes of one character."""
+    """Catches an end of turn that is not trained, a header that is, also of the first message."""
     folder = chat_folder(tmp_path, template)
     check(load(folder).example(TALK, "here"), folder, by_hand(TALK))
     check(load(folder).example(TALK[:3], "here"), folder, by_hand(TALK[:3]))
+    check(load(folder).example(TALK[2:], "here"), folder, by_hand(TALK[2:]))
     assert set(load(folder).example(TALK[:2], "here").labels.tolist()) == {IGNORE_INDEX}
 
 
@@ -79,12 +79,12 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path, template: st
     folder = chat_folder(tmp_path, template)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     marked = template == CHATML_MARKED
-    wanted = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=marked)
+    expected = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=marked)
     found = load(folder).example(TALK, "here")
-    assert found.tokens.tolist() == wanted["input_ids"]
+    assert found.tokens.tolist() == expected["input_ids"]
     if marked:
         assert (found.labels != IGNORE_INDEX).tolist() == [
-            x == 1 for x in wanted["assistant_masks"]
+            x == 1 for x in expected["assistant_masks"]
         ]
 
 
@@ -353,7 +353,7 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         "No idea é<|im_end|>",
     ]
     assert not trained(folder, talk[:2])
-    for message, told in (
+    for message, fault in (
         ({**TALK[2], "weight": 0.5}, "message 2 has the weight 0.5: 0 leaves"),
         ({**TALK[2], "weight": True}, "message 2 has the weight True"),
         (
@@ -361,12 +361,12 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
             "message 2 .user. has the weight 1, but the loss is computed on",
         ),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=fault):
             load(folder).example([TALK[1], message], "here")
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "place"),
     [
         (
             "{% for m in messages %}{% if not loop.last %}{{ m.content }}{% endif %}{% endfor %}",
@@ -381,10 +381,12 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         ),
     ],
 )
-def test_a_turn_without_a_place_of_its_own(tmp_path: Path, template: str, told: str) -> None:
+def test_a_turn_without_a_place_of_its_own(tmp_path: Path, template: str, place: str) -> None:
     """Catches a turn that is dropped, or others' words in it, trained without a word."""
     folder = chat_folder(tmp_path, template)
-    with pytest.raises(ValueError, match=rf"talks, line 3, message {told} has no place .*template"):
+    with pytest.raises(
+        ValueError, match=rf"talks, line 3, message {place} has no place .*template"
+    ):
         load(folder).example(TALK, "talks, line 3")
     other = tmp_path / "marked.jinja"
     other.write_text(CHATML_MARKED)
@@ -398,15 +400,8 @@ def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
         load(folder).example(TALK, "talks, line 3")
 
 
-@pytest.mark.parametrize(("template", "by_hand"), [(CHATML, chatml), (LLAMA3, llama3)])
-def test_an_assistant_that_speaks_first(tmp_path: Path, template: str, by_hand: Any) -> None:
-    """Catches a header that is trained because no message comes before it."""
-    folder = chat_folder(tmp_path, template)
-    check(load(folder).example(TALK[2:], "here"), folder, by_hand(TALK[2:]))
-
-
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "fault"),
     [
         ([], "at least one message"),
         ("hello", "must be a list"),
@@ -418,11 +413,11 @@ def test_an_assistant_that_speaks_first(tmp_path: Path, template: str, by_hand: 
         ([{"role": "user", "content": "\ufdd0x"}], r"it contains U\+FDD0, which is no character"),
     ],
 )
-def test_what_is_no_conversation_is_told_with_its_place(
-    tmp_path: Path, messages: Any, told: str
+def test_what_is_no_conversation_is_refused_with_its_place(
+    tmp_path: Path, messages: Any, fault: str
 ) -> None:
     """Catches a traceback, or a message without the place."""
-    with pytest.raises(ValueError, match=f"a.jsonl, line 7.*{told}") as refused:
+    with pytest.raises(ValueError, match=f"a.jsonl, line 7.*{fault}") as refused:
         load(chat_folder(tmp_path)).example(messages, "a.jsonl, line 7")
     assert "\n" not in str(refused.value)
 
@@ -455,10 +450,3 @@ def test_a_template_that_is_missing(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes has no chat template"):
         ChatTemplate(ByteTokenizer())
-
-
-def test_nothing_is_said_by_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches warnings of a library about a mask that it was not asked for."""
-    with caplog.at_level(logging.WARNING):
-        load(chat_folder(tmp_path)).example(TALK, "here")
-    assert not caplog.records
