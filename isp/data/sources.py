@@ -1,16 +1,13 @@
 """The datasets of a run, opened as its configuration says."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from isp.data.chat import ChatTemplate
 from isp.data.config import DataConfig, Format
 from isp.data.dataset import Dataset, PackedDataset
-from isp.data.documents import find_files, iterate_documents, read_documents, read_jsonl
+from isp.data.documents import find_files, iterate_documents, read_documents
 from isp.data.examples import (
     ExampleStore,
     file_format,
@@ -25,7 +22,6 @@ from isp.data.stores import (
     EndedStore,
     MemoryStore,
     PartStore,
-    SubsetStore,
     TokenStore,
     held_out,
 )
@@ -35,8 +31,6 @@ __all__ = ["Datasets", "check_sources", "open_datasets"]
 
 AnyStore = TokenStore | ExampleStore
 
-_MOST_LOOKED_AT = 1 << 16
-"""Documents that are counted before a run to see that a fraction of them can be held out."""
 _HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
 
 
@@ -91,62 +85,22 @@ def _dataset(store: AnyStore, config: DataConfig, tokenizer: Tokenizer, seed: in
 def check_sources(config: DataConfig, tokenizer: Tokenizer) -> None:
     """Raise FileNotFoundError or ValueError for a source, or a template, that cannot be read.
 
-    Of the files no more is read than the first lines, and as many documents as
-    `data.valid_fraction` needs to hold out one and leave one.
+    Of the files no more is read than the first lines.
     """
     for key, items in _sources(config).items():
         form = find_format(items, config.format, text_key=config.text_key, key=key)
-        template = None
-        if form is Format.MESSAGES:
-            template = ChatTemplate(tokenizer, config.chat_template)
+        is_chat = form is Format.MESSAGES
+        template = ChatTemplate(tokenizer, config.chat_template) if is_chat else None
         for item in items:
             if (prefix := indexed_prefix(item)) is not None:
                 check_pair(prefix)
                 continue
             for path in find_files(item, key=key):
-                if path.suffix == ".jsonl":
-                    next(_documents_of(path, config, tokenizer, template), None)
-    if config.valid_fraction > 0.0:
-        _check_fraction(config, tokenizer)
-
-
-def _documents_of(
-    path: Path, config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Iterator[int]:
-    """The number of documents that each document or line of a file gives."""
-    form = file_format(path, config.format, config.text_key)
-    if form is Format.TEXT:
-        return (1 for _ in read_documents(path, text_key=config.text_key))
-    if form is Format.MESSAGES and template is None:
-        return (1 for _ in read_jsonl(path))
-    return (len(examples) for examples, _ in read_examples(path, form, tokenizer, template))
-
-
-def _check_fraction(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a fraction that leaves nothing to train on, or nothing to evaluate on."""
-    chosen = held_out(_MOST_LOOKED_AT, config.valid_fraction)
-    both = chosen.any() and not chosen.all()
-    needed = 1 + max(chosen.argmax(), (~chosen).argmax()) if both else _MOST_LOOKED_AT
-    items = _sources(config)["data.source"]
-    count = 0
-    for documents in _numbers_of_documents(items, config, tokenizer):
-        count += documents
-        if count >= needed:
-            return
-    form = find_format(items, config.format, text_key=config.text_key, key="data.source")
-    if count != 1 or form is not Format.TEXT:  # Of a single text, the end is held out.
-        _check_split(chosen[:count], config.valid_fraction, f"data.source={', '.join(items)}")
-
-
-def _numbers_of_documents(
-    items: list[str], config: DataConfig, tokenizer: Tokenizer
-) -> Iterator[int]:
-    for item in items:
-        if (prefix := indexed_prefix(item)) is not None:
-            yield len(IndexedDataset(prefix).lengths)
-            continue
-        for path in find_files(item):
-            yield from _documents_of(path, config, tokenizer, None)
+                form = file_format(path, config.format, config.text_key)
+                if form is not Format.TEXT:
+                    next(read_examples(path, form, tokenizer, template), None)
+                elif path.suffix == ".jsonl":
+                    next(read_documents(path, text_key=config.text_key), None)
 
 
 def _sources(config: DataConfig) -> dict[str, list[str]]:
@@ -165,9 +119,8 @@ def _open(config: DataConfig, tokenizer: Tokenizer, key: str) -> AnyStore:
     form = find_format(items, config.format, text_key=text_key, key=key)
     if form is Format.TEXT:
         return _open_store(items, tokenizer, text_key=text_key, key=key)
-    template = None
-    if form is Format.MESSAGES:
-        template = ChatTemplate(tokenizer, config.chat_template)
+    is_chat = form is Format.MESSAGES
+    template = ChatTemplate(tokenizer, config.chat_template) if is_chat else None
     return open_examples(items, config.format, tokenizer, template, text_key=text_key, key=key)
 
 
@@ -196,48 +149,34 @@ def _split(store: AnyStore, fraction: float) -> tuple[AnyStore, AnyStore]:
     Of a single text, the end is held out.
     """
     tokens = store.tokens if isinstance(store, ExampleStore) else store
-    documents = np.flatnonzero(tokens.lengths)
-    if tokens is store and len(documents) == 1:
-        return _split_text(tokens, int(documents[0]), fraction)
+    held = f"what data.valid_fraction={fraction} holds out of {tokens.name}"
+    texts = np.flatnonzero(tokens.lengths)
+    if tokens is store and len(texts) == 1:
+        length = int(tokens.lengths[texts[0]])
+        cut = length - round(fraction * length)
+        _check_split(length - cut, length, "tokens", fraction, tokens.name)
+        name = f"{tokens.name} without its end"
+        return (
+            PartStore(name, tokens, texts, range(cut)),
+            PartStore(f"{held}, its end", tokens, texts, range(cut, length)),
+        )
     chosen = held_out(len(tokens.lengths), fraction)
-    _check_split(chosen, fraction, tokens.name)
-    names = (
-        f"{tokens.name} without its held-out documents",
-        f"what data.valid_fraction={fraction} holds out of {tokens.name}",
-    )
+    _check_split(int(chosen.sum()), len(chosen), "documents", fraction, tokens.name)
     kept, taken = (
-        ExampleStore(*(SubsetStore(name, part, documents) for part in store))
+        ExampleStore(*(PartStore(name, part, documents) for part in store))
         if isinstance(store, ExampleStore)
-        else SubsetStore(name, store, documents)
-        for name, documents in zip(names, map(np.flatnonzero, (~chosen, chosen)), strict=True)
+        else PartStore(name, store, documents)
+        for name, documents in (
+            (f"{tokens.name} without its held-out documents", np.flatnonzero(~chosen)),
+            (held, np.flatnonzero(chosen)),
+        )
     )
     return kept, taken
 
 
-def _split_text(store: TokenStore, document: int, fraction: float) -> tuple[TokenStore, TokenStore]:
-    """The beginning and the end of the only text of a store."""
-    length = int(store.lengths[document])
-    count = round(fraction * length)
-    if count in (0, length):
+def _check_split(count: int, total: int, units: str, fraction: float, name: str) -> None:
+    if count in (0, total):
         raise ValueError(
-            f"data.valid_fraction={fraction} holds out {count} of the {length} tokens of"
-            f" {store.name}: use another fraction, or give data.valid_source"
-        )
-    cut = length - count
-    return (
-        PartStore(f"{store.name} without its end", store, document, range(cut)),
-        PartStore(
-            f"what data.valid_fraction={fraction} holds out of {store.name}, its end",
-            store,
-            document,
-            range(cut, length),
-        ),
-    )
-
-
-def _check_split(chosen: npt.NDArray[np.bool_], fraction: float, name: str) -> None:
-    if chosen.all() or not chosen.any():
-        raise ValueError(
-            f"data.valid_fraction={fraction} holds out {int(chosen.sum())} of the {len(chosen)} "
-            f"documents of {name}: use another fraction, or give data.valid_source"
+            f"data.valid_fraction={fraction} holds out {count} of the {total} {units} of {name}:"
+            " use another fraction, or give data.valid_source"
         )

@@ -14,7 +14,6 @@ __all__ = [
     "EndedStore",
     "MemoryStore",
     "PartStore",
-    "SubsetStore",
     "TokenStore",
     "held_out",
     "mixed",
@@ -126,36 +125,27 @@ class ConcatStore:
         return store, document - int(self._ends[place]) + len(store.lengths)
 
 
-class SubsetStore:
-    """Some documents of another store."""
-
-    def __init__(self, name: str, store: TokenStore, documents: npt.NDArray[np.int64]) -> None:
-        self.name = name
-        self.lengths = store.lengths[documents]
-        self._store = store
-        self._documents = documents
-
-    def read(self, document: int, start: int, stop: int) -> TokenArray:
-        return self._store.read(int(self._documents[document]), start, stop)
-
-    def where(self, document: int) -> str:
-        return self._store.where(int(self._documents[document]))
-
-
 class PartStore:
-    """Consecutive tokens of one document of another store, as a document."""
+    """Some documents of another store; with `part`, these tokens of the only one."""
 
-    def __init__(self, name: str, store: TokenStore, document: int, part: range) -> None:
-        self.name = name
-        self.lengths = np.array([len(part)], dtype=np.int64)
-        self._store, self._document, self._part = store, document, part
+    def __init__(
+        self,
+        name: str,
+        store: TokenStore,
+        documents: npt.NDArray[np.int64],
+        part: range | None = None,
+    ) -> None:
+        self.name, self._store, self._documents = name, store, documents
+        self._first = 0 if part is None else part.start
+        self.lengths = store.lengths[documents] if part is None else np.array([len(part)])
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        first = self._part.start
-        return self._store.read(self._document, first + start, first + stop)
+        first = self._first
+        return self._store.read(int(self._documents[document]), first + start, first + stop)
 
     def where(self, document: int) -> str:
-        return f"{self._store.where(self._document)}, behind token {self._part.start}"
+        place = self._store.where(int(self._documents[document]))
+        return f"{place}, behind token {self._first}" if self._first else place
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:

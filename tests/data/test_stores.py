@@ -14,7 +14,7 @@ from isp.data.stores import (
     ConcatStore,
     EndedStore,
     MemoryStore,
-    SubsetStore,
+    PartStore,
     TokenStore,
     held_out,
 )
@@ -35,7 +35,7 @@ def test_concat_and_subset_find_their_documents() -> None:
     joined = ConcatStore([first, second, store_of([], [7])])
     assert contents(joined) == [[1, 2], [], [3], [4, 5, 6], [], [7]]
     assert joined.read(3, 1, 3).tolist() == [5, 6]
-    part = SubsetStore("part", joined, np.array([5, 0, 3]))
+    part = PartStore("part", joined, np.array([5, 0, 3]))
     assert contents(part) == [[7], [1, 2], [4, 5, 6]]
     assert part.read(2, 1, 2).tolist() == [5]
 
@@ -52,7 +52,7 @@ def test_documents_are_named_by_their_source() -> None:
         "b, document 0",
         "b, document 1",
     ]
-    assert SubsetStore("part", joined, np.array([3, 0])).where(0) == "b, document 1"
+    assert PartStore("part", joined, np.array([3, 0])).where(0) == "b, document 1"
 
 
 def test_every_document_of_a_small_store_gets_its_eos() -> None:
@@ -142,6 +142,10 @@ def test_nothing_held_out_is_an_error(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 1)
     for fraction, count in ((0.001, 0), (0.999, 14)):
         with pytest.raises(ValueError, match=rf"={fraction} holds out {count} of the 14 tokens"):
+            open_datasets(DataConfig(source=source, valid_fraction=fraction, seq_len=2), seed=0)
+    source = write_documents(tmp_path, 5)
+    for fraction, count in ((1e-9, 0), (0.999, 5)):
+        with pytest.raises(ValueError, match=rf"={fraction} holds out {count} of the 5 documents"):
             open_datasets(DataConfig(source=source, valid_fraction=fraction, seq_len=2), seed=0)
 
 
