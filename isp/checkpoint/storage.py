@@ -25,14 +25,11 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
-    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -99,27 +96,39 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     with open_regular(folder / METADATA) as file:
         try:
             found = _MetadataUnpickler(file).load()
+            fault = _fault(found, files)
         except Exception as error:  # pickle says that there is no end of kinds
-            raise pickle.UnpicklingError(f"{METADATA} is not readable: {error}") from None
-    if not (isinstance(found, Metadata) and _is_table(found)):
-        raise pickle.UnpicklingError(f"{METADATA} is not a table of tensors")
-    for info in found.storage_data.values():
+            fault = f"is not readable: {error}"
+    if fault:
+        raise pickle.UnpicklingError(f"{METADATA} {fault}")
+    table: Metadata = found
+    return table
+
+
+def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
+    """What is wrong with a table of contents; empty if nothing is.
+
+    Raises whatever comes of values that are not of their types.
+    """
+    for info in table.storage_data.values():
         if info.relative_path not in files:
-            raise pickle.UnpicklingError(
-                f"{METADATA} names {info.relative_path!r}, which is not in the manifest"
-            )
+            return f"names {info.relative_path!r}, which is not in the manifest"
+        if min(info.offset, info.length) < 0 or info.transform_descriptors is not None:
+            return "is not a table of tensors"
         if info.offset + info.length > files[info.relative_path].num_bytes:
-            raise pickle.UnpicklingError(f"{METADATA} reads beyond {info.relative_path}")
+            return f"reads beyond {info.relative_path}"
     num_bytes = sum(record.num_bytes for record in files.values())
-    for key, tensor in found.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
+    places = dict.fromkeys(table.storage_data, 0)
+    for key, tensor in table.state_dict_metadata.items():
+        if not (isinstance(key, str) and isinstance(tensor, TensorStorageMetadata)):
+            return "is not a table of tensors"
         if math.prod(tensor.size) * tensor.properties.dtype.itemsize > num_bytes:
-            raise pickle.UnpicklingError(f"{METADATA} says that {key} is larger than all files")
+            return f"says that {key} is larger than all files"
         if not _has_all(tensor) or any(
-            MetadataIndex(key, chunk.offsets) not in found.storage_data for chunk in tensor.chunks
+            places.pop(MetadataIndex(key, chunk.offsets), None) is None for chunk in tensor.chunks
         ):
-            raise pickle.UnpicklingError(f"{METADATA} does not hold {key} whole")
-    return found
+            return f"does not hold {key} whole"
+    return f"has places of no tensor: {', '.join(map(str, places))}" if places else ""
 
 
 def _has_all(tensor: TensorStorageMetadata) -> bool:
@@ -134,50 +143,6 @@ def _has_all(tensor: TensorStorageMetadata) -> bool:
     corners = {chunk.offsets for chunk in tensor.chunks}
     elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     return inside and len(corners) == len(tensor.chunks) and elements == math.prod(whole)
-
-
-def _is_table(found: Metadata) -> bool:
-    """Whether every value is a tensor's, and has a place in a file."""
-    tensors, places = vars(found).get("state_dict_metadata"), vars(found).get("storage_data")
-    return (
-        isinstance(tensors, dict)
-        and isinstance(places, dict)
-        and all(isinstance(key, str) and _is_tensor(value) for key, value in tensors.items())
-        and all(isinstance(key, MetadataIndex) for key in places)
-        and all(_is_place(value) for value in places.values())
-    )
-
-
-def _is_place(value: object) -> bool:
-    if not isinstance(value, _StorageInfo):
-        return False
-    fields = vars(value)
-    numbers = fields.get("offset"), fields.get("length")
-    return (
-        isinstance(fields.get("relative_path"), str)
-        and all(type(number) is int and number >= 0 for number in numbers)
-        and fields.get("transform_descriptors") is None
-    )
-
-
-def _is_tensor(value: object) -> bool:
-    if not isinstance(value, TensorStorageMetadata):
-        return False
-    properties, size = vars(value).get("properties"), vars(value).get("size")
-    chunks = vars(value).get("chunks")
-    return (
-        isinstance(properties, TensorProperties)
-        and isinstance(vars(properties).get("dtype"), torch.dtype)
-        and isinstance(size, torch.Size)
-        and all(n >= 0 for n in size)
-        and isinstance(chunks, list)
-        and all(isinstance(chunk, ChunkStorageMetadata) for chunk in chunks)
-        and all(
-            isinstance(vars(chunk).get(name), torch.Size)
-            for chunk in chunks
-            for name in ("offsets", "sizes")
-        )
-    )
 
 
 @contextmanager
