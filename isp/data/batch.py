@@ -15,7 +15,7 @@ from torch import Tensor
 from isp.comm import host_memory
 from isp.data.dataset import IGNORE_INDEX, Dataset, Sample
 
-__all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "held_out_micro_batches"]
+__all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "document_bounds", "held_out_micro_batches"]
 
 T = TypeVar("T")
 
@@ -45,12 +45,9 @@ class MicroBatch:
         shape = (1, -1) if pack else (len(samples), -1)
         tokens, labels, positions = (
             torch.from_numpy(np.concatenate(rows)).reshape(shape)
-            for rows in list(zip(*samples, strict=True))[:3]
+            for rows in zip(*samples, strict=True)
         )
-        cu_seqlens = None
-        if pack:
-            lengths = np.concatenate([sample.document_lengths for sample in samples])
-            cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+        cu_seqlens = document_bounds(positions[0] == 0) if pack else None
         return cls(tokens, labels, positions, cu_seqlens)
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -58,6 +55,12 @@ class MicroBatch:
         rows = (self.tokens, self.labels, self.positions)
         tokens, labels, positions = (host_memory.send(x, device) for x in rows)
         return MicroBatch(tokens, labels, positions, self.cu_seqlens)
+
+
+def document_bounds(starts: Tensor) -> Tensor:
+    """`cu_seqlens` [n + 1], int32, of n documents that begin where `starts` [tokens] is true."""
+    begins = starts.nonzero().squeeze(-1)
+    return torch.cat((begins, torch.tensor([len(starts)]))).to(torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)

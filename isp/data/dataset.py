@@ -1,6 +1,6 @@
 """Fixed-length samples cut from shuffled documents, by index alone.
 
-Shapes: S sequence (`seq_len`), N documents of the store, n documents with a piece in the sample.
+Shapes: S sequence (`seq_len`).
 """
 
 from typing import NamedTuple, Protocol
@@ -26,8 +26,7 @@ class Sample(NamedTuple):
 
     tokens: _Int64Array  # [S]
     labels: _Int64Array  # [S], the token to predict or IGNORE_INDEX
-    positions: _Int64Array  # [S], counted from the start of each document's piece
-    document_lengths: _Int64Array  # [n], sums to S
+    positions: _Int64Array  # [S], from 0 in each document's piece
 
 
 class Dataset(Protocol):
@@ -124,7 +123,7 @@ class PackedDataset:
             bounds = bounds[-1:]
         lengths = np.diff(bounds, prepend=0)
         positions = np.arange(self.seq_len) - np.repeat(bounds - lengths, lengths)
-        return Sample(stream[: self.seq_len], labels, positions, lengths)
+        return Sample(stream[: self.seq_len], labels, positions)
 
     def _read(self, epoch: _Epoch, start: int, stop: int) -> list[TokenArray]:
         """Tokens [start, stop) of the stream, split between documents."""

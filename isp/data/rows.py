@@ -1,6 +1,6 @@
 """Samples of whole examples: as many as fit into a row, and the row padded at its end.
 
-Shapes: S sequence (`seq_len`), n documents in the sample.
+Shapes: S sequence (`seq_len`).
 """
 
 from bisect import bisect_left, insort
@@ -82,7 +82,7 @@ class ExampleDataset:
         bounds = bounds[: len(bounds) - (start == self.seq_len)] if self.pack else bounds[-1:]
         lengths = np.diff(bounds, prepend=0)
         positions = np.arange(self.seq_len) - np.repeat(bounds - lengths, lengths)
-        return Sample(tokens, labels, positions, lengths)
+        return Sample(tokens, labels, positions)
 
     def _read(self, document: int, *, labels: bool) -> _Int64Array:
         """An example's tokens, or its labels, as far as they are used."""

@@ -6,7 +6,7 @@ n micro-batches of a step, S tokens of a packed row
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Self
 
 import numpy as np
@@ -16,7 +16,13 @@ from torch import Tensor
 from isp.comm import Channel, Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
-from isp.data.batch import BatchSampler, MicroBatch, Prefetcher, held_out_micro_batches
+from isp.data.batch import (
+    BatchSampler,
+    MicroBatch,
+    Prefetcher,
+    document_bounds,
+    held_out_micro_batches,
+)
 from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
@@ -160,7 +166,8 @@ def share_micro_batches(
     else:
         payload = host_memory.send(read, device)
     tensor.broadcast_(payload, tag=_TAG).wait()
-    bounds = map(_bounds, _starts(payload, read, host)) if packed else repeat(None, micro_num)
+    starts = _starts(payload, read, host) if packed else ()
+    bounds = map(document_bounds, starts) if packed else [None] * micro_num
     rows = zip(*payload.unbind(1), bounds, strict=True)
     return [MicroBatch(*of_one) for of_one in rows]
 
@@ -175,9 +182,3 @@ def _starts(payload: Tensor, read: Tensor | None, host: Channel) -> Tensor:
         bits = torch.from_numpy(np.packbits(read[:, 2, 0].numpy() == 0, axis=1))
     host.broadcast_(bits, tag=_TAG).wait()
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_tokens)).bool()
-
-
-def _bounds(starts: Tensor) -> Tensor:
-    """`cu_seqlens` of a row in which documents begin where `starts` is true, [S]."""
-    begins = starts.nonzero().squeeze(-1)
-    return torch.cat((begins, torch.tensor([len(starts)]))).to(torch.int32)

@@ -26,7 +26,7 @@ from isp.comm import Mesh
 from isp.comm.cuda import compute_deterministically
 from isp.comm.tag import Tag
 from isp.config import JobConfig, load_config
-from isp.data.batch import MicroBatch
+from isp.data.batch import MicroBatch, document_bounds
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
 from isp.layers.module import NamedParameter
@@ -303,8 +303,7 @@ class ParallelRun:
         self._check_labels(labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
-        starts = begins.flatten().nonzero().squeeze(-1).cpu()
-        cu_seqlens = torch.cat([starts, torch.tensor([input_ids.numel()])]).to(torch.int32)
+        cu_seqlens = document_bounds(begins.flatten().cpu())
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
 
     def _check_labels(self, labels: Tensor) -> None:

@@ -49,15 +49,13 @@ def reference_epoch(
         start = shuffled(place, num_samples, key) * seq_len
         labels: list[int] = []
         positions: list[int] = []
-        lengths: list[int] = []
         for at in range(start, start + seq_len):
             new = at == start or (pack and stream[at - 1][1] != stream[at][1])
             positions.append(0 if new else positions[-1] + 1)
-            lengths = [*lengths, 1] if new else [*lengths[:-1], lengths[-1] + 1]
             same = at + 1 < len(stream) and (not pack or stream[at + 1][1] == stream[at][1])
             labels.append(stream[at + 1][0] if same else IGNORE_INDEX)
         tokens = [token for token, _ in stream[start : start + seq_len]]
-        samples.append(Sample(*map(np.array, (tokens, labels, positions, lengths))))
+        samples.append(Sample(*map(np.array, (tokens, labels, positions))))
     return samples
 
 
@@ -80,9 +78,9 @@ def test_every_sample_is_that_of_the_naive_stream(pack: bool, ends_with_eos: flo
         dataset = make(documents, seq_len, pack=pack, seed=case)
         assert dataset.samples_per_epoch * 3 == len(expected)
         for index, sample in enumerate(expected):
-            for got, wanted in zip(dataset.sample(index), sample, strict=True):
+            for got, correct in zip(dataset.sample(index), sample, strict=True):
                 assert got.dtype == np.int64
-                assert got.tolist() == wanted.tolist()
+                assert got.tolist() == correct.tolist()
             compared += 1
     assert compared > 300
 
@@ -96,7 +94,6 @@ def test_one_sample_by_hand() -> None:
     assert samples[1].tokens.tolist() == [4, 5, EOS]
     assert samples[1].labels.tolist() == [5, EOS, IGNORE_INDEX]
     assert samples[1].positions.tolist() == [0, 1, 2]
-    assert samples[1].document_lengths.tolist() == [3]
 
 
 def test_samples_are_a_function_of_seed_and_index_alone() -> None:

@@ -33,7 +33,6 @@ def test_labels_are_shifted_once(tmp_path: Path) -> None:
     assert sample.tokens.tolist() == [5, 6, 7, 8, 256, 256]
     assert sample.labels.tolist() == [-100, 70, 8, -100, -100, -100]
     assert sample.positions.tolist() == [0, 1, 2, 3, 0, 1]
-    assert sample.document_lengths.tolist() == [4, 2]
 
 
 def test_without_labels_all_is_trained(tmp_path: Path) -> None:
@@ -75,10 +74,11 @@ def test_messages_become_rows(tmp_path: Path) -> None:
     turn = tokenizer.encode("bc<|im_end|>").tolist()
     sample = data.train.sample(0)
     assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == turn * 2
-    length = int(sample.document_lengths[0])
+    first, second, padding = np.flatnonzero(sample.positions == 0)
+    assert first == 0
     text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nbc<|im_end|>\n"
-    assert sample.tokens[:length].tolist() == tokenizer.encode(text).tolist()
-    assert sample.tokens[length + sample.document_lengths[1]] == tokenizer.eos_id, "padding"
+    assert sample.tokens[:second].tolist() == tokenizer.encode(text).tolist()
+    assert sample.tokens[padding] == tokenizer.eos_id
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_mixtures(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
     both = [str(tokens), str(talks)]
     data = opened(both, tokenizer=str(chat_folder(tmp_path / "model")), seq_len=64)
-    assert len(data.train.sample(0).document_lengths) == 3
+    assert np.count_nonzero(data.train.sample(0).positions == 0) == 3
     with pytest.raises(ValueError, match=r"data.source mixes text .*c.jsonl \(text\)"):
         find_format([*both, str(text)], Format.AUTO, text_key="text", key="data.source")
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "fault"),
     [
         ({"input_ids": [1, 2], "labels": [1]}, "has 1 labels for 2 input_ids"),
         ({"input_ids": [1, 300]}, "token 1 is id 300, and the tokenizer has 257"),
@@ -132,12 +132,12 @@ def test_mixtures(tmp_path: Path) -> None:
         ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "'assistant_masks', which is not read"),
     ],
 )
-def test_bad_lines_are_told_with_file_and_line(
-    tmp_path: Path, line: dict[str, Any], told: str
+def test_bad_lines_are_refused_with_file_and_line(
+    tmp_path: Path, line: dict[str, Any], fault: str
 ) -> None:
     """Catches a traceback, and a message that does not say which of a million lines."""
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, line])
-    with pytest.raises(ValueError, match=f"a.jsonl, line 2.*{told}"):
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2.*{fault}"):
         opened(path)
 
 
@@ -187,5 +187,4 @@ def test_pack_false_is_a_row_each(tmp_path: Path) -> None:
     for i in range(4):
         sample = train.sample(i)
         assert sample.positions.tolist() == list(range(8))
-        assert sample.document_lengths.tolist() == [8]
         assert np.count_nonzero(sample.labels != -100) == sample.tokens[0] + 1

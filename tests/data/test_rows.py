@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -60,11 +61,10 @@ def unpacked(dataset: ExampleDataset, indices: range) -> Counter[tuple[Ids, Ids]
     found: Counter[tuple[Ids, Ids]] = Counter()
     for index in indices:
         sample = dataset.sample(index)
-        assert len(sample.tokens) == SEQ_LEN == sample.document_lengths.sum()
+        assert len(sample.tokens) == SEQ_LEN
         assert all(column.dtype == np.int64 for column in sample)
-        end = 0
-        for length in sample.document_lengths.tolist():
-            piece = slice(end, end := end + length)
+        for begin, end in itertools.pairwise([*np.flatnonzero(sample.positions == 0), SEQ_LEN]):
+            piece, length = slice(begin, end), end - begin
             assert sample.positions[piece].tolist() == list(range(length))
             document = tuple(sample.tokens[piece].tolist()), tuple(sample.labels[piece].tolist())
             if document[0] == (PAD,) * length:
