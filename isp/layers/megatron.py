@@ -8,7 +8,7 @@ Source: Megatron-LM, core/tensor_parallel/layers (Shoeybi et al. 2019; Korthikan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,8 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
     backward  dx all-reduced, or reduce-scattered along S; its transfer, and that of x which is
               gathered again rather than kept, are hidden behind the weight gradient
 
-    `gather_output` gives [S, B, O] on every rank. `segments` are the sizes of fused outputs (q, k
-    and v in one), each of which is split by itself; `stride` is short for that many equal ones.
+    `gather_output` gives [S, B, O] on every rank. `stride` is the number of fused outputs of equal
+    size (q, k and v in one), each of which is split by itself.
     With `skip_bias_add` the bias is returned, gathered if y is, and not added. With
     `skip_weight_param_allocation` the layer has no weight of its own: it is called with one,
     [O/p, I].
@@ -95,7 +95,6 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         stride: int = 1,
-        segments: Sequence[int] = (),
         sequence_parallel: bool = False,
         sequence_dim: int = FIRST_DIM,
         skip_weight_param_allocation: bool = False,
@@ -104,7 +103,7 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        segments = _segments("output_size", output_size, stride, segments, group)
+        segments = _segments("output_size", output_size, stride, group)
         mode = Mode.FSP if sequence_parallel else Mode.MTP
         super().__init__(
             _split((output_size, input_size), dim=0, segments=segments, group=group),
@@ -135,12 +134,10 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
     def _gathered(self, y: Tensor) -> Tensor:
         """[.., O/p] to [.., O], not rank by rank but segment by segment."""
         y = gather_from_tensor_model_parallel_region(y, self.group)
-        segments = self.layouts["weight"].segments
-        if len(segments) == 1 or self.group.size == 1:
-            return y
-        own = [size // self.group.size for size in segments]
-        pieces = y.split(own * self.group.size, dim=-1)
-        return torch.cat([p for i in range(len(own)) for p in pieces[i :: len(own)]], dim=-1)
+        num_segments = len(self.layouts["weight"].segments)
+        parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
+        joined: Tensor = parts.transpose(-3, -2).flatten(-3)
+        return joined
 
 
 class RowParallelLinear(_Initialised, ParallelLinear):
@@ -165,7 +162,6 @@ class RowParallelLinear(_Initialised, ParallelLinear):
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
         stride: int = 1,
-        segments: Sequence[int] = (),
         sequence_parallel: bool = False,
         sequence_dim: int = FIRST_DIM,
         weight_gradients: WeightGradientRoute | None = None,
@@ -178,11 +174,9 @@ class RowParallelLinear(_Initialised, ParallelLinear):
                 "sequence_parallel=True needs input_is_parallel=True: features of x are split, and"
                 " tokens only in y"
             )
-        segments = _segments("input_size", input_size, stride, segments, group)
-        if len(segments) > 1 and not input_is_parallel:
-            raise ValueError(
-                "stride or segments need input_is_parallel=True: a whole input is split in one"
-            )
+        segments = _segments("input_size", input_size, stride, group)
+        if stride > 1 and not input_is_parallel:
+            raise ValueError("stride needs input_is_parallel=True: a whole input is split in one")
         mode = Mode.MSP if sequence_parallel else Mode.MTP
         super().__init__(
             _split((output_size, input_size), dim=1, segments=segments, group=group),
@@ -273,20 +267,11 @@ def _split(
     )
 
 
-def _segments(
-    name: str, size: int, stride: int, segments: Sequence[int], group: Channel
-) -> tuple[int, ...]:
+def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, ...]:
     """The sizes of what is fused; each has to divide by the group."""
-    if segments and stride != 1:
-        raise ValueError(f"stride={stride} and segments={tuple(segments)}: give one of them")
-    if sum(segments, start=0) not in (0, size) or size % stride:
+    if size % (stride * group.size):
+        times = f"stride={stride} times " if stride > 1 else ""
         raise ValueError(
-            f"stride={stride}, segments={tuple(segments)}: equal ones must divide {name}={size},"
-            f" given ones add up to it"
+            f"{name}={size} does not divide by {times}the {group.size} ranks of its group"
         )
-    segments = tuple(segments) or (size // stride,) * stride
-    for segment in segments:
-        if segment % group.size:
-            what = f"{name}={size}" if len(segments) == 1 else f"a segment of {segment} of {name}"
-            raise ValueError(f"{what} does not divide by the {group.size} ranks of its group")
-    return segments
+    return (size // stride,) * stride
