@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isp.checkpoint import TrainState
+from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
 from isp.comm import Channel
 from isp.layers.factory import LayerFactory
 from isp.layers.module import RowsOf, bind_names, named_parameters
@@ -27,7 +27,7 @@ from isp.parallel import (
 from isp.settings import OptimizerConfig
 from isp.weights.wp import LocalWeights
 
-__all__ = ["LION", "Layout", "Run", "clear", "expect", "fill", "make_run", "whole_value"]
+__all__ = ["LION", "Layout", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]
 
 ADAMW, LION = OptimizerConfig(), OptimizerConfig(name="lion")
 
@@ -147,6 +147,13 @@ def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
             group = dist.new_group(zero1, use_local_synchronization=True)
             channels[Axis.ZERO1] = Channel(group, name="zero1")
     return channels
+
+
+def chosen(checkpointer: Checkpointer, *step: int, **keys: float) -> CheckpointInfo:
+    """The checkpoint to resume from, which there has to be."""
+    info = checkpointer.choose(*step, **keys)
+    assert info is not None
+    return info
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from isp.checkpoint.whole import WholeWeights
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
 from isp.train.export import export
-from tests.checkpoint.runs import Layout, fill, make_run
+from tests.checkpoint.runs import Layout, chosen, fill, make_run
 from tests.ranks import run_ranks
 
 CONFIG = CheckpointConfig(async_mode="disabled")
@@ -48,8 +48,8 @@ def folder(three: Path, tmp_path: Path) -> Path:
     return shutil.copytree(three, tmp_path / "run" / "checkpoint")
 
 
-def _choose(folder: Path, load_step: int | None = None) -> CheckpointInfo | None:
-    return Checkpointer(folder, CONFIG, world=Channel.solo()).choose(load_step)
+def _choose(folder: Path, *load_step: int) -> CheckpointInfo:
+    return chosen(Checkpointer(folder, CONFIG, world=Channel.solo()), *load_step)
 
 
 def _flip_bit(path: Path, at: float = 0.5) -> None:
@@ -81,7 +81,6 @@ def test_a_damaged_one_is_passed_over(folder: Path, damage: str) -> None:
     act, reason = DAMAGES[damage]
     act(folder / "step_30")
     info = _choose(folder)
-    assert info is not None
     assert (info.step, info.manifest.tokens) == (20, 640)
     assert len(info.passed_over) == 1
     assert info.passed_over[0].startswith("step_30: verifying failed on rank 0: ")
@@ -92,7 +91,6 @@ def test_saves_that_did_not_end_are_passed_over(folder: Path) -> None:
     """Catches a half written folder taken for the newest, or a word about it missing."""
     (folder / "step_30").rename(folder / "step_30.tmp")
     info = _choose(folder)
-    assert info is not None
     assert info.step == 20
     assert info.passed_over == ("step_30.tmp: left over from a save that did not end",)
 
@@ -100,9 +98,9 @@ def test_saves_that_did_not_end_are_passed_over(folder: Path) -> None:
 def test_the_newest_good_one_is_chosen(folder: Path) -> None:
     """Catches an older checkpoint preferred, and an empty folder that is not a fresh start."""
     info = _choose(folder)
-    assert info is not None
     assert (info.step, info.passed_over) == (30, ())
-    assert _choose(folder / "elsewhere") is None
+    elsewhere = Checkpointer(folder / "elsewhere", CONFIG, world=Channel.solo())
+    assert elsewhere.choose() is None
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
@@ -115,38 +113,35 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
 
 def test_a_step_can_be_asked_for(folder: Path) -> None:
     """Catches load_step ignored, or quietly replaced by another where it is absent or damaged."""
-    info = _choose(folder, load_step=10)
-    assert info is not None
+    info = _choose(folder, 10)
     assert info.step == 10
     assert "as load_step=10 says" in info.describe()
     with pytest.raises(CheckpointError, match=r"load_step=15: .* there are: 30, 20, 10"):
-        _choose(folder, load_step=15)
+        _choose(folder, 15)
     (folder / "step_10" / DATA).unlink()
     with pytest.raises(CheckpointError, match=r"step_10: .*is missing"):
-        _choose(folder, load_step=10)
+        _choose(folder, 10)
 
 
 def test_a_run_that_went_back_goes_on(folder: Path) -> None:
     """Catches a restarted run that goes back to load_step once more, or on from what it left."""
     checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
 
-    def chosen(launched_at: float) -> tuple[int, str]:
-        info = checkpointer.choose(10, launched_at=launched_at)
-        assert info is not None
+    def resumed(launched_at: float) -> tuple[int, str]:
+        info = chosen(checkpointer, 10, launched_at=launched_at)
         return info.step, info.reason
 
     before = Manifest.read(folder / "step_20").saved_at
-    assert chosen(before + 1e9) == (10, "as load_step=10 says")
-    assert chosen(before)[0] == 30, "saved after step 20 was"
-    assert chosen(before - 1e-6) == (
+    assert resumed(before + 1e9) == (10, "as load_step=10 says")
+    assert resumed(before)[0] == 30, "saved after step 20 was"
+    assert resumed(before - 1e-6) == (
         30,
         "the newest good one since the run went back to load_step=10",
     )
     (folder / "step_30" / DATA).unlink()
-    assert chosen(before - 1e-6)[0] == 20
-    assert chosen(before)[0] == 10
-    info = checkpointer.choose(launched_at=before)
-    assert info is not None
+    assert resumed(before - 1e-6)[0] == 20
+    assert resumed(before)[0] == 10
+    info = chosen(checkpointer, launched_at=before)
     assert info.step == 20
 
 
@@ -233,7 +228,6 @@ def test_a_crafted_manifest_is_passed_over(folder: Path, craft: str) -> None:
     (folder / "secret").write_bytes(b"")
     act(folder / "step_30")
     info = _choose(folder)
-    assert info is not None
     assert info.step == 20
     assert reason in info.passed_over[0]
     assert "Error" not in info.passed_over[0]
@@ -346,8 +340,7 @@ def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
     _write_table(path, metadata)
     run = make_run(0, Layout(), torch.float32)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     assert info.step == 30, "every byte is as its manifest says"
     with pytest.raises(CheckpointError, match="which is not in the manifest"):
         checkpointer.load(info, run.state)

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 
 from isp.checkpoint import Checkpointer, CheckpointError
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import Layout, Run, clear, expect, fill, make_run
+from tests.checkpoint.runs import Layout, Run, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 
 LAYOUT = Layout(2, "isp", weight=2)
@@ -57,8 +57,7 @@ def _fail_once(rank: int, folder: Path, mode: str, failing: int) -> list[str]:
     _limit_file_size(resource.RLIM_INFINITY)
     left = sorted(os.listdir(folder))
     dist.barrier()
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     clear(run)
     checkpointer.load(info, run.state)
     assert expect(run) > 0
@@ -100,8 +99,7 @@ def _fill_disk(rank: int, disk: Path, mode: str) -> str:
     dist.barrier()
     with pytest.raises(CheckpointError) as caught:
         _save_and_wait(checkpointer, 20, run)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     assert info.step == 10
     if rank == 0:
         (disk / "other").unlink()
@@ -136,8 +134,7 @@ def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
 
 def _resume(rank: int, folder: Path) -> list[str]:
     run, checkpointer = _run(rank, folder)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     assert info.step == 10
     clear(run)
     checkpointer.load(info, run.state)
@@ -202,8 +199,7 @@ def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
         with suppress(EOFError):
             while True:
                 newest = receiver.recv()
-        info = checkpointer.choose()
-        assert info is not None
+        info = chosen(checkpointer)
         assert info.step >= newest
         clear(run)
         checkpointer.load(info, run.state)

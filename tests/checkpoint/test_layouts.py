@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isp.checkpoint import Checkpointer, inspect
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import LION, Layout, clear, expect, fill, make_run
+from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -22,12 +24,26 @@ LAYOUTS = {
 CONFIG = CheckpointConfig()
 
 
-def _save(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> None:
-    run = make_run(rank, layout, dtype)
+def _save(rank: int, layout: Layout, dtype: torch.dtype, folder: Path, **options: Any) -> None:
+    run = make_run(rank, layout, dtype, **options)
     fill(run)
+    with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
+        shared, local = {"config": "a: 1"}, {"rank": rank}
+        checkpointer.save(20, run.state, tokens=640, shared=shared, local=local)
+
+
+def _load(
+    rank: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    folder: Path,
+    through: torch.dtype | None,
+    **options: Any,
+) -> int:
+    run = make_run(rank, layout, dtype, **options)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
-    checkpointer.save(20, run.state, tokens=640, shared={"config": "a: 1"}, local={"rank": rank})
-    checkpointer.wait()
+    checkpointer.load(chosen(checkpointer), run.state)
+    return expect(run, through)
 
 
 def _load_all(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> list[int]:
@@ -36,8 +52,7 @@ def _load_all(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> li
     for name in LAYOUTS:
         clear(run)
         checkpointer = Checkpointer(folder / name, CONFIG, world=run.world)
-        info = checkpointer.choose()
-        assert info is not None
+        info = chosen(checkpointer)
         resumed = checkpointer.load(info, run.state)
         assert (resumed.step, resumed.tokens, resumed.shared) == (20, 640, {"config": "a: 1"})
         assert resumed.local == ({"rank": rank} if LAYOUTS[name] == layout else None)
@@ -61,69 +76,26 @@ def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
     assert all(n > 0 for counts in compared for n in counts)
 
 
-def _save_lion(rank: int, layout: Layout, folder: Path) -> None:
-    run = make_run(rank, layout, torch.bfloat16, config=LION)
-    fill(run)
-    with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
-        checkpointer.save(20, run.state, tokens=640)
-
-
-def _load_lion(rank: int, layout: Layout, folder: Path) -> int:
-    run = make_run(rank, layout, torch.bfloat16, config=LION)
-    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
-    info = checkpointer.choose()
-    assert info is not None
-    checkpointer.load(info, run.state)
-    return expect(run)
+WIDE, MTP, BF16 = LAYOUTS["isp-wide"], LAYOUTS["mtp"], torch.bfloat16
 
 
 def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
     """Catches states that are saved or loaded by the names of one update rule alone."""
-    saved, loaded = LAYOUTS["isp-wide"], LAYOUTS["mtp"]
-    run_ranks(saved.world, _save_lion, saved, tmp_path)
-    assert all(run_ranks(loaded.world, _load_lion, loaded, tmp_path))
+    run_ranks(WIDE.world, partial(_save, config=LION), WIDE, BF16, tmp_path)
+    assert all(run_ranks(MTP.world, partial(_load, config=LION), MTP, BF16, tmp_path, None))
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
-
-
-def _load_apart(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> int:
-    run = make_run(rank, layout, dtype, apart=True)
-    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
-    info = checkpointer.choose()
-    assert info is not None
-    checkpointer.load(info, run.state)
-    return expect(run, torch.float32)
 
 
 def test_rows_of_what_was_fused_are_loaded_in_another_layout(tmp_path: Path) -> None:
     """Catches weights, masters and moments of q, k or v that are another's rows."""
-    saved, loaded = LAYOUTS["isp-wide"], LAYOUTS["mtp"]
-    run_ranks(saved.world, _save, saved, torch.bfloat16, tmp_path)
-    for dtype in (torch.bfloat16, torch.float64):  # whose weights are the saved masters
-        assert all(run_ranks(loaded.world, _load_apart, loaded, dtype, tmp_path))
-
-
-FROZEN = frozenset({"embedding.weight", "wo.bias"})
-
-
-def _save_frozen(rank: int, layout: Layout, folder: Path) -> None:
-    run = make_run(rank, layout, torch.bfloat16, frozen=FROZEN)
-    fill(run)
-    with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
-        checkpointer.save(20, run.state, tokens=640)
-
-
-def _load_frozen(rank: int, layout: Layout, folder: Path) -> int:
-    run = make_run(rank, layout, torch.bfloat16, frozen=FROZEN)
-    checkpointer = Checkpointer(folder, CONFIG, world=run.world)
-    info = checkpointer.choose()
-    assert info is not None
-    checkpointer.load(info, run.state)
-    return expect(run)
+    run_ranks(WIDE.world, _save, WIDE, BF16, tmp_path)
+    for dtype in (BF16, torch.float64):  # whose weights are the saved masters
+        load = partial(_load, apart=True)
+        assert all(run_ranks(MTP.world, load, MTP, dtype, tmp_path, torch.float32))
 
 
 def test_frozen_parameters_are_saved_and_loaded_in_another_layout(tmp_path: Path) -> None:
     """Catches frozen weights that a checkpoint leaves out, and states asked for that they lack."""
-    there, here = LAYOUTS["isp"], LAYOUTS["isp-wide"]
-    run_ranks(there.world, _save_frozen, there, tmp_path)
-    compared = run_ranks(here.world, _load_frozen, here, tmp_path)
-    assert all(n > 0 for n in compared)
+    there, frozen = LAYOUTS["isp"], frozenset({"embedding.weight", "wo.bias"})
+    run_ranks(there.world, partial(_save, frozen=frozen), there, BF16, tmp_path)
+    assert all(run_ranks(WIDE.world, partial(_load, frozen=frozen), WIDE, BF16, tmp_path, None))

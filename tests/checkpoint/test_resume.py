@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import LION, Layout, clear, expect, fill, make_run, whole_value
+from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, make_run, whole_value
 
 ONE = Layout()
 CONFIG = CheckpointConfig(async_mode="disabled")
@@ -36,8 +36,7 @@ def test_any_dtype_loads_any_other(tmp_path: Path, saved: torch.dtype, loaded: t
     _save(tmp_path, saved)
     run = make_run(0, ONE, loaded)
     checkpointer = _checkpointer(tmp_path)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     checkpointer.load(info, run.state)
     narrow = saved is not torch.float64 and loaded is torch.float64
     assert expect(run, torch.float32 if narrow else None) > 0
@@ -57,8 +56,7 @@ def test_own_values_come_back(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     checkpointer = _checkpointer(tmp_path)
     checkpointer.save(3, run.state, tokens=5, shared={"config": "a: 1"}, local={"rng": state})
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     resumed = checkpointer.load(info, run.state)
     assert (resumed.step, resumed.tokens, resumed.shared) == (3, 5, {"config": "a: 1"})
     assert resumed.local is not None
@@ -71,16 +69,14 @@ def test_weights_alone(tmp_path: Path) -> None:
     run = make_run(0, ONE, torch.float32)
     weights = dataclasses.replace(run.state, optimizer=None)
     checkpointer = _checkpointer(tmp_path / "all")
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     checkpointer.load(info, weights)
     for name, parameter, layout, _ in run.state.parameters:
         expected = whole_value(name, "master", layout.global_shape).float()
         assert torch.equal(parameter.detach(), expected)
     only = _checkpointer(tmp_path / "weights")
     only.save(1, weights, tokens=0)
-    info = only.choose()
-    assert info is not None
+    info = chosen(only)
     with pytest.raises(CheckpointError, match="saved without an optimizer"):
         only.load(info, run.state)
 
@@ -111,8 +107,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     """Catches parts of another model loaded, or left over, without a word."""
     _save(tmp_path, torch.float32)
     checkpointer = _checkpointer(tmp_path)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     wider = make_run(0, ONE, torch.float32, wide=8)
     with pytest.raises(CheckpointError, match=r"has shape \(37, 6\) in the checkpoint"):
         checkpointer.load(info, wider.state)
@@ -136,8 +131,7 @@ def test_another_update_rule_is_refused(tmp_path: Path) -> None:
     ):
         checkpointer = _checkpointer(tmp_path / run.optimizer.rule.config.name)
         checkpointer.save(20, saved.state, tokens=0)
-        info = checkpointer.choose()
-        assert info is not None
+        info = chosen(checkpointer)
         with pytest.raises(ValueError, match=rf"{fault}.*initial_load_model_only=true"):
             checkpointer.load(info, run.state)
 
@@ -151,8 +145,7 @@ def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
     clear(run)
     checkpointer.save(30, run.state, tokens=0)
     checkpointer.wait()
-    info = checkpointer.choose(load_step=20)
-    assert info is not None
+    info = chosen(checkpointer, load_step=20)
     checkpointer.load(info, run.state)
     assert expect(run) > 0
     assert checkpointer.folder.steps() == [30, 20]
@@ -224,8 +217,7 @@ def test_a_device_saves_and_loads(
     clear(run)
     checkpointer.wait()
     other = make_run(0, ONE, torch.bfloat16, wide=4096, device=back)
-    info = checkpointer.choose()
-    assert info is not None
+    info = chosen(checkpointer)
     checkpointer.load(info, other.state)
     assert expect(other) > 0
 

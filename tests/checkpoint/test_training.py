@@ -15,6 +15,7 @@ from isp.checkpoint import Checkpointer, TrainState
 from isp.parallel import Axis, Mode, PipelineSchedule
 from isp.settings import CheckpointConfig
 from model.config import ModelConfig
+from tests.checkpoint.runs import chosen
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Run, Task, largest_difference, make_run
 
@@ -50,8 +51,7 @@ def _checkpointer(run: Run, folder: Path) -> Checkpointer:
 
 
 def _go_on(run: Run, checkpointer: Checkpointer, step: int) -> Numbers:
-    info = checkpointer.choose(step)
-    assert info is not None
+    info = chosen(checkpointer, step)
     assert checkpointer.load(info, _state(run)).step == step
     run.step.weights_changed()
     return run.numbers(range(step, step + AFTER))
@@ -141,8 +141,7 @@ def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
     for name, array in _copy(run).items():
         assert np.array_equal(array, expected[6][name]), name
     for step in (2, 4):
-        info = checkpointer.choose(step)
-        assert info is not None
+        info = chosen(checkpointer, step)
         checkpointer.load(info, _state(run))
         for name, array in _copy(run).items():
             assert np.array_equal(array, expected[step][name]), (step, name)

@@ -90,17 +90,6 @@ def test_global_batch_depends_on_its_size_alone(num_documents: int) -> None:
             assert got == expected[step]
 
 
-def test_resuming_needs_no_state() -> None:
-    """Catches a sampler that has to be played forward to a step."""
-    played = BatchSampler(dataset=make(), micro_bsz=2, micro_num=2)
-    for step in range(7):
-        last = played.micro_batches(step, 1, 3)
-    fresh = BatchSampler(dataset=make(), micro_bsz=2, micro_num=2)
-    for left, right in zip(last, fresh.micro_batches(6, 1, 3), strict=True):
-        assert torch.equal(left.tokens, right.tokens)
-        assert torch.equal(left.labels, right.labels)
-
-
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("max_samples", [1, 7, 10_000])
 def test_held_out_samples_count_once(pack: bool, max_samples: int) -> None:

@@ -85,17 +85,6 @@ def test_every_sample_is_that_of_the_naive_stream(pack: bool, ends_with_eos: flo
     assert compared > 300
 
 
-def test_one_sample_by_hand() -> None:
-    """Catches a mistake that the reference shares: one document, cut in two."""
-    dataset = make([[1, 2, 3, 4, 5]], 3)
-    samples = sorted((dataset.sample(i) for i in range(2)), key=lambda sample: sample.tokens[0])
-    assert samples[0].tokens.tolist() == [1, 2, 3]
-    assert samples[0].labels.tolist() == [2, 3, 4]  # the last label is in the next sample
-    assert samples[1].tokens.tolist() == [4, 5, EOS]
-    assert samples[1].labels.tolist() == [5, EOS, IGNORE_INDEX]
-    assert samples[1].positions.tolist() == [0, 1, 2]
-
-
 def test_samples_are_a_function_of_seed_and_index_alone() -> None:
     """Catches state: an order of calls, or an epoch in between, that changes a sample."""
     documents = [list(range(i, i + 20)) for i in range(30)]
@@ -104,19 +93,6 @@ def test_samples_are_a_function_of_seed_and_index_alone() -> None:
     by_index = {int(i): used.sample(int(i)).tokens.tolist() for i in indices}
     for i in range(5 * fresh.samples_per_epoch):
         assert fresh.sample(i).tokens.tolist() == by_index[i]
-
-
-def test_two_epochs_are_kept() -> None:
-    """Catches orders that pile up over a run, and one rebuilt for each sample at a seam."""
-    dataset = make([[1, 2, 3]] * 5, 4)
-    for i in range(6 * dataset.samples_per_epoch):
-        dataset.sample(i)
-    seam = 5 * dataset.samples_per_epoch
-    kept = dataset._recent
-    assert len(kept) == 2
-    for i in (seam - 1, seam, seam - 1):
-        dataset.sample(i)
-    assert dataset._recent is kept
 
 
 def test_epochs_and_seeds_shuffle_anew() -> None:
@@ -132,13 +108,6 @@ def test_epochs_and_seeds_shuffle_anew() -> None:
         assert sorted(order) == list(range(64))  # each document once an epoch
         assert order != list(range(64))
     assert len({tuple(order) for order in orders}) == 3
-
-
-def test_pieces_of_one_document_areshuffled() -> None:
-    """Catches an epoch that reads a single long document from front to back."""
-    dataset = make([list(range(200))], 4)
-    first = [int(dataset.sample(i).tokens[0]) for i in range(dataset.samples_per_epoch)]
-    assert first != sorted(first)
 
 
 def test_boundary_of_too_few_tokens() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from isp.data.batch import BatchSampler, held_out_micro_batches
 from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import ExampleStore
@@ -108,45 +107,6 @@ def test_samples_are_a_function_of_seed_and_index_alone() -> None:
     assert len({str(order) for order in orders}) == 4
     assert len({str(sorted(order)) for order in orders}) == 1
     assert [other.sample(i).tokens.tolist() for i in range(size)] != orders[0]
-
-
-def test_the_global_batch_does_not_depend_on_the_ranks() -> None:
-    """Catches data ranks that read another's rows, or a resumed step with other ones."""
-    dataset = make(random_examples(2))
-
-    def step(number: int, data_size: int) -> list[list[int]]:
-        sampler = BatchSampler(dataset=dataset, micro_bsz=1, micro_num=4 // data_size)
-        parts = [sampler.micro_batches(number, rank, data_size) for rank in range(data_size)]
-        return [batch.labels.tolist() for micro in zip(*parts, strict=True) for batch in micro]
-
-    for number in (0, 7, 30):  # 30 is beyond an epoch
-        assert step(number, 1) == step(number, 2) == step(number, 4)
-
-
-def test_packed_batches_have_the_bounds_of_examples() -> None:
-    """Catches attention that crosses from an example to the next, or into padding."""
-    dataset = make(random_examples(3))
-    batch = BatchSampler(dataset=dataset, micro_bsz=2, micro_num=1).micro_batches(0, 0, 1)[0]
-    assert batch.cu_seqlens is not None
-    starts = (batch.positions[0] == 0).nonzero().squeeze(-1).tolist()
-    assert batch.cu_seqlens.tolist() == [*starts, 2 * SEQ_LEN]
-    ends = [end - 1 for end in batch.cu_seqlens.tolist()[1:]]
-    assert set(batch.labels[0, ends].tolist()) == {IGNORE_INDEX}
-
-
-def test_held_out_examples_count_once() -> None:
-    """Catches a label that two ranks evaluate, or none does."""
-    examples = random_examples(4, number=11)
-    dataset = make(examples, pack=False)
-    batches = [
-        batch
-        for rank in range(2)
-        for batch in held_out_micro_batches(
-            dataset, micro_bsz=1, data_rank=rank, data_size=2, max_samples=100
-        )
-    ]
-    trained = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-    assert trained == sum(sum(x != IGNORE_INDEX for x in labels[1:]) for _, labels in examples)
 
 
 LONG = [(1,) * 20, (*(IGNORE_INDEX,) * 10, *(1,) * 10)]

@@ -86,11 +86,6 @@ def test_opening_looks_at_few_documents_of_many(
     assert ("taken to be like the most" in caplog.text) is (0 < ends_with_eos < 1)
 
 
-def test_memory_store_without_documents() -> None:
-    """Catches numpy's complaint about joining nothing."""
-    assert contents(store_of()) == []
-
-
 def test_held_out_is_stable_and_near_its_fraction() -> None:
     """Catches a choice that moves when documents are added, or when the fraction grows."""
     chosen = held_out(20_000, 0.1)
