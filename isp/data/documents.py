@@ -15,7 +15,6 @@ __all__ = [
     "Document",
     "JsonLine",
     "find_files",
-    "iterate_documents",
     "read_documents",
     "read_jsonl",
 ]
@@ -51,23 +50,6 @@ class JsonLine(NamedTuple):
     record: dict[str, Any]
     where: str
     num_bytes: int
-
-
-def iterate_documents(
-    source: str | Sequence[str], *, text_key: str = "text", key: str = "data.source"
-) -> Iterator[str]:
-    """The text of each document of `source`: one a text file, one a line of a .jsonl file.
-
-    Empty documents are left out. `key` is the name of `source` in messages. Raises
-    FileNotFoundError or ValueError for what is missing, unreadable or empty.
-    """
-    found = False
-    for path in find_files(source, key=key):
-        for document in read_documents(path, text_key=text_key):
-            found = True
-            yield document.text
-    if not found:
-        raise ValueError(f"{key}={_shown(source)} holds no documents: every file of it is empty")
 
 
 def find_files(source: str | Sequence[str], *, key: str = "data.source") -> list[Path]:
@@ -224,8 +206,3 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair.
         raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
     return text
-
-
-def _shown(source: str | Sequence[str]) -> str:
-    """A source as a user wrote it."""
-    return source if isinstance(source, str) else ", ".join(source)

@@ -4,8 +4,7 @@
 `PREFIX.labels.bin/.idx` its labels, in the same order. Without the second pair all are trained.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,21 +14,21 @@ import numpy.typing as npt
 from isp.data.chat import ChatTemplate, Example
 from isp.data.config import Format
 from isp.data.dataset import IGNORE_INDEX, check_ids
-from isp.data.documents import JsonLine, find_files, read_jsonl
-from isp.data.indexed import IndexedDataset, indexed_prefix, token_dtype
-from isp.data.stores import ConcatStore, MemoryStore, TokenStore
+from isp.data.documents import JsonLine, find_files, read_documents, read_jsonl
+from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
+from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = [
     "LABEL_DTYPE",
     "ExampleStore",
+    "SourceReader",
+    "check_any",
     "check_trained",
     "count_trained",
     "file_format",
     "find_format",
     "labels_prefix",
-    "open_examples",
-    "read_examples",
 ]
 
 LABEL_DTYPE = np.dtype(np.int32)
@@ -87,65 +86,100 @@ def _pair_format(prefix: Path, asked: Format) -> Format:
     return Format.TOKENS if asked is Format.TOKENS else Format.TEXT
 
 
-def read_examples(
-    path: Path,
-    form: Format,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-) -> Iterator[tuple[list[Example], JsonLine]]:
-    """The lines of a .jsonl file, and the examples of each: one, or one for each of its documents.
+class SourceReader:
+    """Reads the files and pairs of a source, as text or as examples; `key` names it in messages.
 
-    Raises ValueError naming the file and the line.
+    Making one reads first lines at most. Raises FileNotFoundError or ValueError for a source, or a
+    chat template (`template`, else the tokenizer's), that cannot be read.
     """
-    read: Callable[[JsonLine], list[Example]]
-    if form is Format.MESSAGES:
-        assert template is not None
-        read = partial(_conversation, template=template)
-    else:
-        read = partial(_documents, vocab_size=tokenizer.vocab_size)
-    return ((read(line), line) for line in read_jsonl(path))
 
+    def __init__(
+        self,
+        source: str | Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        asked: Format,
+        text_key: str,
+        template: str | None,
+        key: str,
+    ) -> None:
+        self.items = [source] if isinstance(source, str) else list(source)
+        self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
+        form = find_format(self.items, asked, text_key=text_key, key=key)
+        self.is_text = form is Format.TEXT
+        is_chat = form is Format.MESSAGES
+        self._template = ChatTemplate(tokenizer, template) if is_chat else None
 
-def open_examples(
-    items: list[str],
-    asked: Format,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    *,
-    text_key: str,
-    key: str,
-) -> ExampleStore:
-    """The examples of a source: lines are read into memory, pairs are mapped.
+    def check(self) -> None:
+        """Raise what `open` would for pairs that are not there and the first lines of files."""
+        for item in self.items:
+            if (prefix := indexed_prefix(item)) is not None:
+                check_pair(prefix)
+                continue
+            for path in find_files(item, key=self._key):
+                if path.suffix == ".jsonl":
+                    next(self.read(path), None)
 
-    Raises ValueError for what is not an example, or if nothing of a source is trained.
-    """
-    stores: list[ExampleStore] = []
-    for item in items:
-        if (prefix := indexed_prefix(item)) is not None:
-            stores.append(_open_pairs(prefix))
-            continue
-        examples = [
+    def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
+        """The examples of each line, or of a text, and how many bytes it took of the file.
+
+        All of a text is trained; it is without eos. Raises ValueError naming the file and the line.
+        """
+        form = file_format(path, self._asked, self._text_key)
+        if form is Format.TEXT:
+            for text, num_bytes in read_documents(path, text_key=self._text_key):
+                tokens = self._tokenizer.encode(text)
+                yield [Example(tokens, tokens)], num_bytes
+            return
+        for line in read_jsonl(path):
+            if form is Format.MESSAGES:
+                assert self._template is not None
+                yield _conversation(line, self._template), line.num_bytes
+            else:
+                yield _documents(line, vocab_size=self._tokenizer.vocab_size), line.num_bytes
+
+    def open(self) -> ExampleStore:
+        """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.
+
+        Raises ValueError for what cannot be read, or if nothing of an item is trained.
+        """
+        stores = list(map(self._open, self.items))
+        if len(stores) == 1:
+            return stores[0]
+        return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
+
+    def _open(self, item: str) -> ExampleStore:
+        prefix, name = indexed_prefix(item), f"{self._key}={item}"
+        if prefix is not None and not self.is_text:
+            return _open_pairs(prefix)
+        dtype = token_dtype(self._tokenizer.vocab_size)
+        examples = (
             example
-            for path in find_files(item, key=key)
-            for of_line, _ in read_examples(
-                path, file_format(path, asked, text_key), tokenizer, template
-            )
+            for path in ([] if prefix is not None else find_files(item, key=self._key))
+            for of_line, _ in self.read(path)
             for example in of_line
-        ]
-        check_trained(any(count_trained(labels) for _, labels in examples), f"{key}={item}")
-        dtypes = (token_dtype(tokenizer.vocab_size), LABEL_DTYPE)
-        columns = zip(*examples, strict=True)
-        stores.append(
-            ExampleStore(
-                *(
-                    MemoryStore(f"{key}={item}", column, dtype=dtype)
-                    for column, dtype in zip(columns, dtypes, strict=True)
-                )
-            )
         )
-    if len(stores) == 1:
-        return stores[0]
-    return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
+        if self.is_text:
+            store: TokenStore
+            if prefix is not None:
+                store = IndexedDataset(prefix)
+            else:
+                store = MemoryStore(name, (tokens for tokens, _ in examples), dtype=dtype)
+            check_any(len(store.lengths), name)
+            store = EndedStore(store, self._tokenizer.eos_id)
+            return ExampleStore(store, store)
+        of_files = list(examples)
+        check_trained(any(count_trained(labels) for _, labels in of_files), name)
+        tokens, labels = zip(*of_files, strict=True)
+        return ExampleStore(
+            MemoryStore(name, tokens, dtype=dtype), MemoryStore(name, labels, dtype=LABEL_DTYPE)
+        )
+
+
+def check_any(num_documents: int, name: str) -> None:
+    """Refuse text without documents."""
+    if not num_documents:
+        raise ValueError(f"{name} holds no documents: every file of it is empty")
 
 
 def check_trained(trained: bool, name: str) -> None:
@@ -185,7 +219,7 @@ def _open_pairs(prefix: Path) -> ExampleStore:
     return ExampleStore(tokens, labels)
 
 
-def _conversation(line: JsonLine, *, template: ChatTemplate) -> list[Example]:
+def _conversation(line: JsonLine, template: ChatTemplate) -> list[Example]:
     """The tokens of `messages`, which the template sees with `tools` and `chat_template_kwargs`."""
     record, where = line.record, line.where
     if "messages" not in record:
@@ -238,10 +272,10 @@ def _aligned(
         return default
     found = _ids(record, name, where)
     if len(found) != len(default):
-        told = f", {IGNORE_INDEX} for tokens without loss" if name == "labels" else ""
+        hint = f", {IGNORE_INDEX} for tokens without loss" if name == "labels" else ""
         raise ValueError(
             f"{where} has {len(found)} {name} for {len(default)} input_ids: {name} are aligned with"
-            f" input_ids (not shifted){told}"
+            f" input_ids (not shifted){hint}"
         )
     return found
 

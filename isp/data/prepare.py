@@ -1,27 +1,26 @@
 """Text, or examples, to a `.bin`/`.idx` pair, once, so that runs open it without tokenising."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from isp.data.chat import ChatTemplate
+from isp.data.chat import Example
 from isp.data.config import BYTE_TOKENIZER, Format
-from isp.data.documents import find_files, read_documents
+from isp.data.documents import find_files
 from isp.data.examples import (
     LABEL_DTYPE,
+    SourceReader,
+    check_any,
     check_trained,
     count_trained,
-    file_format,
-    find_format,
     labels_prefix,
-    read_examples,
 )
 from isp.data.indexed import IndexedDatasetWriter, indexed_prefix, remove_pair, token_dtype
-from isp.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["PrepareSummary", "prepare"]
 
@@ -37,12 +36,6 @@ class PrepareSummary(NamedTuple):
     """Tokens with a label; None for text, where all are trained."""
     num_dropped: int = 0
     """Examples left out because no token of them has one."""
-
-
-class _Document(NamedTuple):
-    tokens: TokenArray
-    labels: TokenArray | None
-    num_bytes: int
 
 
 def prepare(
@@ -76,14 +69,10 @@ def prepare(
             f" an end of document of its own: leave it out, or name a tokenizer.json"
         )
     encoder = load_tokenizer(tokenizer, eos_token=eos_token)
-    files = find_files(items, key="input")
-    kind = find_format(items, form, text_key=text_key, key="input")
-    template = ChatTemplate(encoder, chat_template) if kind is Format.MESSAGES else None
-    documents = (
-        document
-        for file in files
-        for document in _read(file, file_format(file, form, text_key), encoder, template, text_key)
+    reader = SourceReader(
+        items, encoder, asked=form, text_key=text_key, template=chat_template, key="input"
     )
+    files = find_files(items, key="input")
     with tqdm(
         total=sum(file.stat().st_size for file in files),
         unit="B",
@@ -92,9 +81,9 @@ def prepare(
     ) as bar:
         return _write(
             prefix,
-            documents,
-            dtype=token_dtype(encoder.vocab_size),
-            labelled=kind is not Format.TEXT,
+            (found for file in files for found in reader.read(file)),
+            tokenizer=encoder,
+            labelled=not reader.is_text,
             name=f"input={', '.join(items)}",
             progress=bar.update,
         )
@@ -102,9 +91,9 @@ def prepare(
 
 def _write(
     prefix: Path,
-    documents: Iterator[_Document],
+    documents: Iterable[tuple[list[Example], int]],
     *,
-    dtype: np.dtype[Any],
+    tokenizer: Tokenizer,
     labelled: bool,
     name: str,
     progress: Callable[[float], object],
@@ -112,51 +101,35 @@ def _write(
     """Write the tokens, and the labels if they are `labelled`; `name` is the source in messages."""
     num_documents = num_bytes = num_trained = num_dropped = 0
     with ExitStack() as stack:
+        dtype = token_dtype(tokenizer.vocab_size)
         writer = stack.enter_context(IndexedDatasetWriter(prefix, dtype=dtype))
         # Entered last, so published first: tokens never stand without the labels they have.
-        labels = IndexedDatasetWriter(labels_prefix(prefix), dtype=LABEL_DTYPE)
+        of_labels = IndexedDatasetWriter(labels_prefix(prefix), dtype=LABEL_DTYPE)
         if labelled:
-            stack.enter_context(labels)
-        for document in documents:
-            num_bytes += document.num_bytes
-            progress(document.num_bytes)
-            if document.labels is not None:
-                trained = count_trained(document.labels)
-                if not trained:
+            stack.enter_context(of_labels)
+        for examples, size in documents:
+            num_bytes += size
+            progress(size)
+            for tokens, labels in examples:
+                if not labelled:
+                    ends = len(tokens) and tokens[-1] == tokenizer.eos_id
+                    end = [] if ends else [tokenizer.eos_id]
+                    writer.add_document(np.append(tokens.astype(np.int64), end).astype(np.int64))
+                elif trained := count_trained(labels):
+                    num_trained += trained
+                    of_labels.add_document(labels)
+                    writer.add_document(tokens)
+                else:
                     num_dropped += 1
                     continue
-                num_trained += trained
-                labels.add_document(document.labels)
-            writer.add_document(document.tokens)
-            num_documents += 1
+                num_documents += 1
         if labelled:
             check_trained(num_trained > 0, name)
-        elif num_documents == 0:
-            raise ValueError(f"{name} holds no documents: every file of it is empty")
+        else:
+            check_any(num_documents, name)
     if not labelled:
         remove_pair(labels_prefix(prefix))  # Those of older examples.
+    trained_tokens = num_trained if labelled else None
     return PrepareSummary(
-        prefix,
-        num_documents,
-        writer.num_tokens,
-        num_bytes,
-        num_trained if labelled else None,
-        num_dropped,
+        prefix, num_documents, writer.num_tokens, num_bytes, trained_tokens, num_dropped
     )
-
-
-def _read(
-    file: Path, form: Format, tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str
-) -> Iterator[_Document]:
-    """The documents of one file, tokenised."""
-    if form is not Format.TEXT:
-        for examples, line in read_examples(file, form, tokenizer, template):
-            sizes = [line.num_bytes, *[0] * (len(examples) - 1)]
-            for example, num_bytes in zip(examples, sizes, strict=True):
-                yield _Document(example.tokens, example.labels, num_bytes)
-        return
-    for text, num_bytes in read_documents(file, text_key=text_key):
-        tokens = tokenizer.encode(text)
-        if not tokens.size or tokens[-1] != tokenizer.eos_id:
-            tokens = np.append(tokens.astype(np.int64), tokenizer.eos_id)
-        yield _Document(tokens, None, num_bytes)

@@ -4,32 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isp.data.chat import ChatTemplate
-from isp.data.config import DataConfig, Format
+from isp.data.config import DataConfig
 from isp.data.dataset import Dataset, PackedDataset
-from isp.data.documents import find_files, iterate_documents, read_documents
-from isp.data.examples import (
-    ExampleStore,
-    file_format,
-    find_format,
-    open_examples,
-    read_examples,
-)
-from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
+from isp.data.examples import ExampleStore, SourceReader
 from isp.data.rows import ExampleDataset
-from isp.data.stores import (
-    ConcatStore,
-    EndedStore,
-    MemoryStore,
-    PartStore,
-    TokenStore,
-    held_out,
-)
+from isp.data.stores import PartStore, TokenStore, held_out
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "check_sources", "open_datasets"]
-
-AnyStore = TokenStore | ExampleStore
 
 _HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
 
@@ -48,38 +30,17 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     Raises FileNotFoundError or ValueError naming the key, the path and the way out.
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
-    train_store = _open(config, tokenizer, "data.source")
-    valid_store: AnyStore | None = None
-    if config.valid_source is not None:
-        valid_store = _open(config, tokenizer, "data.valid_source")
-    elif config.valid_fraction > 0.0:
-        train_store, valid_store = _split(train_store, config.valid_fraction)
-    train, valid = (
-        None if store is None else _dataset(store, config, tokenizer, store_seed)
-        for store, store_seed in ((train_store, seed), (valid_store, _HELD_OUT_SEED))
-    )
-    assert train is not None
-    return Datasets(tokenizer, train, valid)
-
-
-def _dataset(store: AnyStore, config: DataConfig, tokenizer: Tokenizer, seed: int) -> Dataset:
-    if isinstance(store, ExampleStore):
-        return ExampleDataset(
-            store,
-            vocab_size=tokenizer.vocab_size,
-            pad_id=tokenizer.eos_id,
-            seq_len=config.seq_len,
-            pack=config.pack,
-            seed=seed,
-            excess_length=config.excess_length_strategy,
-        )
-    return PackedDataset(
-        store,
-        vocab_size=tokenizer.vocab_size,
-        seq_len=config.seq_len,
-        pack=config.pack,
-        seed=seed,
-    )
+    readers = _readers(config, tokenizer)
+    stores = [reader.open() for reader in readers]
+    is_text = [reader.is_text for reader in readers]
+    if config.valid_fraction > 0.0:
+        stores = _split(stores[0], config.valid_fraction, is_text=is_text[0])
+        is_text *= 2
+    opened = [
+        _dataset(store, text, store_seed, config, tokenizer)
+        for store, text, store_seed in zip(stores, is_text, (seed, _HELD_OUT_SEED), strict=False)
+    ]
+    return Datasets(tokenizer, opened[0], opened[1] if len(opened) > 1 else None)
 
 
 def check_sources(config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -87,91 +48,72 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer) -> None:
 
     Of the files no more is read than the first lines.
     """
-    for key, items in _sources(config).items():
-        form = find_format(items, config.format, text_key=config.text_key, key=key)
-        is_chat = form is Format.MESSAGES
-        template = ChatTemplate(tokenizer, config.chat_template) if is_chat else None
-        for item in items:
-            if (prefix := indexed_prefix(item)) is not None:
-                check_pair(prefix)
-                continue
-            for path in find_files(item, key=key):
-                form = file_format(path, config.format, config.text_key)
-                if form is not Format.TEXT:
-                    next(read_examples(path, form, tokenizer, template), None)
-                elif path.suffix == ".jsonl":
-                    next(read_documents(path, text_key=config.text_key), None)
+    for reader in _readers(config, tokenizer):
+        reader.check()
 
 
-def _sources(config: DataConfig) -> dict[str, list[str]]:
-    """The items of each source that is given, by its key."""
+def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
+    """Those of `source` and, if it is given, of `valid_source`."""
     given = {"data.source": config.source, "data.valid_source": config.valid_source}
-    return {
-        key: [source] if isinstance(source, str) else source
+    return [
+        SourceReader(
+            source,
+            tokenizer,
+            asked=config.format,
+            text_key=config.text_key,
+            template=config.chat_template,
+            key=key,
+        )
         for key, source in given.items()
         if source is not None
-    }
+    ]
 
 
-def _open(config: DataConfig, tokenizer: Tokenizer, key: str) -> AnyStore:
-    """What a source holds, under the name `key` in messages."""
-    items, text_key = _sources(config)[key], config.text_key
-    form = find_format(items, config.format, text_key=text_key, key=key)
-    if form is Format.TEXT:
-        return _open_store(items, tokenizer, text_key=text_key, key=key)
-    is_chat = form is Format.MESSAGES
-    template = ChatTemplate(tokenizer, config.chat_template) if is_chat else None
-    return open_examples(items, config.format, tokenizer, template, text_key=text_key, key=key)
+def _dataset(
+    store: ExampleStore, is_text: bool, seed: int, config: DataConfig, tokenizer: Tokenizer
+) -> Dataset:
+    vocab_size, seq_len, pack = tokenizer.vocab_size, config.seq_len, config.pack
+    if is_text:
+        return PackedDataset(
+            store.tokens, vocab_size=vocab_size, seq_len=seq_len, pack=pack, seed=seed
+        )
+    return ExampleDataset(
+        store,
+        vocab_size=vocab_size,
+        pad_id=tokenizer.eos_id,
+        seq_len=seq_len,
+        pack=pack,
+        seed=seed,
+        excess_length=config.excess_length_strategy,
+    )
 
 
-def _open_store(items: list[str], tokenizer: Tokenizer, *, text_key: str, key: str) -> TokenStore:
-    """The documents of a source: text is tokenised into memory, a .bin/.idx pair is mapped.
-
-    Each document ends with eos. `key` is the name of the source in messages.
-    """
-    stores: list[TokenStore] = []
-    for item in items:
-        opened: TokenStore
-        prefix = indexed_prefix(item)
-        if prefix is not None:
-            opened = IndexedDataset(prefix)
-        else:
-            documents = map(tokenizer.encode, iterate_documents(item, text_key=text_key, key=key))
-            dtype = token_dtype(tokenizer.vocab_size)
-            opened = MemoryStore(f"{key}={item}", documents, dtype=dtype)
-        stores.append(EndedStore(opened, tokenizer.eos_id))
-    return stores[0] if len(stores) == 1 else ConcatStore(stores)
-
-
-def _split(store: AnyStore, fraction: float) -> tuple[AnyStore, AnyStore]:
+def _split(store: ExampleStore, fraction: float, *, is_text: bool) -> list[ExampleStore]:
     """The documents to train on and those held out; ValueError if either would be empty.
 
     Of a single text, the end is held out.
     """
-    tokens = store.tokens if isinstance(store, ExampleStore) else store
+    tokens = store.tokens
     held = f"what data.valid_fraction={fraction} holds out of {tokens.name}"
     texts = np.flatnonzero(tokens.lengths)
-    if tokens is store and len(texts) == 1:
+    if is_text and len(texts) == 1:
         length = int(tokens.lengths[texts[0]])
         cut = length - round(fraction * length)
         _check_split(length - cut, length, "tokens", fraction, tokens.name)
-        name = f"{tokens.name} without its end"
-        return (
-            PartStore(name, tokens, texts, range(cut)),
+        parts: list[TokenStore] = [
+            PartStore(f"{tokens.name} without its end", tokens, texts, range(cut)),
             PartStore(f"{held}, its end", tokens, texts, range(cut, length)),
-        )
+        ]
+        return [ExampleStore(part, part) for part in parts]
     chosen = held_out(len(tokens.lengths), fraction)
     _check_split(int(chosen.sum()), len(chosen), "documents", fraction, tokens.name)
-    kept, taken = (
-        ExampleStore(*(PartStore(name, part, documents) for part in store))
-        if isinstance(store, ExampleStore)
-        else PartStore(name, store, documents)
+    return [
+        ExampleStore(*(PartStore(name, part, np.flatnonzero(documents)) for part in store))
         for name, documents in (
-            (f"{tokens.name} without its held-out documents", np.flatnonzero(~chosen)),
-            (held, np.flatnonzero(chosen)),
+            (f"{tokens.name} without its held-out documents", ~chosen),
+            (held, chosen),
         )
-    )
-    return kept, taken
+    ]
 
 
 def _check_split(count: int, total: int, units: str, fraction: float, name: str) -> None:

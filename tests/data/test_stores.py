@@ -158,6 +158,16 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     assert "its end: 1 documents, 4 tokens" in data.valid.summary
 
 
+def test_text_without_documents(tmp_path: Path) -> None:
+    """Catches files of nothing that would surface as an empty dataset."""
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "x.txt").touch()
+    for source in (str(tmp_path / "blank.jsonl"), str(tmp_path / "hollow")):
+        with pytest.raises(ValueError, match=rf"data\.source={source} holds no documents"):
+            open_datasets(DataConfig(source=source, seq_len=2), seed=0)
+
+
 def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:
     """Catches a message that sends the user to the wrong key."""
     source = write_documents(tmp_path, 9)
