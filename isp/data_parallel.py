@@ -13,10 +13,10 @@ from torch.autograd import Variable
 from isp.autograd import after_gradients
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
-from isp.layers.module import NamedParameter
 from isp.optim import DEFAULT_BUCKET_BYTES, BucketManager, MainGradients
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
 
@@ -35,7 +35,7 @@ class _DataParallel(nn.Module):
         self.module = module
         self._start_equal(channel)
         items = [
-            NamedParameter(
+            ShardedParameter(
                 name, p, ParameterLayout(global_shape=tuple(p.shape), reduce_over=Axis.DATA)
             )
             for name, p in module.named_parameters()
@@ -71,8 +71,8 @@ class _DataParallel(nn.Module):
         if self._gradients.reduced:
             return
         self._gradients.reduce()
-        for _, parameter, *_ in self._gradients.parameters:
-            parameter.grad = self.main_grad(parameter).to(parameter.dtype)
+        for item in self._gradients.parameters:
+            item.parameter.grad = self.main_grad(item.parameter).to(item.parameter.dtype)
 
     def reset(self) -> None:
         """Begin a new step with no gradients; between steps, and after a backward that failed."""

@@ -21,12 +21,13 @@ from isp.attention import (
 from isp.layers.compiled import compiles
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.factory import LayerFactory
-from isp.layers.module import NamedParameter, bind_names, init_weights, named_parameters
+from isp.layers.module import bind_names, init_weights, named_parameters
 from isp.layers.rotary import RotaryEmbedding
 from isp.pipeline import split_layers
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.declare import DeclaredBlock, DeclaredUse
+from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Passes, inputs_kept, recomputed_blocks
 from model.block import Block
 from model.config import ModelConfig
@@ -147,7 +148,7 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             yield block
 
-    def shards(self) -> Iterator[NamedParameter]:
+    def shards(self) -> Iterator[ShardedParameter]:
         return named_parameters(self)
 
     def init_weights(self, seed: int | None) -> None:

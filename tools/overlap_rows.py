@@ -227,7 +227,7 @@ def ours(
         return result
 
     def shards() -> dict[str, Tensor]:
-        return {name: gradients.grad(parameter) for name, parameter, *_ in parameters}
+        return {item.name: gradients.grad(item.parameter) for item in parameters}
 
     return Row(name, step, shards, communicator.pool)
 

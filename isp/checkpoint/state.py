@@ -15,9 +15,10 @@ from isp.checkpoint.boxes import Shard
 from isp.checkpoint.choice import CheckpointInfo
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.storage import read_metadata
-from isp.layers.module import NamedParameter, RowsOf
+from isp.layers.module import RowsOf
 from isp.optim import Zero1Optimizer
 from isp.parallel import Topology
+from isp.weights.parameter import ShardedParameter
 
 __all__ = [
     "Resumed",
@@ -40,7 +41,7 @@ MASTER = "master"
 class TrainState:
     """The tensors of a run on this rank; a checkpoint reads from them or writes into them."""
 
-    parameters: Sequence[NamedParameter]
+    parameters: Sequence[ShardedParameter]
     """All parameters of this rank, under their names in the whole model."""
     optimizer: Zero1Optimizer | None
     """None to save or load the weights alone."""
@@ -161,22 +162,22 @@ def _shards(
     state: TrainState, *, weights_only: bool = False
 ) -> Iterator[tuple[str, str | None, Shard]]:
     """Of each parameter, by name, itself (None), master weights and states, by kind."""
-    for name, parameter, layout, _ in state.parameters:
-        yield name, None, Shard.of_rows(model_key(name), parameter, layout)
+    for item in state.parameters:
+        yield item.name, None, Shard.of_rows(model_key(item.name), item.parameter, item.layout)
     if state.optimizer is None:
         return
     own = state.optimizer.state_dict()["parameters"]
-    for name, parameter, layout, _ in state.parameters:
-        if name not in own:  # frozen
+    for item in state.parameters:
+        if (name := item.name) not in own:  # frozen
             continue
         part = own[name]
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
             # Master weights of the parameter's own dtype are the parameter itself.
-            wanted = tensor.dtype != parameter.dtype if kind == MASTER else not weights_only
+            wanted = tensor.dtype != item.parameter.dtype if kind == MASTER else not weights_only
             if wanted:
                 key, rows = optimizer_key(name, kind), (start, stop)
-                yield name, kind, Shard.of_rows(key, tensor, layout, rows)
+                yield name, kind, Shard.of_rows(key, tensor, item.layout, rows)
 
 
 def _parameters(saved: Iterable[str]) -> set[str]:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from isp.parallel.layout import Interval, ParameterLayout
+from isp.weights.parameter import ShardedParameter
 
 __all__ = [
     "MasterStream",
-    "NamedParameter",
     "ParallelModule",
     "RowsOf",
     "bind_names",
-    "by_whole",
     "init_weights",
     "named_parameters",
 ]
@@ -152,29 +151,7 @@ class RowsOf(NamedTuple):
         return shape if self.whole is None else (self.whole, *shape[1:])
 
 
-class NamedParameter(NamedTuple):
-    """A parameter of a model, once, even if several modules share it."""
-
-    name: str
-    parameter: nn.Parameter
-    layout: ParameterLayout
-    whole: NamedParameter | None = None
-    """What travels in its place, with other rows before and behind; None: it does itself."""
-
-
-def by_whole(
-    parameters: Iterable[NamedParameter],
-) -> dict[NamedParameter, list[NamedParameter]]:
-    """What travels, each with the parameters that it consists of, in the order of its rows."""
-    found: dict[NamedParameter, list[NamedParameter]] = {}
-    for item in parameters:
-        found.setdefault(item.whole or item, []).append(item)
-    for members in found.values():
-        members.sort(key=lambda item: item.layout.ahead)
-    return found
-
-
-def named_parameters(model: nn.Module) -> Iterator[NamedParameter]:
+def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
     """The parameters of a model of `ParallelModule`s with their layouts, in order of declaration.
 
     Raises TypeError for a parameter that belongs to a module which declares no layout.
@@ -191,7 +168,7 @@ def named_parameters(model: nn.Module) -> Iterator[NamedParameter]:
                     f"parameter {name} is held by {type(module).__name__}, which declares no"
                     f" layout: derive it from ParallelModule"
                 )
-            yield NamedParameter(name, parameter, module.layouts[local])
+            yield ShardedParameter(name, parameter, module.layouts[local])
 
 
 def bind_names(model: nn.Module) -> None:
@@ -210,8 +187,8 @@ def init_weights(model: nn.Module, seed: int | None) -> None:
     """
     if seed is None:
         return
-    for name, parameter, *_ in named_parameters(model):
-        prefix, _, local = name.rpartition(".")
+    for item in named_parameters(model):
+        prefix, _, local = item.name.rpartition(".")
         module = model.get_submodule(prefix)
         assert isinstance(module, ParallelModule)
-        parameter.copy_(module.initial_shard(local, MasterStream(seed, name)))
+        item.parameter.copy_(module.initial_shard(local, MasterStream(seed, item.name)))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from isp.weights.transfers import GradientSink
+from isp.weights.transfers import GradientSink, WriteGradient
 
 if TYPE_CHECKING:
     from isp.layers.linear import LinearLayer
@@ -83,10 +84,10 @@ def gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
 
 
 class ProductSink(GradientSink, Protocol):
-    """A sink that can multiply into its buffers (`isp.optim.MainGradients` is one)."""
+    """A sink that lets products be written into its buffers (`isp.optim.MainGradients` is one)."""
 
-    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        """Add dy^T x; announced by `promise` as an `add` is."""
+    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
+        """Let `write` add a gradient there; announced by `promise` as an `add` is."""
 
 
 class IntoMainGradients:
@@ -104,7 +105,7 @@ class IntoMainGradients:
         if layer.communicator.gathers_weights:
             return gradient_of(layer, dy, x)
         self._gradients.promise(weight)
-        self._gradients.add_product(weight, dy, x)
+        self._gradients.add_by(weight, partial(weight_gradient, dy, x))
         return None
 
 
@@ -157,7 +158,7 @@ class DeferredWeightGradients:
         self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> None:
         if not layer.communicator.gathers_weights:
-            self._sink.add_product(weight, dy, x)
+            self._sink.add_by(weight, partial(weight_gradient, dy, x))
             return
         layer.communicator.grad_hook(gradient_of(layer, dy, x), module=layer)
         self._sink.withdraw(weight)  # on its way, and promised anew by the communicator

@@ -16,12 +16,12 @@ from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer, linears_of
-from isp.layers.module import NamedParameter
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk, LanguageModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
 from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.parameter import ShardedParameter
 from isp.weights.wp import LocalWeights
 
 __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only"]
@@ -46,13 +46,13 @@ class BuiltModel:
     """Where block inputs lie that are not kept on the device."""
 
     @property
-    def parameters(self) -> tuple[NamedParameter, ...]:
+    def parameters(self) -> tuple[ShardedParameter, ...]:
         """All parameters of the chunks, each once."""
         found = {item.parameter: item for chunk in self.chunks for item in chunk.shards()}
         return tuple(found.values())
 
     @property
-    def trained(self) -> tuple[NamedParameter, ...]:
+    def trained(self) -> tuple[ShardedParameter, ...]:
         """Those that are not frozen."""
         return tuple(item for item in self.parameters if item.parameter.requires_grad)
 
@@ -68,7 +68,7 @@ class BuiltModel:
         return tuple(p for p, count in uses.items() if count > 1 and p.requires_grad)
 
     @property
-    def tied_over_stages(self) -> NamedParameter | None:
+    def tied_over_stages(self) -> ShardedParameter | None:
         """The trained weight of both ends, if the rank has one of two copies of it."""
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
         if first == last:  # both ends use the one weight, or this rank has neither

@@ -13,10 +13,11 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
     from isp.attention import LocalAttention
     from isp.layers.factory import LayerFactory
-    from isp.layers.module import NamedParameter, RowsOf
+    from isp.layers.module import RowsOf
     from isp.parallel.config import ParallelConfig
     from isp.parallel.context import Windows
     from isp.weights.declare import DeclaredBlock
+    from isp.weights.parameter import ShardedParameter
 
 __all__ = ["Chunk", "LanguageModel"]
 
@@ -43,7 +44,7 @@ class Chunk(Protocol):
         there is a backward: for those who compute gradients together with the loss.
         """
 
-    def shards(self) -> Iterator[NamedParameter]:
+    def shards(self) -> Iterator[ShardedParameter]:
         """The parameters, each once, with their names in the whole model."""
 
     def init_weights(self, seed: int | None) -> None:

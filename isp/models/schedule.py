@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from isp.layers.module import by_whole
 from isp.models.build import shape_only
 from isp.models.protocol import LanguageModel
 from isp.parallel import Mode, ParallelConfig
@@ -12,6 +11,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.weights.declare import as_chunks, weight_names
 from isp.weights.grid import grid
+from isp.weights.parameter import by_whole
 from isp.weights.plan import Plan, plan
 from isp.weights.trace import Action, Chunks
 

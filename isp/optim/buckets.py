@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
-from isp.layers.module import NamedParameter, by_whole
 from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
+from isp.weights.parameter import ShardedParameter, by_whole
 
 __all__ = ["BucketManager", "Channels", "Place", "master_dtype"]
 
@@ -108,7 +108,7 @@ class BucketManager:
 
     def __init__(
         self,
-        parameters: Iterable[NamedParameter],
+        parameters: Iterable[ShardedParameter],
         channels: Channels,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -208,7 +208,7 @@ class BucketManager:
         self._launched += 1
         bucket.launch(self._rows_of.rank)
 
-    def _parts_of(self, members: list[NamedParameter], channels: Channels) -> int:
+    def _parts_of(self, members: list[ShardedParameter], channels: Channels) -> int:
         """The ranks that have sums of some rows each, of all that are added up; 1: all have all.
 
         Between several that travel as one there may be no padding.
@@ -251,19 +251,19 @@ class BucketManager:
         self._buckets.append(bucket)
 
 
-def _shaped(numbers: Tensor, item: NamedParameter) -> Tensor:
+def _shaped(numbers: Tensor, item: ShardedParameter) -> Tensor:
     """The first of them, in the shape of a parameter."""
     return numbers[: item.parameter.numel()].view(item.parameter.shape)
 
 
-_Unit = tuple[NamedParameter, list[NamedParameter]]
+_Unit = tuple[ShardedParameter, list[ShardedParameter]]
 """What has one gradient, and the parameters that it consists of."""
 _Bucket = tuple[int, list[_Unit]]
 """Ranks that have sums of some rows each, and what has gradients."""
 
 
 def _grouped(
-    parameters: list[tuple[int, NamedParameter, list[NamedParameter]]], bucket_bytes: int
+    parameters: list[tuple[int, ShardedParameter, list[ShardedParameter]]], bucket_bytes: int
 ) -> list[_Bucket]:
     """The gradients of each bucket; buckets in the order in which their last gradients come."""
     _Kind = tuple[int, Axis, torch.dtype, torch.device]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from isp.autograd import after_gradients
 from isp.comm import Channel
-from isp.layers.module import NamedParameter, by_whole
-from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.optim.buckets import BucketManager, Channels, Place
 from isp.optim.rows import DEFAULT_BUCKET_BYTES
+from isp.weights.parameter import ShardedParameter, by_whole
+from isp.weights.transfers import WriteGradient
 
 __all__ = ["MainGradients"]
 
@@ -85,7 +85,7 @@ class MainGradients:
 
     def __init__(
         self,
-        parameters: Iterable[NamedParameter],
+        parameters: Iterable[ShardedParameter],
         channels: Channels,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -193,15 +193,12 @@ class MainGradients:
             self._accumulate(found, new)
         self._keep_promise(found)
 
-    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        """Add the weight gradient dy^T x, as `add` does: dy [N, O], x [N, I].
-
-        It is multiplied straight into the main gradient where `weight_gradient` can.
-        """
+    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
+        """Let `write` put a gradient into the main gradient, or add it there, as `add` does."""
         gradient = self._of[id(parameter)]
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
-        weight_gradient(dy, x, into=buffer, add=not fresh)
+        write(into=buffer, add=not fresh)
         self._keep_promise(gradient)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
@@ -291,7 +288,7 @@ class MainGradients:
         return [found.name for found in self._gradients if found.owed or found.lent]
 
 
-def _check(parameters: list[NamedParameter]) -> None:
+def _check(parameters: list[ShardedParameter]) -> None:
     """Raise ValueError for what can have no main gradient."""
     if not parameters:
         raise ValueError(
@@ -299,7 +296,8 @@ def _check(parameters: list[NamedParameter]) -> None:
             " parallel.pipeline.size=1"
         )
     names: dict[nn.Parameter, str] = {}
-    for name, parameter, layout, _ in parameters:
+    for item in parameters:
+        name, parameter, layout = item.name, item.parameter, item.layout
         if not parameter.requires_grad:
             raise ValueError(f"{name} requires no gradient: leave it out")
         if parameter in names:

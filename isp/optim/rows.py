@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending, streams
 from isp.comm.tag import Purpose, Tag
-from isp.layers.module import NamedParameter
 from isp.parallel.layout import Interval
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Publisher", "owned_rows", "pads_little"]
 
@@ -110,7 +110,7 @@ class Publisher:
 
     def __init__(
         self,
-        parameters: Iterable[NamedParameter],
+        parameters: Iterable[ShardedParameter],
         channel: Channel,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -144,11 +144,12 @@ class Publisher:
         for bucket in self._buckets:
             bucket.wait()
 
-    def _open(self, members: list[NamedParameter]) -> None:
+    def _open(self, members: list[ShardedParameter]) -> None:
         slots, length = [], 0
-        for name, parameter, *_ in members:
+        for item in members:
+            parameter = item.parameter
             if not parameter.is_contiguous():
-                raise ValueError(f"{name} must be contiguous to be published by rows")
+                raise ValueError(f"{item.name} must be contiguous to be published by rows")
             chunk = math.ceil(parameter.shape[0] / self._channel.size)
             width = chunk * math.prod(parameter.shape[1:])
             slots.append(_Slot(parameter.detach().view(-1), length, width))
@@ -159,9 +160,11 @@ class Publisher:
         self._bucket_of.update({member.parameter: bucket for member in members})
 
 
-def _grouped(parameters: Iterable[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+def _grouped(
+    parameters: Iterable[ShardedParameter], bucket_bytes: int
+) -> list[list[ShardedParameter]]:
     """Runs of parameters of one dtype and device, closed when they reach `bucket_bytes`."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[ShardedParameter]] = {}
     buckets = []
     for item in parameters:
         key = (item.parameter.dtype, item.parameter.device)

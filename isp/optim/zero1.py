@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from isp.comm import Pending
 from isp.comm.tag import Tag
-from isp.layers.module import NamedParameter
 from isp.optim.buckets import Channels
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
@@ -23,6 +22,7 @@ from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
 from isp.parallel import Axis
 from isp.parallel.layout import Interval, ParameterLayout
 from isp.settings import OptimizerConfig
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["StepResult", "Zero1Optimizer"]
 
@@ -61,7 +61,7 @@ class OptimizerState(TypedDict):
 class _Shard:
     """The rows of a parameter that this rank updates, and what it keeps of them."""
 
-    item: NamedParameter
+    item: ShardedParameter
     rows: Interval
     resting: Resting
 
@@ -125,9 +125,9 @@ class Zero1Optimizer:
         kinds = {dtype: kept(self.rule, dtype) for dtype in dtypes}
         memory = StateMemory(
             (
-                (kind, (owned[name][1] - owned[name][0]) * math.prod(parameter.shape[1:]))
-                for name, parameter, *_ in gradients.parameters
-                for kind in kinds[parameter.dtype].values()
+                (kind, (stop - start) * math.prod(item.parameter.shape[1:]))
+                for item, (start, stop) in zip(gradients.parameters, owned.values(), strict=True)
+                for kind in kinds[item.parameter.dtype].values()
             ),
             device,
             on_host=config.offload_states,

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from isp.config.models import language_model
-from isp.layers.module import NamedParameter
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Case, Coordinates
 from isp.settings.section import KeyRole, defaults_of
+from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block, Use
 from model.config import ModelConfig
 
@@ -69,12 +69,12 @@ def all_blocks(case: Case) -> list[Block]:
     return [block for stage in sorted(found) for block in found[stage]]
 
 
-def trained_parameters(case: Case, place: Coordinates) -> list[NamedParameter]:
+def trained_parameters(case: Case, place: Coordinates) -> list[ShardedParameter]:
     """Those of `local_parameters` that are not frozen."""
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
-def local_parameters(case: Case, place: Coordinates) -> tuple[NamedParameter, ...]:
+def local_parameters(case: Case, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
         bare(case.model),
@@ -98,7 +98,7 @@ def _local_parameters(
     rank: int,
     parts: int,
     index: int,
-) -> tuple[NamedParameter, ...]:
+) -> tuple[ShardedParameter, ...]:
     """Those of the shards number `index` of `parts`; what is replicated stays whole."""
     found = []
     shape = _shape(model, dtype, mode, embed_split_hidden, order, rank)
@@ -107,7 +107,7 @@ def _local_parameters(
             layout = replace(layout, parts=parts, index=index)
         data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
         parameter = nn.Parameter(data, requires_grad=name not in shape.frozen)
-        found.append(NamedParameter(name, parameter, layout))
+        found.append(ShardedParameter(name, parameter, layout))
     return tuple(found)
 
 

@@ -25,7 +25,6 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from isp.layers.module import NamedParameter
 from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows, pads_little
 from isp.planner.case import Case, Coordinates
@@ -35,6 +34,7 @@ from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductio
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import rehearsal, tapes_of
 from isp.planner.tape import Saved
+from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import ActionKind, Block
 
 __all__ = ["Memory", "memory", "moments", "states"]
@@ -106,14 +106,14 @@ def moments(case: Case, rank: int) -> list[Memory]:
     return list(_moments(case, place, fixed, flights))
 
 
-def _padded(case: Case, item: NamedParameter) -> int:
+def _padded(case: Case, item: ShardedParameter) -> int:
     """Numbers of a main gradient, with what fills its last rows up to equal parts."""
     rows, *rest = item.layout.local_shape
     parts = case.topology.zero1 if _is_scattered(case, item) else 1
     return -(-rows // parts) * parts * prod(rest)
 
 
-def _is_scattered(case: Case, item: NamedParameter) -> bool:
+def _is_scattered(case: Case, item: ShardedParameter) -> bool:
     """Whether each rank of the zero1 group has the sums of its own rows alone."""
     parts = case.topology.zero1
     same = parts == case.topology.weight_data == case.size(item.layout.reduce_over)

@@ -21,7 +21,7 @@ from isp.planner.case import Case, Coordinates
 from isp.planner.declared import local_parameters, trained_parameters
 from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.pool import MemoryPool
-from isp.weights.transfers import GradientReducer, ShardedParameter, gather
+from isp.weights.transfers import GradientReducer, gather
 
 __all__ = ["DryRank", "Heard"]
 
@@ -44,8 +44,7 @@ class DryRank:
         self.case = case
         items = local_parameters(case, place)
         self.trained = trained_parameters(case, place)
-        self.parameters = {item.name: item.parameter for item in items}
-        self.layouts = {item.name: item.layout for item in items}
+        self.parameters = {item.name: item for item in items}
         self._listener = listener
         self._index = {
             Axis.TENSOR: place.tensor,
@@ -88,9 +87,9 @@ class DryRank:
 
     def reduce(self, name: str) -> None:
         """Set the sum of the full gradient of parameter `name` on its way."""
-        sharded = self._sharded(name)
-        parameter = sharded.parameter
-        full = torch.empty(sharded.layout.global_shape, dtype=parameter.dtype, device=META)
+        sharded = self.parameters[name]
+        dtype = sharded.parameter.dtype
+        full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
         place = self.reducer.promise(sharded, full.dtype)
         self.reducer.launch(sharded, full, place)
 
@@ -109,11 +108,11 @@ class DryRank:
         """A gradient of parameter `name` has come, in the last backward pass."""
         self._uses[name] -= 1
         if self._uses[name] <= 0:
-            self.gradients.collect(self.parameters[name])
+            self.gradients.collect(self.parameters[name].parameter)
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
-        gather([self._sharded(name)], self[Axis.WEIGHT], MemoryPool())
+        gather([self.parameters[name]], self[Axis.WEIGHT], MemoryPool())
 
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""
@@ -129,11 +128,8 @@ class DryRank:
 
     def add_tied(self, name: str) -> None:
         """Sum the gradient of a table that two stages have."""
-        gradient = self.gradients.summed(self.parameters[name])
+        gradient = self.gradients.summed(self.parameters[name].parameter)
         self[Axis.EMBEDDING].all_reduce_(gradient, tag=Tag(Purpose.REPLICA_GRADIENT, name))
-
-    def _sharded(self, name: str) -> ShardedParameter:
-        return ShardedParameter(name, "weight", self.parameters[name], self.layouts[name])
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
         return DryChannel(

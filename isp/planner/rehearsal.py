@@ -31,7 +31,6 @@ from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
 from isp.layers.linear import linears_of
-from isp.layers.module import by_whole
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
@@ -56,6 +55,7 @@ from isp.planner.tape import (
 )
 from isp.traced.chunk import TracedChunk
 from isp.weights.declare import as_chunks
+from isp.weights.parameter import by_whole
 from isp.weights.trace import Block
 from model.config import ModelConfig
 

@@ -20,7 +20,6 @@ from isp.layers.factory import LayerFactory
 from isp.layers.head import HeadLoss
 from isp.layers.linear import Moves, Role, moves_for, multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
-from isp.layers.module import NamedParameter
 from isp.mixers.call import mix_by
 from isp.rng import generator_states, restore_generators
 from isp.settings.recomputation import Recomputation
@@ -42,6 +41,7 @@ from isp.traced.tiles import TiledModule
 from isp.traced.trace import ModelTrace, check_not_compiled
 from isp.traced.uses import parts_of, uses_of
 from isp.weights.declare import DeclaredBlock
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["TracedChunk"]
 
@@ -210,7 +210,7 @@ class TracedChunk:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
 
-    def shards(self) -> Iterator[NamedParameter]:
+    def shards(self) -> Iterator[ShardedParameter]:
         """The parameters, each once, with their names in the model."""
         yield from self._named
 

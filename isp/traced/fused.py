@@ -30,12 +30,12 @@ from isp.layers.linear import (
     in_dtype,
     needs_grad,
 )
-from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.traced.calls import Call, Kind
 from isp.traced.roles import ParameterRole
 from isp.traced.trace import ModelTrace
+from isp.weights.parameter import ShardedParameter
 from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
@@ -108,8 +108,8 @@ class FusedLinears:
         linears: Mapping[str, nn.Module],
         communicator: WPCommunicator,
         called: Callable[[str], None],
-        weight: NamedParameter,
-        bias: NamedParameter | None,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
     ) -> None:
         """`called` hears of each call, `weight` and `bias` are those of all, one behind another."""
         self._names = [*linears]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.layers.module import MasterStream, NamedParameter, RowsOf
+from isp.layers.module import MasterStream, RowsOf
 from isp.parallel.layout import ParameterLayout
 from isp.traced.converted import ConvertedFiles
 from isp.traced.drawn import Drawing, drawings
@@ -23,6 +23,7 @@ from isp.traced.make import made, parameters_on_meta, take_out_tower
 from isp.traced.model import TracedModel
 from isp.traced.swap import InitialWeights
 from isp.traced.tiny import kept_in_float64
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_again"]
 
@@ -219,12 +220,12 @@ class _Files:
             yield from self._files.as_they_are(name)
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
         """As `isp.traced.chunk.InitialWeights`; in hand is one shard at a time."""
         if shards:
             logger.info("weights     of %s", self._files.folder)
-        for name, shard, layout, _ in shards:
-            shard.copy_(self._read(name, layout))
+        for item in shards:
+            item.parameter.copy_(self._read(item.name, item.layout))
         for name, buffer in _kept_buffers(model):
             buffer.copy_(self._read(name))
         self._files.close()
@@ -248,7 +249,7 @@ class _Random:
         self._drawn_as = drawn_as or {}
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
         """As `isp.traced.chunk.InitialWeights`; in hand is one module's own at a time.
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
@@ -266,7 +267,8 @@ class _Random:
         drawn: dict[str, Drawing] = {}
         values: dict[str, Tensor] = {}
         owner_before: str | None = None
-        for name, shard, layout, _ in shards:
+        for item in shards:
+            name, layout = item.name, item.layout
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
                 drawn, values, owner_before = _drawn(shape, owner), {}, owner
@@ -281,7 +283,7 @@ class _Random:
                     f"{type(shape).__name__} does not say how {name} begins: give the model with"
                     f" weights"
                 )
-            shard.copy_(own)
+            item.parameter.copy_(own)
 
 
 def begun_by_the_model(

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from isp.layers.module import NamedParameter
 from isp.traced.chunk import TracedChunk
 from isp.traced.stages import Stage
 from isp.weights.declare import DeclaredBlock
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["TracedStage"]
 
@@ -37,7 +37,7 @@ class TracedStage:
         """As `TracedChunk.losses`, on the last stage."""
         return self._chunk.losses(output, labels)
 
-    def shards(self) -> Iterator[NamedParameter]:
+    def shards(self) -> Iterator[ShardedParameter]:
         """The parameters that the stage reads, with their names in the whole model."""
         return (item for item in self._chunk.shards() if item.name in self._stage.parameters)
 

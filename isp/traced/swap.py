@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from isp.layers.embedding import look_up
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
-from isp.layers.module import NamedParameter
 from isp.parallel.layout import ParameterLayout
 from isp.traced.fused import FusedRows
 from isp.traced.lookup import looked_up
@@ -26,6 +25,7 @@ from isp.traced.region import Entrance
 from isp.traced.roles import ParameterRole, is_transposed
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import Kind, ModelTrace
+from isp.weights.parameter import ShardedParameter
 from isp.weights.wp import WPCommunicator
 
 __all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
@@ -34,7 +34,7 @@ __all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"
 class InitialWeights(Protocol):
     """A source of the weights that a model begins from."""
 
-    def fill(self, model: nn.Module, shards: Sequence[NamedParameter], seed: int) -> None:
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
         """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
 
 
@@ -177,14 +177,14 @@ def shard_parameters(
     plan: TensorPlan | None,
     own: frozenset[str],
     rows: Mapping[str, FusedRows],
-) -> Iterator[NamedParameter]:
+) -> Iterator[ShardedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used.
 
     Of those that travel with others it has `rows`. Those that are not its `own`, by name, are not a
     number, and have the memory of one: what lies before the blocks runs on every pipeline stage.
     """
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
-    wholes: dict[str, NamedParameter] = {}
+    wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
@@ -208,7 +208,7 @@ def shard_parameters(
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
         del parameter  # nobody else holds it: whole weights go one by one
-        yield NamedParameter(name, shard, layout, whole)
+        yield ShardedParameter(name, shard, layout, whole)
     for module in model.modules():
         for local, buffer in module.named_buffers(recurse=False):
             if layers.device.type != "meta":
@@ -244,12 +244,12 @@ def _layout(
     return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 
-def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> NamedParameter:
+def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> ShardedParameter:
     """What `parameter` travels in, with this rank's rows of it and of others."""
     shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
-    return NamedParameter(
+    return ShardedParameter(
         among.whole, nn.Parameter(shard, requires_grad=parameter.requires_grad), layout
     )
 
@@ -258,7 +258,7 @@ def _own_part(
     parameter: nn.Parameter,
     layout: ParameterLayout,
     layers: LayerFactory,
-    whole: NamedParameter | None,
+    whole: ShardedParameter | None,
 ) -> Tensor:
     """This rank's shard, in the memory of the `whole` that it travels in."""
     if whole is None:

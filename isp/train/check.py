@@ -216,8 +216,8 @@ class Check:
             dtype=torch.float64,
         )
         with torch.no_grad():
-            for name, parameter, cut, _ in built.parameters:
-                parameter.copy_(cut.shard(reference.start[name]))
+            for item in built.parameters:
+                item.parameter.copy_(item.layout.shard(reference.start[item.name]))
         gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
         optimizer = _WatchedOptimizer(
             gradients,

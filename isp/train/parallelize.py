@@ -29,7 +29,6 @@ from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch, document_bounds
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
-from isp.layers.module import NamedParameter
 from isp.parallel import Axis, Topology
 from isp.settings.section import section
 from isp.traced.folder import WeightWriter
@@ -39,6 +38,7 @@ from isp.train.host_memory import check_memory_of_states
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.run import make_world
 from isp.train.step import StepOutcome, StepWork, make_train_step
+from isp.weights.parameter import ShardedParameter
 from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "parallelize"]
@@ -240,14 +240,14 @@ class ParallelRun:
                 attempt_first(host, what, partial(write, weights))
             attempt_first(host, what, finish)
 
-    def _by_blocks(self, parameters: Iterable[NamedParameter]) -> Iterator[dict[str, Tensor]]:
+    def _by_blocks(self, parameters: Iterable[ShardedParameter]) -> Iterator[dict[str, Tensor]]:
         """All that is saved, in CPU memory: block by block, as some are saved in other pieces.
 
         A collective; ranks other than the first keep nothing.
         """
         blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
 
-        def block(item: NamedParameter) -> str | None:
+        def block(item: ShardedParameter) -> str | None:
             return next((b for b in blocks if item.name.startswith(b)), None)
 
         for _, group in groupby(parameters, key=block):
@@ -259,7 +259,7 @@ class ParallelRun:
             yield found
         yield {name: buffer.cpu() for name, buffer in _kept_buffers(self.model)}
 
-    def _whole(self, item: NamedParameter) -> Tensor:
+    def _whole(self, item: ShardedParameter) -> Tensor:
         """The whole of a parameter, in CPU memory."""
         shard, layout = item.parameter.detach(), item.layout
         if layout.parts == 1:

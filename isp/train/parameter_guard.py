@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.layers.module import NamedParameter
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["ParameterGuard"]
 
@@ -33,7 +33,7 @@ class ParameterGuard:
     updates, as if they had been written there.
     """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[NamedParameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Iterable[ShardedParameter]) -> None:
         names = {item.parameter: item.name for item in parameters}
         self._places = [
             _Place(names[p], owner, local, p, p.data, p.requires_grad)

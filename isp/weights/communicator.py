@@ -37,8 +37,10 @@ from isp.weights.declare import (
     WeightHolder,
     as_chunks,
     declared_uses,
+    parameters_of,
     weight_names,
 )
+from isp.weights.parameter import ShardedParameter
 from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.trace import Action, ActionKind, Chunks, Site
@@ -46,7 +48,6 @@ from isp.weights.transfers import (
     GatheredLayer,
     GradientReducer,
     GradientSink,
-    ShardedParameter,
     gather,
 )
 from isp.weights.wp import WPCommunicator
@@ -279,7 +280,7 @@ class ISPCommunicator(WPCommunicator):
             self._forward.append(key)
             if use.layer is not None:
                 name = self._names[id(use.layer)] = self._names[id(use.layer.weight)]
-                sharded = self._sharded[id(use.layer)] = ShardedParameter.of(use.layer)
+                sharded = self._sharded[id(use.layer)] = parameters_of(use.layer)
                 home = self._homes.get(name, (self._states[site.chunk], sharded, block.module))
                 longer = max(home[1], sharded, key=len)  # a tied head may have a bias of its own
                 self._homes[name] = home[0], longer, home[2]
@@ -491,7 +492,7 @@ class ISPCommunicator(WPCommunicator):
             return self._gather(shards if with_bias else shards[:1])
 
     def _shards(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-        return self._sharded.get(id(layer)) or ShardedParameter.of(layer)
+        return self._sharded.get(id(layer)) or parameters_of(layer)
 
     def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
         """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""

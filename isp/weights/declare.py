@@ -16,6 +16,7 @@ from torch import nn
 from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
+from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block, Chunks, Passes, Site, Use
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "WeightHolder",
     "as_chunks",
     "declared_uses",
+    "parameters_of",
     "weight_names",
 ]
 
@@ -43,6 +45,16 @@ class WeightHolder(Protocol):
     @property
     def bias(self) -> nn.Parameter | None:
         """This rank's shard, if there is one."""
+
+
+def parameters_of(layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+    """The weight of a layer, and its bias if it has one."""
+    found = {layer.weight_name: layer.weight, "bias": layer.bias}
+    return tuple(
+        ShardedParameter(f"{layer.name}.{name}", parameter, layer.layouts[name])
+        for name, parameter in found.items()
+        if parameter is not None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

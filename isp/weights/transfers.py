@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.comm import Channel, Pending
-from isp.comm.mappings import pad_rows
-from isp.comm.tag import Purpose, Tag
-from isp.parallel.layout import ParameterLayout
-from isp.weights.declare import WeightHolder
+from isp.weights.parameter import ShardedParameter
 from isp.weights.pool import Lease, MemoryPool
 
 __all__ = [
@@ -30,42 +27,11 @@ __all__ = [
     "GradientReducer",
     "GradientSink",
     "ParameterGradients",
-    "ShardedParameter",
+    "WriteGradient",
     "gather",
 ]
 
 # -- weights ---------------------------------------------------------------------------------
-
-
-class ShardedParameter:
-    """A layer's weight or bias, and what is the same each time that it travels."""
-
-    __slots__ = ("buffer_shape", "gradient_tag", "layout", "parameter", "tag")
-
-    def __init__(
-        self, layer: str, local: str, parameter: nn.Parameter, layout: ParameterLayout
-    ) -> None:
-        self.parameter, self.layout = parameter, layout
-        length, *rest = layout.piece_shape
-        self.buffer_shape = (layout.parts * length, *rest)
-        """That of all pieces as they travel, one behind the other."""
-        self.tag = Tag(Purpose.WEIGHT, layer, local)
-        self.gradient_tag = Tag(Purpose.WEIGHT_GRADIENT, layer, f"{local}.grad")
-
-    @classmethod
-    def of(cls, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-        """The weight of `layer`, and its bias if it has one."""
-        own = layer.weight_name
-        weight = cls(layer.name, own, layer.weight, layer.layouts[own])
-        if layer.bias is None:
-            return (weight,)
-        return weight, cls(layer.name, "bias", layer.bias, layer.layouts["bias"])
-
-    def as_it_travels(self, x: Tensor, length: int) -> Tensor:
-        """A shard, or a full tensor, in `length` rows [Note: Pieces]."""
-        if self.layout.travels_as_it_lies:
-            return x.contiguous()
-        return pad_rows(x.movedim(self.layout.dim, 0), length)
 
 
 class GatheredLayer:
@@ -155,6 +121,12 @@ def _optimizer_steps() -> list[int]:
 
 
 # -- gradients -------------------------------------------------------------------------------
+
+
+class WriteGradient(Protocol):
+    """Computes a gradient straight `into` a tensor, or adds it there."""
+
+    def __call__(self, *, into: Tensor, add: bool) -> object: ...
 
 
 class GradientSink(Protocol):

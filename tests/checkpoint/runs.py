@@ -179,7 +179,8 @@ def whole_value(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
 def fill(run: Run) -> None:
     """Give every weight and moment its value, as if the optimizer had made 7 updates."""
     state = run.optimizer.state_dict()
-    for name, parameter, layout, _ in run.state.parameters:
+    for item in run.state.parameters:
+        name, parameter, layout = item.name, item.parameter, item.layout
         part = state["parameters"].get(name, _FROZEN)
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
@@ -199,7 +200,8 @@ def expect(run: Run, through: torch.dtype | None = None) -> int:
     compared = 0
     state = run.optimizer.state_dict()
     assert state["step"] == 7
-    for name, parameter, layout, _ in run.state.parameters:
+    for item in run.state.parameters:
+        name, parameter, layout = item.name, item.parameter, item.layout
         part = state["parameters"].get(name, _FROZEN)
         start, stop = part["rows"]
         tensors = {kind: (x, slice(start, stop)) for kind, x in part["tensors"].items()}

@@ -71,7 +71,8 @@ def test_weights_alone(tmp_path: Path) -> None:
     checkpointer = _checkpointer(tmp_path / "all")
     info = chosen(checkpointer)
     checkpointer.load(info, weights)
-    for name, parameter, layout, _ in run.state.parameters:
+    for item in run.state.parameters:
+        name, parameter, layout = item.name, item.parameter, item.layout
         expected = whole_value(name, "master", layout.global_shape).float()
         assert torch.equal(parameter.detach(), expected)
     only = _checkpointer(tmp_path / "weights")
@@ -95,7 +96,8 @@ def test_a_warm_start_takes_weights_alone(
     assert resumed.local is None
     state = run.optimizer.state_dict()
     assert state["step"] == 0
-    for name, parameter, layout, _ in run.state.parameters:
+    for item in run.state.parameters:
+        name, parameter, layout = item.name, item.parameter, item.layout
         tensors = state["parameters"][name]["tensors"]
         master = whole_value(name, "master", layout.global_shape).float()
         assert torch.equal(tensors.pop("master"), master), name
@@ -115,7 +117,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     fewer = dataclasses.replace(run.state, parameters=run.state.parameters[:-1])
     with pytest.raises(CheckpointError, match=r"has what the run lacks: model\.norm\.weight"):
         checkpointer.load(info, fewer)
-    renamed = [item._replace(name=f"my_{item.name}") for item in run.state.parameters]
+    renamed = [dataclasses.replace(item, name=f"my_{item.name}") for item in run.state.parameters]
     other = dataclasses.replace(run.state, parameters=renamed, optimizer=None)
     with pytest.raises(CheckpointError, match=r"the checkpoint lacks model\.my_embedding.weight"):
         checkpointer.load(info, other)

@@ -250,7 +250,8 @@ def _initial(rank: int) -> dict[str, list[Any]]:
 
 def _joined(layers: nn.Module) -> list[Any]:
     wholes = []
-    for _, parameter, layout, _ in named_parameters(layers):
+    for item in named_parameters(layers):
+        parameter, layout = item.parameter, item.layout
         whole = torch.zeros(layout.global_shape, dtype=DTYPE)
         if not layout.sharded and dist.get_rank() > 0:
             local = torch.zeros_like(parameter)
@@ -332,7 +333,8 @@ def _toolkit(channel: Channel, fills: bool) -> nn.ModuleDict:
         }
     )
     with torch.no_grad():
-        for seed, (_, parameter, layout, _) in enumerate(named_parameters(layers)):
+        for seed, item in enumerate(named_parameters(layers)):
+            parameter, layout = item.parameter, item.layout
             parameter.copy_(layout.shard(drawn(*layout.global_shape, seed=seed)))
             if not fills:
                 parameter.zero_()

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import Tag
-from isp.layers.module import NamedParameter
 from isp.optim import MainGradients
 from isp.parallel import Axis
 from isp.tensor_parallel import (
@@ -22,6 +21,7 @@ from isp.tensor_parallel import (
     RngStatesTracker,
     checkpoint,
 )
+from isp.weights.parameter import ShardedParameter
 from tests.layers.megatron import (
     CLOSE,
     DTYPE,
@@ -52,7 +52,7 @@ def _routes(rank: int, sequence_parallel: bool) -> None:
             WIDTH, INNER, group=channel, sequence_parallel=sequence_parallel, dtype=DTYPE
         )
         fill(layer, weight, bias)
-        names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+        names = [ShardedParameter("weight", layer.weight, layer.layouts["weight"])]
         main = MainGradients(names, {Axis.DATA: Channel.solo()})
         deferred = DeferredWeightGradients(main, limit=limit)
         if route == "into":
@@ -91,7 +91,7 @@ def _made_gradients(rank: int) -> list[int]:
     channel, counts = group(), []
     for into in (False, True):
         layer = ColumnParallelLinear(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
-        names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+        names = [ShardedParameter("weight", layer.weight, layer.layouts["weight"])]
         main = MainGradients(names, {Axis.DATA: Channel.solo()})
         if into:
             layer.weight_gradients = IntoMainGradients(main)
@@ -118,7 +118,7 @@ def _routed(rank: int, into: bool) -> None:
         WIDTH, INNER, group=channel, bias=False, dtype=DTYPE, skip_weight_param_allocation=True
     )
     x = drawn(S, B, WIDTH)
-    names = [NamedParameter("weight", owner.weight, owner.layouts["weight"])]
+    names = [ShardedParameter("weight", owner.weight, owner.layouts["weight"])]
     main = MainGradients(names, {Axis.DATA: Channel.solo()})
     uses: list[Callable[[Tensor], Tensor]] = [
         lambda x: owner(x)[0],
@@ -148,7 +148,7 @@ def test_every_use_of_a_parameter_takes_the_route() -> None:
 
 def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
     layer = ColumnParallelLinear(WIDTH, INNER, group=group(), dtype=DTYPE)
-    names = [NamedParameter("weight", layer.weight, layer.layouts["weight"])]
+    names = [ShardedParameter("weight", layer.weight, layer.layouts["weight"])]
     main = MainGradients(names, {Axis.DATA: Channel.solo()})
     layer.weight_gradients = IntoMainGradients(main)
     main.zero()

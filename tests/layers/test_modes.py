@@ -118,7 +118,8 @@ def _run(rank: int, mode: Mode, tensor: int, weight: int, world: int, tied: bool
     losses.sum().backward()
     if isinstance(layers.communicator, ISPCommunicator):
         layers.communicator.finish()
-    for name, parameter, layout, _ in named_parameters(model):
+    for item in named_parameters(model):
+        name, parameter, layout = item.name, item.parameter, item.layout
         grad = mesh[layout.reduce_over].all_reduce(parameter.grad).wait()
         wanted = layout.shard(expected_grads[name])
         torch.testing.assert_close(

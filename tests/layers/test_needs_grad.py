@@ -80,7 +80,8 @@ class Bench:
         self.items = list(named_parameters(self.net))
         random = torch.Generator().manual_seed(3)
         self.full: Full = {}
-        for name, parameter, layout, _ in self.items:
+        for item in self.items:
+            name, parameter, layout = item.name, item.parameter, item.layout
             value = 0.5 * torch.randn(layout.global_shape, generator=random, dtype=torch.float64)
             self.full[name] = value.requires_grad_()
             with torch.no_grad():
@@ -149,11 +150,13 @@ def ask(bench: Bench) -> None:
     loss.backward(inputs=[bench.x, net.up.weight, net.up.bias], retain_graph=True)
     bench.settle()
     close(bench.x.grad, bench.x_wanted, "x.grad")  # type: ignore[arg-type]
-    for name, parameter, *_ in bench.items:
+    for item in bench.items:
+        name, parameter = item.name, item.parameter
         bench.check(name, bench.gradients.grad(parameter), name.startswith("up."))
     loss.backward()
     bench.settle()
-    for name, parameter, *_ in bench.items:
+    for item in bench.items:
+        name, parameter = item.name, item.parameter
         bench.check(name, bench.gradients.grad(parameter), 1 + name.startswith("up."))
 
 

@@ -60,7 +60,8 @@ def test_it_begins_as_the_decoder_before_it(monkeypatch) -> None:
     monkeypatch.setenv("ISP_PLAIN", "1")
     plain = _built(CONFIG)
     weights = {item.name: item.parameter for item in before.parameters}
-    for name, parameter, *_ in plain.parameters:
+    for item in plain.parameters:
+        name, parameter = item.name, item.parameter
         earlier, first, _ = plain.model.earlier_names[name]
         assert torch.equal(parameter, weights[earlier][first : first + len(parameter)]), name
     assert plain.model.num_parameters == before.model.num_parameters

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from isp.attention import LocalAttention
 from isp.layers.factory import LayerFactory
 from isp.layers.loss import vocab_parallel_cross_entropy
-from isp.layers.module import NamedParameter, RowsOf, bind_names, init_weights, named_parameters
+from isp.layers.module import RowsOf, bind_names, init_weights, named_parameters
 from isp.models.build import parameter_shapes
 from isp.models.protocol import LanguageModel
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode, ParallelConfig, PipelineSchedule
 from isp.parallel.context import Windows
 from isp.weights.declare import DeclaredBlock, DeclaredUse
+from isp.weights.parameter import ShardedParameter
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
 
@@ -121,7 +122,7 @@ class MlpChunk(nn.Module):
         )
         return (losses * (1 + labels % 2)).sum()
 
-    def shards(self) -> Iterator[NamedParameter]:
+    def shards(self) -> Iterator[ShardedParameter]:
         return named_parameters(self)
 
     def init_weights(self, seed: int | None) -> None:

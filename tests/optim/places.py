@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
-from isp.layers.module import NamedParameter
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
 
 
 class Spec(NamedTuple):
@@ -44,18 +44,19 @@ class Spec(NamedTuple):
 
 def place(
     spec: Spec, mesh: Mesh, dtype: torch.dtype, device: torch.device | None = None
-) -> NamedParameter:
+) -> ShardedParameter:
     """This rank's shard of a parameter and its layout."""
     layout = spec.layout(mesh[Axis.WEIGHT].size, mesh[Axis.WEIGHT].rank)
     shard = layout.shard(spec.full(0)).to(device, dtype).contiguous()
-    return NamedParameter(spec.name, nn.Parameter(shard), layout)
+    return ShardedParameter(spec.name, nn.Parameter(shard), layout)
 
 
-def loss(items: list[NamedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
+def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
     """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
     by_name = {spec.name: spec for spec in specs}
     total = torch.zeros((), dtype=torch.float64)
-    for name, parameter, layout, _ in items:
+    for item in items:
+        name, parameter, layout = item.name, item.parameter, item.layout
         members = mesh.topology.group_of(Axis.WEIGHT, mesh.rank)
         ranks = members if layout.reduce_over is Axis.WEIGHT_DATA else [mesh.rank]
         slope = sum(by_name[name].full(seed * 100 + rank % mesh.topology.stage) for rank in ranks)

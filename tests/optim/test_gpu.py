@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from isp.layers.module import NamedParameter
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
 from tests.weights.test_gpu import LONG_CYCLES, WireChannel
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_what_is_published_is_kept_until_it_has_travelled() -> None:
     parameter = nn.Parameter(torch.arange(64.0, device=device).view(8, 8))
     layout = ParameterLayout(global_shape=(8, 8), reduce_over=Axis.WEIGHT_DATA)
     publisher = Publisher(
-        [NamedParameter("w", parameter, layout)], WireChannel(cycles=LONG_CYCLES // 4)
+        [ShardedParameter("w", parameter, layout)], WireChannel(cycles=LONG_CYCLES // 4)
     )
     own = parameter.detach()[4:].clone()  # rank 1's, of two that do the same
     torch.cuda.synchronize()

@@ -69,7 +69,7 @@ def _train(rank: int, ranks: Topology) -> dict[str, Any]:
         loss(items, SPECS, mesh, step + 1).backward()
         gradients.reduce()
         optimizer.step(LR * (step + 1))
-    return {name: parameter.detach().numpy() for name, parameter, *_ in items}
+    return {item.name: item.parameter.detach().numpy() for item in items}
 
 
 def _reference(stage_ranks: int) -> dict[str, Tensor]:

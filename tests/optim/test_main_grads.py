@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, CommLog
-from isp.layers.module import NamedParameter
+from isp.layers.weight_gradients import weight_gradient
 from isp.optim import MainGradients
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
 from tests.ranks import run_ranks
 
 SOLO = {axis: Channel.solo(axis) for axis in Axis}
@@ -21,9 +23,9 @@ SOLO = {axis: Channel.solo(axis) for axis in Axis}
 
 def make(
     *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, axis: Axis = Axis.DATA
-) -> list[NamedParameter]:
+) -> list[ShardedParameter]:
     return [
-        NamedParameter(
+        ShardedParameter(
             f"p{i}",
             nn.Parameter(torch.arange(1.0, 1 + torch.Size(s).numel()).view(s).to(dtype)),
             ParameterLayout(global_shape=s, reduce_over=axis),
@@ -109,7 +111,8 @@ def test_a_gradient_is_received_where_it_is_summed():
     for scale in (256.0, *[0.5] * 8):
         (w * scale).sum().backward()
         assert w.grad is None
-    gradients.add_product(w, torch.full((1, 1), 2.0), torch.full((1, 1), 3.0))
+    dy, x = torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)
+    gradients.add_by(w, partial(weight_gradient, dy, x))
     with pytest.raises(AssertionError, match="p0 was promised, and is on its way"):
         gradients.grad(w)
     gradients.add(w, place.fill_(1000.0))
@@ -201,10 +204,10 @@ def test_refuses_what_can_have_no_gradient():
     with pytest.raises(ValueError, match="p0 requires no gradient"):
         MainGradients(frozen, SOLO)
     with pytest.raises(ValueError, match="q is p0: name a shared parameter once"):
-        MainGradients([shared[0], shared[0]._replace(name="q")], SOLO)
+        MainGradients([shared[0], replace(shared[0], name="q")], SOLO)
     layout = ParameterLayout(global_shape=(4,), reduce_over=Axis.DATA)
     with pytest.raises(ValueError, match=r"p0 has shape \(3,\), its layout says \(4,\)"):
-        MainGradients([wrong[0]._replace(layout=layout)], SOLO)
+        MainGradients([replace(wrong[0], layout=layout)], SOLO)
     with pytest.raises(ValueError, match="bucket_bytes=-1"):
         MainGradients(wrong, SOLO, bucket_bytes=-1)
 
@@ -214,7 +217,7 @@ def _reduce_on(rank: int, bucket_bytes: int, overlap: bool) -> tuple[list[list],
     log = CommLog()
     stage = Channel(torch.distributed.group.WORLD, name="stage", log=log)
     items = make((3, 2), (5,), (2, 2)) + [
-        n._replace(name="norm") for n in make((3,), axis=Axis.STAGE)
+        replace(n, name="norm") for n in make((3,), axis=Axis.STAGE)
     ]
     channels = {Axis.DATA: Channel(torch.distributed.group.WORLD, log=log), Axis.STAGE: stage}
     gradients = MainGradients(items, channels, bucket_bytes=bucket_bytes)
@@ -305,7 +308,7 @@ def _as_one(rank: int, shapes: list[tuple[int, ...]], gives: list[int]) -> list[
     ahead = [sum(n for n, _ in shapes[:i]) for i in range(3)]
     layouts = [replace(item.layout, ahead=n) for item, n in zip(three, ahead, strict=True)]
     three = [
-        item._replace(name=f"m{i}", whole=whole, layout=layout)
+        replace(item, name=f"m{i}", whole=whole, layout=layout)
         for i, (item, layout) in enumerate(zip(three, layouts, strict=True))
     ]
     items, channels = [*three[1:], other, three[0]], {Axis.DATA: ranks, Axis.WEIGHT_DATA: ranks}

@@ -89,7 +89,8 @@ def _trained(
     if on_host and torch.promote_types(way.dtype, torch.float32) == way.dtype:
         own -= sum(shard["tensors"]["master"].nbytes for shard in shards)
     assert optimizer.host_bytes == own
-    return results, [*(p.detach() for _, p, *_ in items), *states], len(optimizer._stream._buckets)
+    weights = [item.parameter.detach() for item in items]
+    return results, [*weights, *states], len(optimizer._stream._buckets)
 
 
 def _compared(rank: int, way: Way) -> tuple[bool, list[bool], int]:

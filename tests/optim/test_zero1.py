@@ -69,7 +69,7 @@ def _train(
         loss(items, here, mesh, step + 1).backward()
         gradients.reduce()
         results.append(optimizer.step(config.lr * (step + 1)))
-    return results, {name: parameter.detach().numpy() for name, parameter, *_ in items}
+    return results, {item.name: item.parameter.detach().numpy() for item in items}
 
 
 def reference(
@@ -181,15 +181,15 @@ def _train_bfloat16(rank: int, num_steps: int) -> tuple[list[Any], list[Any], bo
     optimizer = Zero1Optimizer(gradients, mesh, CONFIG)
     for _ in range(num_steps):
         gradients.zero()
-        sum((p * (1 + rank)).sum() for _, p, *_ in items).backward()
+        sum((item.parameter * (1 + rank)).sum() for item in items).backward()
         gradients.reduce()
         optimizer.step(1e-4)
     shards = optimizer.state_dict()["parameters"]
     consistent = all(
-        torch.equal(p[slice(*shards[name]["rows"])], shards[name]["tensors"]["master"].bfloat16())
-        for name, p, *_ in items
+        torch.equal(item.parameter[slice(*of["rows"])], of["tensors"]["master"].bfloat16())
+        for item, of in ((item, shards[item.name]) for item in items)
     )
-    weights = [p.detach().float().numpy() for _, p, *_ in items]
+    weights = [item.parameter.detach().float().numpy() for item in items]
     return weights, [shards[s.name]["tensors"]["master"].numpy() for s in SPECS], consistent
 
 
@@ -294,8 +294,8 @@ def _resume(rank: int, ranks: Topology) -> tuple[bool, bool]:
 
     def start(seed: int) -> tuple[list, MainGradients, Zero1Optimizer]:
         items = [place(spec, mesh, torch.bfloat16) for spec in SPECS]
-        for _, parameter, *_ in items:
-            torch.nn.init.constant_(parameter, seed)
+        for item in items:
+            torch.nn.init.constant_(item.parameter, seed)
         gradients = MainGradients(items, mesh, rows_of=mesh[Axis.ZERO1])
         return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG)
 
@@ -375,9 +375,9 @@ def test_every_number_of_a_large_gradient_counts():
 def test_one_process_keeps_no_copies_and_sends_nothing():
     """Catches master copies where the parameter itself will do."""
     items, gradients, optimizer = solo(SPECS)
-    for name, parameter, *_ in items:
-        master = optimizer.state_dict()["parameters"][name]["tensors"]["master"]
-        assert master.data_ptr() == parameter.data_ptr()
+    for item in items:
+        master = optimizer.state_dict()["parameters"][item.name]["tensors"]["master"]
+        assert master.data_ptr() == item.parameter.data_ptr()
     gradients.reduce()
     optimizer.step(0.1)
     assert optimizer.publish() == []

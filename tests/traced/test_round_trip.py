@@ -107,7 +107,8 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
     )
     (chunk,) = folder_model(str(source), "float64").build(layers)
     weights = WholeWeights(run)
-    for name, shard, *_ in chunk.shards():
+    for item in chunk.shards():
+        name, shard = item.name, item.parameter
         shard.copy_(weights.read(name))
     text = PROMPT
     for _ in range(NEW_TOKENS):

@@ -14,7 +14,6 @@ from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
-from isp.layers.module import NamedParameter
 from isp.models.build import build_model
 from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
 from isp.parallel import (
@@ -33,6 +32,7 @@ from isp.parallel import (
 )
 from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
+from isp.weights.parameter import ShardedParameter
 from model.config import ModelConfig
 
 __all__ = [
@@ -170,7 +170,7 @@ class Run:
     """What a trainer has on a rank."""
 
     step: TrainStep
-    parameters: list[NamedParameter]
+    parameters: list[ShardedParameter]
     optimizer: Zero1Optimizer
     layout: Layout
     task: Task

@@ -377,7 +377,8 @@ def start(model: nn.Module) -> Full:
     bind_names(model)
     init_weights(model, seed=4)
     full: Full = {}
-    for name, parameter, layout, _ in named_parameters(model):
+    for item in named_parameters(model):
+        name, parameter, layout = item.name, item.parameter, item.layout
         random = torch.Generator().manual_seed(len(name))
         value = 0.5 * torch.randn(layout.global_shape, generator=random, dtype=torch.float64)
         full[name] = value.requires_grad_(parameter.requires_grad)
@@ -389,7 +390,8 @@ def start(model: nn.Module) -> Full:
 @torch.no_grad()
 def check_and_update(model: nn.Module, full: Full) -> None:
     """Compare every gradient, then take a step of plain gradient descent."""
-    for name, parameter, layout, _ in named_parameters(model):
+    for item in named_parameters(model):
+        name, parameter, layout = item.name, item.parameter, item.layout
         if not parameter.requires_grad:
             assert parameter.grad is None, name
             continue

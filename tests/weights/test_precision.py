@@ -220,7 +220,7 @@ def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: in
     reducer = GradientReducer(channel, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit)
     layout = ParameterLayout(global_shape=(O, I), parts=WORLD, reduce_over=Axis.WEIGHT_DATA)
     weight = nn.Parameter(torch.empty(layout.local_shape, dtype=torch.bfloat16, device="meta"))
-    sharded = ShardedParameter("layer", "weight", weight, layout)
+    sharded = ShardedParameter("layer.weight", weight, layout)
     for count in (1, 2, 2):
         grad = torch.empty(O, I, dtype=torch.bfloat16, device="meta")
         reducer.launch(sharded, grad)
