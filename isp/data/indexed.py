@@ -20,7 +20,7 @@ import struct
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +39,13 @@ __all__ = [
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+# Without those of real numbers, which are no token ids.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
 _WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again from where they are"
@@ -99,11 +98,8 @@ class IndexedDataset:
         self.bin_path = _with(Path(prefix), ".bin")
         self.idx_path = _with(Path(prefix), ".idx")
         check_pair(Path(prefix))
-        index = _read_index(self.idx_path)
-        self.dtype = index.dtype
-        self.num_sequences = index.num_sequences
-        self.offsets = index.offsets  # [documents + 1], in tokens
-        self.lengths = np.diff(index.offsets)  # [documents]
+        self.dtype, self.num_sequences, self.offsets = _read_index(self.idx_path)
+        self.lengths = np.diff(self.offsets)  # [documents], in tokens
         self._check_bin_size()
         # A plain view: slicing a memmap object costs several times as much.
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
@@ -161,7 +157,7 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
-        assert dtype in {known for known in _DTYPES.values() if known.kind in "iu"}
+        assert dtype in set(_DTYPES.values())
         self.dtype = dtype
         self.num_tokens = 0
         self._prefix = Path(prefix)
@@ -234,71 +230,53 @@ class IndexedDatasetWriter:
         return _with(self._prefix, suffix + ".partial")
 
 
-class _Index(NamedTuple):
-    """Contents of an .idx: `offsets` [documents + 1] are the documents' bounds in tokens."""
+def _read_index(path: Path) -> tuple[np.dtype[Any], int, npt.NDArray[np.int64]]:
+    """The type of the ids, the number of sequences, and the documents' bounds in tokens.
 
-    dtype: np.dtype[Any]
-    num_sequences: int
-    offsets: npt.NDArray[np.int64]
-
-
-def _read_index(path: Path) -> _Index:
-    """Read and check an .idx; ValueError says what is wrong with it."""
+    Raises ValueError for an .idx that is not one, or is damaged.
+    """
     with path.open("rb") as file:
-        dtype, num_sequences, num_indices = _read_header(path, file.read(_HEADER.size))
-    data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-    sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
-    expected = _HEADER.size + sum(sizes)
-    # Multimodal sets have one more byte a sequence.
-    if len(data) not in (expected, expected + num_sequences):
-        state = "cut short" if len(data) < expected else "too long"
+        header = file.read(_HEADER.size)
+    padded = header.ljust(_HEADER.size, b"\0")
+    magic, version, code, num_sequences, num_indices = _HEADER.unpack(padded)
+    if magic != _MAGIC:
         raise ValueError(
-            f"{path} is {state}: it has {len(data):,} bytes where its header, {num_sequences:,} "
+            f"{path} is not a Megatron index, it begins with {header[: len(_MAGIC)]!r} instead of"
+            f" {_MAGIC!r}: {_WAY_OUT}"
+        )
+    if version != _VERSION or code not in _DTYPES:
+        known = ", ".join(f"{code} {dtype.name}" for code, dtype in _DTYPES.items())
+        raise ValueError(
+            f"{path} has version {version} and type code {code}, known are version {_VERSION} and"
+            f" the codes of token ids ({known}): {_WAY_OUT}"
+        )
+    sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
+    expected, actual = _HEADER.size + sum(sizes), path.stat().st_size
+    # Multimodal sets have one more byte a sequence.
+    if actual not in (expected, expected + num_sequences):
+        state = "cut short" if actual < expected else "too long"
+        raise ValueError(
+            f"{path} is {state}: it has {actual:,} bytes where its header, {num_sequences:,} "
             f"sequences and {num_indices - 1:,} documents, takes {expected:,}; {_WAY_OUT}"
         )
-    bounds = np.cumsum((_HEADER.size, *sizes))
-    lengths = data[bounds[0] : bounds[1]].view("<i4")
-    pointers = data[bounds[1] : bounds[2]].view("<i8")
-    documents = data[bounds[2] : bounds[3]].view("<i8")
-    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # [sequences + 1]
-    faults = {
-        "sequences of negative length": bool((lengths < 0).any()),
-        "sequences that do not follow one another": bool(
-            (pointers != starts[:-1] * dtype.itemsize).any()
-        ),
-        "document indices that do not run from 0 to the number of sequences": bool(
-            documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any()
-        ),
-    }
-    for fault, present in faults.items():
-        if present:
-            raise ValueError(f"{path} is damaged, it has {fault}: {_WAY_OUT}")
-    return _Index(dtype, num_sequences, starts[documents])
-
-
-def _read_header(path: Path, data: bytes) -> tuple[np.dtype[Any], int, int]:
-    """The type of the ids, the number of sequences, and that of document indices."""
-    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
-        raise ValueError(
-            f"{path} is not a Megatron index, it begins with {data[: len(_MAGIC)]!r} "
-            f"instead of {_MAGIC!r}: {_WAY_OUT}"
-        )
-    if len(data) < _HEADER.size:
-        raise ValueError(
-            f"{path} is cut short: it has {len(data)} of the {_HEADER.size} bytes of a header; "
-            f"{_WAY_OUT}"
-        )
-    _, version, code, num_sequences, num_indices = _HEADER.unpack(data)
-    if version != _VERSION:
-        raise ValueError(f"{path} has version {version} where {_VERSION} is known: {_WAY_OUT}")
-    if code not in _DTYPES:
-        known = ", ".join(f"{code} {dtype.name}" for code, dtype in _DTYPES.items())
-        raise ValueError(f"{path} has the unknown type code {code} (known: {known}): {_WAY_OUT}")
-    if _DTYPES[code].kind == "f":
-        raise ValueError(f"{path} holds {_DTYPES[code].name} values, which are not token ids")
     if num_indices < 2 or num_sequences == 0:
         raise ValueError(f"{path} holds no documents: {_WAY_OUT}")
-    return _DTYPES[code], num_sequences, num_indices
+    data = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size).view(np.ndarray)
+    parts = np.split(data, np.cumsum(sizes))
+    lengths, pointers, documents = (
+        part.view(dtype) for part, dtype in zip(parts, ("<i4", "<i8", "<i8"), strict=False)
+    )
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # [sequences + 1]
+    if (
+        (lengths < 0).any()
+        or (pointers != starts[:-1] * _DTYPES[code].itemsize).any()
+        or documents[[0, -1]].tolist() != [0, num_sequences]
+        or (np.diff(documents) < 0).any()
+    ):
+        raise ValueError(
+            f"{path} is damaged: its sequences or documents do not follow one another: {_WAY_OUT}"
+        )
+    return _DTYPES[code], num_sequences, starts[documents]
 
 
 def _with(prefix: Path, suffix: str) -> Path:

@@ -111,17 +111,15 @@ def _write(
             num_bytes += size
             progress(size)
             for tokens, labels in examples:
-                if not labelled:
-                    ends = len(tokens) and tokens[-1] == tokenizer.eos_id
-                    end = [] if ends else [tokenizer.eos_id]
-                    writer.add_document(np.append(tokens.astype(np.int64), end).astype(np.int64))
-                elif trained := count_trained(labels):
-                    num_trained += trained
-                    of_labels.add_document(labels)
-                    writer.add_document(tokens)
-                else:
+                if labelled and not (trained := count_trained(labels)):
                     num_dropped += 1
                     continue
+                if labelled:
+                    num_trained += trained
+                    of_labels.add_document(labels)
+                elif not len(tokens) or tokens[-1] != tokenizer.eos_id:
+                    tokens = np.append(tokens.astype(np.int64), tokenizer.eos_id)
+                writer.add_document(tokens)
                 num_documents += 1
         if labelled:
             check_trained(num_trained > 0, name)

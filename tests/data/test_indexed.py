@@ -68,7 +68,7 @@ def test_modes_of_multimodal_sets_are_passed_over(golden: Path) -> None:
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
 
 
-@pytest.mark.parametrize("code", [code for code, dtype in _DTYPES.items() if dtype.kind in "iu"])
+@pytest.mark.parametrize("code", _DTYPES)
 def test_every_integer_type_round_transfers(tmp_path: Path, code: int) -> None:
     """Catches a wrong code or size of one of the types."""
     tokens = np.array([0, 1, np.iinfo(_DTYPES[code]).max], dtype=np.int64)
@@ -117,26 +117,23 @@ def patched(at: int, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (b"", "is cut short: it has 0 of the 34 bytes of a header"),
-        (GOLDEN_IDX[:33], "is cut short: it has 33 of the 34 bytes of a header"),
-        (GOLDEN_IDX[:34], "is cut short: it has 34 bytes where its header"),
+        (b"", "is not a Megatron index, it begins with b''"),
+        (b"PK", "is not a Megatron index"),
+        (patched(0, b"PK"), "is not a Megatron index, it begins with b'PKIDIDX"),
+        (GOLDEN_IDX[:33], "is cut short: it has 33 bytes where its header"),
         (GOLDEN_IDX[:-1], "is cut short: it has 101 bytes where its header"),
         (GOLDEN_IDX + b"\0", "is too long"),
         (patched(18, struct.pack("<Q", 2**62)), "is cut short"),
-        (patched(0, b"PK"), "is not a Megatron index, it begins with b'PKIDIDX"),
-        (b"PK", "is not a Megatron index"),
-        (patched(9, b"\2"), "has version 2 where 1 is known"),
-        (patched(17, b"\0"), "has the unknown type code 0 (known: 1 uint8"),
-        (patched(17, b"\x09"), "has the unknown type code 9"),
-        (patched(17, b"\x07"), "holds float32 values, which are not token ids"),
-        (patched(18, bytes(8))[:34], "holds no documents"),
-        (patched(26, b"\1"), "holds no documents"),
-        (patched(34, struct.pack("<i", -3)), "has sequences of negative length"),
-        (patched(46, b"\2"), "has sequences that do not follow one another"),
-        (patched(70, b"\1"), "has document indices that do not run from 0"),
-        (patched(94, b"\2"), "has document indices that do not run from 0"),
-        (patched(78, b"\3"), "has document indices that do not run from 0"),
-        (patched(78, b"\xff" * 8), "has document indices that do not run from 0"),
+        (patched(9, b"\2"), "has version 2 and type code 8, known are version 1"),
+        (patched(17, b"\0"), "and type code 0, known are version 1 and the codes of token ids (1"),
+        (patched(17, b"\x07"), "and type code 7"),
+        (patched(18, bytes(8))[:66], "holds no documents"),
+        (patched(34, struct.pack("<i", -3)), "is damaged"),
+        (patched(46, b"\2"), "is damaged"),
+        (patched(70, b"\1"), "is damaged"),
+        (patched(94, b"\2"), "is damaged"),
+        (patched(78, b"\3"), "is damaged"),
+        (patched(78, b"\xff" * 8), "is damaged"),
     ],
 )
 def test_damaged_index(golden: Path, index: bytes, message: str) -> None:
@@ -145,7 +142,7 @@ def test_damaged_index(golden: Path, index: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"g\.idx ") as refused:
         IndexedDataset(golden)
     assert message in str(refused.value)
-    assert "isp data prepare" in str(refused.value) or "not token ids" in str(refused.value)
+    assert "isp data prepare" in str(refused.value)
 
 
 @pytest.mark.parametrize(
