@@ -17,6 +17,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
 from isp.parallel import Topology
 
@@ -38,7 +39,7 @@ _READ_BYTES = 2**20
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Damaged(Exception):
+class Damaged(CheckpointError):
     """A checkpoint is not what its manifest says; the text says how."""
 
 
@@ -130,6 +131,13 @@ class Manifest(BaseModel):
         if not has_digest:
             raise Damaged(f"{MANIFEST} has a wrong checksum")
         return cls._of_content(text)
+
+    @classmethod
+    def sound(cls, folder: Path, *, contents: bool = False) -> Manifest:
+        """The manifest in `folder`, with all files as it says; see `check`.  Raises Damaged."""
+        manifest = cls.read(folder)
+        manifest.check(folder, contents=contents)
+        return manifest
 
     @classmethod
     def _of_content(cls, text: str) -> Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +48,7 @@ def verify(path: Path | str) -> Verification:
 def _fault(folder: Path, *, contents: bool) -> str:
     """The fault of a checkpoint; empty if there is none."""
     try:
-        Manifest.read(folder).check(folder, contents=contents)
+        Manifest.sound(folder, contents=contents)
     except Damaged as fault:
         return f"damaged: {fault}"
     return ""
@@ -68,7 +67,7 @@ def _details(folder: Path) -> str:
     manifest = Manifest.read(folder)
     try:
         metadata = read_metadata(folder, manifest.files)
-    except pickle.UnpicklingError as fault:
+    except Damaged as fault:
         return f"{folder}\ndamaged: {fault}"
     updates = f", {manifest.num_updates:,} updates" if manifest.num_updates >= 0 else ""
     return "\n".join(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -212,7 +211,7 @@ def check_shapes(
     """Raise ValueError if a checkpoint is not of the model whose parameters have these `shapes`."""
     try:
         saved = read_metadata(info.path, info.manifest.files).state_dict_metadata
-    except (Damaged, pickle.UnpicklingError) as fault:
+    except Damaged as fault:
         raise ValueError(f"{info.path} is damaged: {fault}") from None
     there = {
         key.removeprefix(MODEL): tuple(value.size)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from isp.checkpoint.manifest import FileRecord, open_regular
+from isp.checkpoint.manifest import Damaged, FileRecord, open_regular
 
 __all__ = ["CheckedWriter", "SafeReader", "quietly", "read_metadata"]
 
@@ -88,11 +88,11 @@ class SafeReader(FileSystemReader):
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """The table of contents of the checkpoint in `folder`, whose manifest names `files`.
 
-    Raises pickle.UnpicklingError if it contains what does not belong there, is not readable, or
+    Raises Damaged if it contains what does not belong there, is not readable, or
     does not hold each tensor once, in these files.
     """
     if METADATA not in files:
-        raise pickle.UnpicklingError(f"{METADATA} is not among the files of the manifest")
+        raise Damaged(f"{METADATA} is not among the files of the manifest")
     with open_regular(folder / METADATA) as file:
         try:
             found = _MetadataUnpickler(file).load()
@@ -100,7 +100,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         except Exception as error:  # pickle says that there is no end of kinds
             fault = f"is not readable: {error}"
     if fault:
-        raise pickle.UnpicklingError(f"{METADATA} {fault}")
+        raise Damaged(f"{METADATA} {fault}")
     table: Metadata = found
     return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.boxes import BoxLoadPlanner, Shard
 from isp.checkpoint.choice import Candidates, CheckpointInfo, choose
 from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.state import MODEL, model_key
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
 from isp.comm import Channel
@@ -36,7 +36,7 @@ class WholeWeights:
         self.info: CheckpointInfo = info
         try:
             self._metadata = read_metadata(info.path, info.manifest.files)
-        except pickle.UnpicklingError as fault:
+        except Damaged as fault:
             raise CheckpointError(f"{info.path} is damaged: {fault}") from None
         self._saved = {
             key.removeprefix(MODEL): value

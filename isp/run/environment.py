@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from isp.metrics.device import device_name
+from isp.settings.result_file import first_fault
 
 __all__ = ["Environment", "RankPlace"]
 
@@ -79,16 +80,15 @@ class Environment:
 
     def to_json(self) -> str:
         """The environment as JSON, for people and programs."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        return TypeAdapter(Environment).dump_json(self, indent=2).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Environment:
         """The environment that `to_json` wrote.  Raises ValueError if `text` is anything else."""
-        values = json.loads(text)
-        names = {f.name for f in fields(cls)}
-        if not isinstance(values, dict) or {"variables", *values} != names:
-            raise ValueError(f"not an environment, which has {', '.join(sorted(names))}")
-        return cls(**values)
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not an environment: {first_fault(error)}") from None
 
 
 def _packages() -> dict[str, str]:
