@@ -61,12 +61,8 @@ class RngStatesTracker:
         self._streams: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
         self._current: str | None = None
-        self._replays = False
-
-    @property
-    def replays(self) -> bool:
+        self.replays = False
         """Whether what runs now is a forward computed again."""
-        return self._replays
 
     def add(self, name: str, seed: int) -> None:
         """A new stream. Raises ValueError if there is one of this name, or one from this seed."""
@@ -136,13 +132,13 @@ class RngStatesTracker:
     @contextmanager
     def replaying(self, snapshot: RngSnapshot) -> Iterator[None]:
         """In this context everything is drawn again from `snapshot` on; then all is as before."""
-        before, outer = self.snapshot(), self._replays
+        before, outer = self.snapshot(), self.replays
         self._restore(snapshot)
-        self._replays = True
+        self.replays = True
         try:
             yield
         finally:
-            self._replays = outer
+            self.replays = outer
             self._restore(before)
 
     def _restore(self, snapshot: RngSnapshot) -> None:

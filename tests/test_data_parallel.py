@@ -227,8 +227,8 @@ def _unwrapped(rank: int, kind: str) -> bool:
     found = [p.grad for p in module.parameters() if p.requires_grad]
     alone = net(0)
     alone(batch(rank, 1), True).sum().backward()
-    wanted = [p.grad for p in alone.parameters() if p.requires_grad]
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    expected = [p.grad for p in alone.parameters() if p.requires_grad]
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["naive", "buckets"])

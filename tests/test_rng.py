@@ -172,6 +172,6 @@ def test_a_resumed_run_draws_on(device: torch.device) -> None:
     assert not torch.equal(first[RngStream.EQUAL], expected[0][RngStream.EQUAL])
     resumed = RngStatesTracker(device)
     resumed.set_states(from_tensor(saved))
-    for wanted in expected:
+    for reference in expected:
         found = dropouts(resumed, device)
-        assert all(torch.equal(found[s], wanted[s]) for s in RngStream)
+        assert all(torch.equal(found[s], reference[s]) for s in RngStream)

@@ -214,7 +214,7 @@ class Checkpointer:
     def choose(
         self, load_step: int | None = None, *, launched_at: float = math.inf
     ) -> CheckpointInfo | None:
-        """The checkpoint to go on from, None if there is none at all; every byte is verified.
+        """The checkpoint to resume from, None if there is none at all; every byte is verified.
 
         Which that is, see `isp.checkpoint.choice.candidates_in`. Raises CheckpointError if there is
         none of `load_step`, or none is good.

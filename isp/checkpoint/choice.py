@@ -1,4 +1,4 @@
-"""The checkpoint a run goes on from: the newest good one, or the one that is asked for."""
+"""The checkpoint that a run resumes from: the newest good one, or the one of `load_step`."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ class HostMemory:
     def describe(self) -> str:
         """The buffers in words: `12.0 GiB of pinned host memory in 96 buffers`."""
         size, pinned = self.reserved_bytes, "pinned " if self.is_apart else ""
-        told = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-        return f"{told} of {pinned}host memory in {self.num_buffers} buffers"
+        shown = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+        return f"{shown} of {pinned}host memory in {self.num_buffers} buffers"
 
     def store(self, x: Tensor, *, tag: Tag) -> Stored:
         """Set a copy of x on its way to the host. Raises HostMemoryError if there is no room."""

@@ -1,7 +1,7 @@
 """Memory of the host that a device copies from and to by itself: page-locked, and checked for room.
 
 [Note: No host waits] In a step the host never waits for the device, so that it can run ahead. What
-the device needs of the host goes there by `send`, and what the host is to know comes by `Told`.
+the device needs of the host goes there by `send`, what the host needs of the device by `HostCopy`.
 
 [Note: Page-locked as it is] CUDA copies beside its kernels only from and to pages that stay where
 they are. torch's own allocator of such memory takes the next power of two for each piece; here
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isp.comm import streams
 
-__all__ = ["Told", "available_bytes", "pinned", "send", "total_bytes", "zeros"]
+__all__ = ["HostCopy", "available_bytes", "pinned", "send", "total_bytes", "zeros"]
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -63,7 +63,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
-class Told:
+class HostCopy:
     """The value of a tensor of a device, on its way to the host."""
 
     def __init__(self, x: Tensor) -> None:

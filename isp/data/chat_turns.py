@@ -125,10 +125,10 @@ class Conversation(NamedTuple):
             found = [cut for cut in cuts if written.startswith(prompt[:cut], begin)]
             if not prompt or found:
                 return begin + max(found) if found else 0
-        told = str(refused) and f" ({refused})"
+        reason = str(refused) and f" ({refused})"
         raise TurnNotFound(
             f"message {turn + 1}: the chat template does not begin it as the generation prompt"
-            f" does{told}"
+            f" does{reason}"
         )
 
     def _prompt(self, stop: int) -> str:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from isp.settings.section import Count, KeyRole, Text, section
 
@@ -20,15 +20,6 @@ def _readable(source: str | list[str]) -> str | list[str]:
         raise ValueError(
             f"names nothing to read: give a file, a folder, a glob, the prefix of a .bin/.idx pair,"
             f" or {PYTHON_STDLIB}"
-        )
-    return source
-
-
-def _no_mixture(source: object) -> object:
-    if isinstance(source, list) and any(isinstance(item, dict) for item in source):
-        raise ValueError(
-            "is a mixture of sources with weights, which is not supported yet: give a list of"
-            " files, folders, globs or prefixes; all of their documents are read once an epoch"
         )
     return source
 
@@ -50,7 +41,7 @@ class ExcessLength(StrEnum):
     RAISE = "raise"
 
 
-Source = Annotated[str | list[str], BeforeValidator(_no_mixture), AfterValidator(_readable)]
+Source = Annotated[str | list[str], AfterValidator(_readable)]
 
 
 @section("data", KeyRole.DATA)

@@ -11,7 +11,15 @@ import numpy.typing as npt
 from isp.data.stores import TokenStore, mixed
 from isp.data.tokenizer import TokenArray
 
-__all__ = ["IGNORE_INDEX", "Dataset", "PackedDataset", "Sample", "check_ids", "shuffled"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Dataset",
+    "PackedDataset",
+    "Sample",
+    "check_ids",
+    "positions_of",
+    "shuffled",
+]
 
 IGNORE_INDEX = -100
 """The label of a token that the loss leaves out; torch's own default."""
@@ -115,15 +123,10 @@ class PackedDataset:
         """The sample at the head of `stream`, whose documents' pieces end at `ends`."""
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         labels[: len(stream) - 1] = stream[1:]
-        bounds = np.append(ends[ends < self.seq_len], self.seq_len)
-        if self.pack:
-            # A piece that goes on behind the sample ends at S + 1: its last token keeps its label.
-            labels[ends[ends <= self.seq_len] - 1] = IGNORE_INDEX
-        else:
-            bounds = bounds[-1:]
-        lengths = np.diff(bounds, prepend=0)
-        positions = np.arange(self.seq_len) - np.repeat(bounds - lengths, lengths)
-        return Sample(stream[: self.seq_len], labels, positions)
+        ends = ends[ends <= self.seq_len] if self.pack else ends[:0]
+        # A piece that goes on behind the sample ends at S + 1: its last token keeps its label.
+        labels[ends - 1] = IGNORE_INDEX
+        return Sample(stream[: self.seq_len], labels, positions_of(ends, self.seq_len))
 
     def _read(self, epoch: _Epoch, start: int, stop: int) -> list[TokenArray]:
         """Tokens [start, stop) of the stream, split between documents."""
@@ -155,6 +158,14 @@ class PackedDataset:
         # Replaced at once, never changed: a prefetching thread may look at the same time.
         self._recent = (epoch, *self._recent[:1])
         return epoch
+
+
+def positions_of(ends: _Int64Array, length: int) -> _Int64Array:
+    """Positions [length] that restart behind each of `ends`."""
+    places = np.arange(length)
+    starts = np.zeros(length, dtype=np.int64)
+    starts[ends[ends < length]] = ends[ends < length]
+    return places - np.maximum.accumulate(starts)
 
 
 def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from isp.data.config import DataConfig
 from isp.data.dataset import Dataset, PackedDataset
 from isp.data.examples import ExampleStore, SourceReader
-from isp.data.rows import ExampleDataset
+from isp.data.packing import ExampleDataset
 from isp.data.stores import PartStore, TokenStore, held_out
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -196,7 +196,7 @@ class TrainStep:
         self.gradients.reduce()
         self._add_tied()
         # Set off before the norm: the host waits for no more than that.
-        told = host_memory.Told(torch.stack((self.over_ranks(work.total), work.valid)))
+        told = host_memory.HostCopy(torch.stack((self.over_ranks(work.total), work.valid)))
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,

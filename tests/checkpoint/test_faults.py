@@ -7,9 +7,7 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,41 +75,6 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
     assert "Older checkpoints are as they were" in message
     assert answers[0][1:] == ["step_10"]
     assert sorted(os.listdir(tmp_path)) == ["step_10", "step_30"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def _fill_disk(rank: int, disk: Path, mode: str) -> str:
-    run, checkpointer = _run(rank, disk / "checkpoint", mode)
-    _save_and_wait(checkpointer, 10, run)
-    if rank == 0:
-        (disk / "other").write_bytes(bytes(1_000_000))
-    dist.barrier()
-    with pytest.raises(CheckpointError) as caught:
-        _save_and_wait(checkpointer, 20, run)
-    info = chosen(checkpointer)
-    assert info.step == 10
-    if rank == 0:
-        (disk / "other").unlink()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk(small_disk: Path, mode: str) -> None:
-    """Catches a full disk that costs the last good checkpoint, or is told as another error."""
-    messages = run_ranks(2, _fill_disk, small_disk, mode)
-    assert "No space left on device" in messages[0]
-    assert os.listdir(small_disk / "checkpoint") == ["step_10"]
 
 
 def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:

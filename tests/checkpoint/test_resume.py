@@ -178,7 +178,7 @@ def test_a_background_failure_is_told_once(
 
 
 def test_the_last_save_is_waited_for(tmp_path: Path) -> None:
-    """Catches a run that is told to be done, or to have stopped, before its state is on disk."""
+    """Catches a run reported as done, or to have stopped, before its state is on disk."""
     run = make_run(0, ONE, torch.float32)
     checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
     checkpointer.save(10, run.state, tokens=0)

@@ -35,7 +35,6 @@ def test_is_frozen() -> None:
         ({"source": []}, "data.source=[] names nothing to read"),
         ({"source": ["a", ""]}, 'data.source=["a", ""] names nothing to read'),
         ({"valid_source": []}, "data.valid_source=[] names nothing to read"),
-        ({"source": [{"path": "a", "weight": 2}]}, "is a mixture of sources with weights, which"),
         ({"text_key": ""}, 'data.text_key="" must not be empty (default: "text")'),
         ({"tokenizer": ""}, 'data.tokenizer="" must not be empty (default: "bytes")'),
         ({"eos_token": "</s>"}, "data.eos_token=</s> has no meaning with data.tokenizer=bytes"),

@@ -1,4 +1,4 @@
-"""Examples read from lines: their formats, their labels, and what is told of bad ones."""
+"""Examples read from lines: their formats, their labels, and the errors of bad ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from isp.data.config import DataConfig, Format
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import file_format, find_format
-from isp.data.rows import ExampleDataset
+from isp.data.packing import ExampleDataset
 from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import HFTokenizer, load_tokenizer
 from tests.data.chat_folder import chat_folder, write_lines
@@ -142,7 +142,7 @@ def test_bad_lines_are_refused_with_file_and_line(
 
 
 def test_messages_that_are_not_there(tmp_path: Path) -> None:
-    """Catches a missing key, template or turn that is not told with its way out."""
+    """Catches a missing key, template or turn without a way out."""
     folder = str(chat_folder(tmp_path / "model"))
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"conversations": []}])
     with pytest.raises(ValueError, match=r"a.jsonl, line 2 has no key 'messages', only 'conver"):

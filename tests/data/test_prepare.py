@@ -9,8 +9,8 @@ import pytest
 
 from isp.data.config import DataConfig
 from isp.data.indexed import IndexedDataset
+from isp.data.packing import ExampleDataset
 from isp.data.prepare import prepare
-from isp.data.rows import ExampleDataset
 from isp.data.sources import open_datasets
 from tests.data.chat_folder import CHATML_MARKED, chat_folder, write_lines
 from tests.data.test_tokenizer import write_tokenizer

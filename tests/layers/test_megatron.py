@@ -186,8 +186,8 @@ def _second_derivatives(rank: int) -> None:
         embedding(ids) * scale,
         vocab_parallel_cross_entropy(drawn(S, V) * scale, ids, channel=channel),
     ):
-        wanted = embedding.weight if first.shape == (S, WIDTH) else scale
-        (grad,) = torch.autograd.grad(first.square().sum(), wanted, create_graph=True)
+        leaf = embedding.weight if first.shape == (S, WIDTH) else scale
+        (grad,) = torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.sum().backward()
 

@@ -166,11 +166,11 @@ def test_a_weight_at_call_has_its_own_gradient() -> None:
 
 
 def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, bool, int]]:
-    """By (trained, dx wanted): bytes saved of x, whether W is saved, and weight gradients made."""
+    """By (trained, needs dx): bytes saved of x, whether W is saved, and weight gradients made."""
     layer_type, options = LINEARS[name]
     found = {}
     for trained in (True, False):
-        for wanted in (True, False):
+        for needs_dx in (True, False):
             layer = layer_type(WIDTH, INNER, group=group(), dtype=DTYPE, **options)
             layer.weight.requires_grad_(trained)
             saved: dict[int, int] = {}
@@ -179,15 +179,15 @@ def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, boo
                 saved[x.data_ptr()] = x.nbytes
                 return x
 
-            x = drawn(S, B, layer.weight.shape[1]).requires_grad_(wanted)
+            x = drawn(S, B, layer.weight.shape[1]).requires_grad_(needs_dx)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 y, _ = layer(x)
             with Made(tuple(layer.weight.shape)) as made:
                 y.sum().backward()
             assert (layer.weight.grad is not None) is trained
-            assert (x.grad is not None) is wanted
+            assert (x.grad is not None) is needs_dx
             weight_saved = saved.pop(layer.weight.data_ptr(), 0) > 0
-            found[trained, wanted] = (sum(saved.values()), weight_saved, made.count)
+            found[trained, needs_dx] = (sum(saved.values()), weight_saved, made.count)
     return found
 
 
@@ -197,49 +197,49 @@ def test_only_what_a_gradient_needs_is_saved_and_computed() -> None:
         local_x = S * B * WIDTH * DTYPE.itemsize // (2 if name == "row" else 1)
         for found in of_ranks:
             assert [saved for saved, _, _ in found.values()] == [local_x] * 2 + [0] * 2, name
-            for (trained, wanted), (_, weight_saved, made) in found.items():
-                assert weight_saved is wanted, name
+            for (trained, needs_dx), (_, weight_saved, made) in found.items():
+                assert weight_saved is needs_dx, name
                 assert (made > 0) is trained, name
 
 
-class _Told(Channel):
-    """A channel that tells what sets out and when it is waited for."""
+class _Recorded(Channel):
+    """A channel that notes what is launched and when it is waited for."""
 
-    def __init__(self, told: list[str]) -> None:
+    def __init__(self, events: list[str]) -> None:
         super().__init__(dist.group.WORLD)
-        self.told = told
+        self.events = events
 
     def _launch(self, kind: str, tag: Tag, *args: Any, **kwargs: Any) -> Pending:
         def arrived(x: Tensor) -> Tensor:
-            self.told.append(f"{tag} there")
+            self.events.append(f"{tag} there")
             return x
 
-        self.told.append(f"{tag} sets out: {kind}")
+        self.events.append(f"{tag} launched: {kind}")
         return super()._launch(kind, tag, *args, **kwargs).then(arrived)
 
 
 class _Products(TorchDispatchMode):
-    """Tells of each matrix product, by the shape of what it gives."""
+    """Notes each matrix product, by the shape of what it gives."""
 
-    def __init__(self, names: dict[tuple[int, ...], str], told: list[str]) -> None:
+    def __init__(self, names: dict[tuple[int, ...], str], events: list[str]) -> None:
         super().__init__()
-        self.names, self.told = names, told
+        self.names, self.events = names, events
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.told.append(self.names[tuple(out.shape)])
+            self.events.append(self.names[tuple(out.shape)])
         return out
 
 
 ORDERS = {
-    "column": ["dx made", "dx sets out: all_reduce", "dw made", "dx there"],
+    "column": ["dx made", "dx launched: all_reduce", "dw made", "dx there"],
     "column, sequence parallel": [
-        "x sets out: all_gather",
+        "x launched: all_gather",
         "dx made",
-        "dx sets out: reduce_scatter",
+        "dx launched: reduce_scatter",
         "x there",
         "dw made",
         "dx there",
@@ -250,19 +250,19 @@ ORDERS = {
 
 def _order(rank: int, name: str) -> list[str]:
     """What happens in a backward pass."""
-    told: list[str] = []
+    events: list[str] = []
     layer_type, options = LINEARS[name]
-    layer = layer_type(WIDTH, INNER, group=_Told(told), bias=False, dtype=DTYPE, **options)
+    layer = layer_type(WIDTH, INNER, group=_Recorded(events), bias=False, dtype=DTYPE, **options)
     features = layer.weight.shape[1]
     rows = S * B * (2 if options.get("sequence_parallel") else 1)
     y, _ = layer(drawn(S, B, features).requires_grad_())
-    told.clear()
-    with _Products({(rows, features): "dx made", tuple(layer.weight.shape): "dw made"}, told):
+    events.clear()
+    with _Products({(rows, features): "dx made", tuple(layer.weight.shape): "dw made"}, events):
         y.sum().backward()
-    return told
+    return events
 
 
 def test_transfers_hide_behind_products() -> None:
-    """Catches a transfer that sets out too late, or is waited for with work left to do."""
+    """Catches a transfer that is launched too late, or is waited for with work left to do."""
     expected = {name: [order] * 2 for name, order in ORDERS.items()}
     assert run_each(2, _order, NAMES) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isp.config import load_config
-from isp.data.rows import ExampleDataset
+from isp.data.packing import ExampleDataset
 from isp.data.sources import open_datasets
 from isp.train.data import check_data
 from tests.data.chat_folder import chat_folder, write_lines

@@ -1,4 +1,4 @@
-"""Samples of whole examples: as many as fit into a row, and the row padded at its end.
+"""Samples of whole examples: as many as fit into a sequence, which is padded at its end.
 
 Shapes: S sequence (`seq_len`).
 """
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.config import ExcessLength
-from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, shuffled
+from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 
 __all__ = ["ExampleDataset", "best_fit"]
@@ -21,13 +21,13 @@ _Int64Array = npt.NDArray[np.int64]
 class ExampleDataset:
     """Sample i of an endless sequence, as a pure function of the store, `seed` and i.
 
-    [Note: Rows] Examples are packed once into rows of `seq_len`, the longest first, each into the
-    row with the least space that holds it; `seed` decides among those of one length. Each epoch
-    shuffles the rows. So an example is never cut to fill a row, every one comes once an epoch, and
-    the order needs no state, as in [Note: Sample order]. What is left of a row is padding, which
-    has no labels and is a document of its own.
+    [Note: Packed sequences] Examples are packed once into sequences of `seq_len`, the longest
+    first, each into the sequence with the least space that holds it; `seed` decides among those of
+    one length. Each epoch shuffles the sequences. So an example is never cut to fill a sequence,
+    every one comes once an epoch, and the order needs no state, as in [Note: Sample order]. The
+    rest of a sequence is padding, which has no labels and is a document of its own.
 
-    With `pack`, positions and attention are those of each example. Without, a row holds one.
+    With `pack`, positions and attention are those of each example. Without, a sequence has one.
     Opening reads all labels. `excess_length` says what becomes of examples longer than `seq_len`;
     those without a trained token, after truncation, are dropped. Both are counted in the log.
     Raises ValueError if no example is left.
@@ -51,25 +51,24 @@ class ExampleDataset:
         self._pad_id = pad_id
         self._seed = seed
         self._lengths = np.minimum(store.tokens.lengths, seq_len)
-        usable, told = self._usable(excess_length)
+        usable, counts = self._usable(excess_length)
         chosen = np.random.default_rng(seed).permutation(usable)
         longest_first = chosen[np.argsort(-self._lengths[chosen], kind="stable")]
-        self._rows = (
+        self._sequences = (
             best_fit(longest_first.tolist(), self._lengths[longest_first].tolist(), seq_len)
             if pack
             else [[document] for document in chosen.tolist()]
         )
-        self.samples_per_epoch = len(self._rows)
-        padding = 1 - int(self._lengths[chosen].sum()) / (len(self._rows) * seq_len)
-        self.summary = (
-            f"{told}; {len(self._rows):,} samples of {seq_len:,}, {padding:.1%} of them padding"
-        )
+        self.samples_per_epoch = len(self._sequences)
+        count = self.samples_per_epoch
+        padding = 1 - int(self._lengths[chosen].sum()) / (count * seq_len)
+        self.summary = f"{counts}; {count:,} samples of {seq_len:,}, {padding:.1%} of them padding"
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
         epoch, place = divmod(index, self.samples_per_epoch)
         key = int(np.random.default_rng([self._seed, epoch]).integers(1 << 63))
-        documents = self._rows[shuffled(place, self.samples_per_epoch, key)]
+        documents = self._sequences[shuffled(place, self.samples_per_epoch, key)]
         tokens = np.full(self.seq_len, self._pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         start = 0
@@ -78,11 +77,8 @@ class ExampleDataset:
             tokens[start:end] = self._read(document, labels=False)
             labels[start : end - 1] = self._read(document, labels=True)[1:]
             start = end
-        bounds = np.cumsum([*self._lengths[documents], self.seq_len - start])
-        bounds = bounds[: len(bounds) - (start == self.seq_len)] if self.pack else bounds[-1:]
-        lengths = np.diff(bounds, prepend=0)
-        positions = np.arange(self.seq_len) - np.repeat(bounds - lengths, lengths)
-        return Sample(tokens, labels, positions)
+        ends = np.cumsum(self._lengths[documents])
+        return Sample(tokens, labels, positions_of(ends if self.pack else ends[:0], self.seq_len))
 
     def _read(self, document: int, *, labels: bool) -> _Int64Array:
         """An example's tokens, or its labels, as far as they are used."""
@@ -120,29 +116,29 @@ class ExampleDataset:
 
 
 def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of `items`, each put in turn into the row with the least space that holds it.
+    """Sequences of `items`, each put in turn into the one with the least space that holds it.
 
     No size is above `capacity`. O(log capacity) an item, and a move in a list of at most as many.
     Source: best fit decreasing, as in Ding et al. 2024, "Fewer Truncations Improve Language
     Modeling"; the sizes have to come in decreasing order for its bound.
     """
-    rows: list[list[int]] = []
-    rows_by_space: dict[int, list[int]] = {}
+    sequences: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
     spaces: list[int] = []  # keys of it, sorted
     for item, size in zip(items, sizes, strict=True):
         at = bisect_left(spaces, size)
         if at == len(spaces):
-            row, space = len(rows), capacity
-            rows.append([])
+            sequence, space = len(sequences), capacity
+            sequences.append([])
         else:
             space = spaces[at]
-            row = rows_by_space[space].pop()
-            if not rows_by_space[space]:
-                del rows_by_space[spaces.pop(at)]
-        rows[row].append(item)
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[spaces.pop(at)]
+        sequences[sequence].append(item)
         if left := space - size:
-            if left not in rows_by_space:
-                rows_by_space[left] = []
+            if left not in by_space:
+                by_space[left] = []
                 insort(spaces, left)
-            rows_by_space[left].append(row)
-    return rows
+            by_space[left].append(sequence)
+    return sequences

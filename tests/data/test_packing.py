@@ -12,7 +12,7 @@ import pytest
 from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import ExampleStore
-from isp.data.rows import ExampleDataset, best_fit
+from isp.data.packing import ExampleDataset, best_fit
 from isp.data.stores import MemoryStore
 
 SEQ_LEN = 16
