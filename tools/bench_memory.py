@@ -28,7 +28,7 @@ from isp.comm import Mesh
 from isp.comm.cuda import expand_segments
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.made import Made
 from isp.planner.memory import memory
 from isp.train.step import TrainStep, make_train_step
@@ -91,11 +91,13 @@ def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
     return MicroBatch(tokens, tokens.roll(-1, 1), positions, ends)
 
 
-def made(rung: int, tokens: int, options: argparse.Namespace) -> tuple[TrainStep, MicroBatch, Case]:
+def made(
+    rung: int, tokens: int, options: argparse.Namespace
+) -> tuple[TrainStep, MicroBatch, PlanCase]:
     """A step with the keys up to `rung`, and what it is given."""
     config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
     step = make_train_step(config, Mesh(config.topology(1), 0), device)
-    case = Case.of(config, 1, on_cpu=device.type == "cpu")
+    case = PlanCase.of(config, 1, on_cpu=device.type == "cpu")
     return step, batch_of(config, device), case
 
 

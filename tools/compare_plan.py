@@ -18,7 +18,7 @@ from bench_overlap import Bench
 
 from isp.parallel import Axis, Topology
 from isp.parallel.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec
 from isp.planner.predict import predict
 
@@ -26,10 +26,10 @@ GOAL = 0.15
 """Predicted step times should not be further from the measured ones."""
 
 
-def plan_of(bench: Bench, weight: WeightConfig) -> Case:
+def plan_of(bench: Bench, weight: WeightConfig) -> PlanCase:
     """What the benchmark's step is for the plan."""
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=replace(weight, size=bench.world))
-    return Case(
+    return PlanCase(
         # the attention of 16 tokens that stand for all takes no time
         model=replace(bench.compute.model, sliding_window=1),
         parallel=parallel,

@@ -17,7 +17,7 @@ from isp.pipeline import PipelineOrder
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 
-__all__ = ["Case", "Coordinates"]
+__all__ = ["Coordinates", "PlanCase"]
 
 _DType = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -33,7 +33,7 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlanCase:
     """A training step of a model in one layout."""
 
     model: ModelConfig
@@ -57,7 +57,7 @@ class Case:
     """Whether the host has a copy of what a rank saves, as `checkpoint.async_mode` says."""
 
     @classmethod
-    def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> Case:
+    def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> PlanCase:
         """The case of `config` on `world_size` ranks; documents are samples.
 
         Raises ConfigError if the sizes do not fit.

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isp.parallel.phase import Phase
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import trained_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
-from isp.planner.rehearsal import rehearsal
-from isp.planner.tape import Attend, Scan, pairs_seen
+from isp.planner.record import Compute, Work
 from isp.weights.trace import Block
 
 __all__ = ["Costs"]
@@ -26,37 +24,14 @@ __all__ = ["Costs"]
 class Costs:
     """Costs of the rank at `place`."""
 
-    case: Case
+    case: PlanCase
     place: Coordinates
     device: DeviceSpec
     host: HostSpec = field(default_factory=HostSpec)
 
-    def product(self, flops: int) -> float:
-        """Seconds of a product of matrices."""
-        return flops / (self._peak * self.device.efficiency)
-
-    def attention(self, event: Attend) -> float:
-        """Seconds of local attention, or of its gradient."""
-        flops = self.attention_flops(event) * (2.5 if event.phase is Phase.BACKWARD else 1)
-        return flops / (self._peak * self.device.attention_efficiency)
-
-    def attention_flops(self, event: Attend) -> float:
-        """FLOPs of local attention in one forward of a micro-batch."""
-        case, window = self.case, event.window
-        length = case.tokens // case.documents
-        pairs = event.pairs
-        if pairs is None:
-            pairs = case.rows * case.documents * pairs_seen(length, window)
-        return 4 * pairs * event.features
-
-    def scan(self, event: Scan) -> float:
-        """Seconds of a scan; its backward, which scans again, takes three times as long."""
-        flops = event.flops * (3 if event.phase is Phase.BACKWARD else 1)
-        return flops / (self._peak * self.device.scan_efficiency)
-
-    def sweep(self, num_bytes: int) -> float:
-        """Seconds of a pass over memory."""
-        return self._over_memory(num_bytes)
+    def compute(self, event: Compute) -> float:
+        """Seconds of a computation."""
+        return event.amount / self._rates[event.kind]
 
     def before(self, block: Block, number: int) -> float:
         """Seconds of what precedes the product of a use of a block in forward.
@@ -74,12 +49,6 @@ class Costs:
         numbers = case.tokens_between * between + case.tokens_inside * inside // case.feature_parts
         gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.uses) > 1 else 0.0
         return self._over_memory(case.rows * numbers * case.item_bytes) + gaps
-
-    @cached_property
-    def loss(self) -> float:
-        """Seconds of the loss, one way."""
-        logits = rehearsal(self.case, self.place).logits
-        return self._over_memory(logits * 4 * self.case.wide_bytes)
 
     @cached_property
     def update(self) -> float:
@@ -101,9 +70,17 @@ class Costs:
     # -- inside ------------------------------------------------------------------------------
 
     @cached_property
-    def _peak(self) -> float:
+    def _rates(self) -> dict[Work, float]:
+        """FLOPs a second, and bytes."""
+        device = self.device
         wide = self.case.item_bytes >= 4
-        return (self.device.wide_tflops if wide else self.device.tflops) * 1e12
+        peak = (device.wide_tflops if wide else device.tflops) * 1e12
+        return {
+            Work.PRODUCT: peak * device.efficiency,
+            Work.ATTENTION: peak * device.attention_efficiency,
+            Work.SCAN: peak * device.scan_efficiency,
+            Work.MEMORY: device.gb_per_second * 1e9 * device.memory_efficiency,
+        }
 
     def _over_memory(self, num_bytes: float) -> float:
-        return num_bytes / (self.device.gb_per_second * 1e9 * self.device.memory_efficiency)
+        return num_bytes / self._rates[Work.MEMORY]

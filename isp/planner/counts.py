@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 from isp.comm.host import FROM_HOST, TO_HOST
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.parallel import Axis, SequenceScan
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import rehearsal, tapes_of
-from isp.planner.tape import Event, Gradient, Launch, Tapes
+from isp.planner.record import BlockRecord, Event, Gradient, Launch
+from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import ActionKind, Block, sequential_actions, trace
 
@@ -54,20 +54,20 @@ class Traffic(NamedTuple):
         return sum(count.sent_bytes for count in self.by_channel.values())
 
 
-def traffic(case: Case, rank: int) -> Traffic:
+def traffic(case: PlanCase, rank: int) -> Traffic:
     """The transfers `rank` sends in a step, from the data's broadcast to the published weights."""
     place = case.place(rank)
     found: Counter[Transfer] = Counter()
     blocks = [block for chunk in shape_of(case, place.stage).chunks for block in chunk]
-    tapes = tapes_of(case, place, blocks)
+    records = records_of(case, place, blocks)
     for block in blocks:
-        for transfer in block_transfers(tapes[block.name]):
+        for transfer in block_transfers(records[block.name]):
             found[transfer] += case.micro_num
-    found.update(_recompute_transfers(case, place, tapes))
+    found.update(_recompute_transfers(case, place, records))
     send = between_stages(case)
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
         found[hop] += case.micro_num * sum(sum(ends) for ends in neighbours_of(case, place.stage))
-    found.update(_weight_transfers(case, place, blocks, tapes))
+    found.update(_weight_transfers(case, place, blocks, records))
     found.update(_ends_of_step(case, place))
     return Traffic(
         _sum(
@@ -77,7 +77,7 @@ def traffic(case: Case, rank: int) -> Traffic:
     )
 
 
-def scans(case: Case) -> str:
+def scans(case: PlanCase) -> str:
     """How scans over several ranks are split, in words; "" if there are none."""
     sent = traffic(case, 0).by_purpose
     ways = {SequenceScan.HEADS: Purpose.SCAN_HEADS, SequenceScan.STATE: Purpose.STATES}
@@ -95,9 +95,9 @@ def _sum(items: Iterable[tuple[K, Transfer, int]]) -> dict[K, Count]:
     return found
 
 
-def block_transfers(tapes: Tapes) -> Iterator[Transfer]:
+def block_transfers(record: BlockRecord) -> Iterator[Transfer]:
     """The transfers of one micro-batch in a block, besides weights and their gradients."""
-    yield from _transfers((*tapes.forward, *tapes.backward))
+    yield from _transfers((*record.forward, *record.backward))
 
 
 def _transfers(events: Iterable[Event]) -> Iterator[Transfer]:
@@ -105,17 +105,17 @@ def _transfers(events: Iterable[Event]) -> Iterator[Transfer]:
 
 
 def _recompute_transfers(
-    case: Case, place: Coordinates, tapes: dict[str, Tapes]
+    case: PlanCase, place: Coordinates, records: dict[str, BlockRecord]
 ) -> Counter[Transfer]:
     """Transfers of blocks that are recomputed for the next one, and of inputs from the host."""
     found: Counter[Transfer] = Counter()
     for c, chunk in enumerate(shape_of(case, place.stage).chunks):
         spans = trace((chunk,), sequential_actions(1))
         for block in (chunk[span.block] for span in spans if span.computes_again):
-            for transfer in _transfers(tapes[block.name].again):
+            for transfer in _transfers(records[block.name].again):
                 found[transfer] += case.micro_num
         transfers = [
-            transfer for block in chunk for transfer in _transfers(tapes[block.name].forward)
+            transfer for block in chunk for transfer in _transfers(records[block.name].forward)
         ]
         back = [
             transfer._replace(kind=FROM_HOST) for transfer in transfers if transfer.kind == TO_HOST
@@ -127,7 +127,7 @@ def _recompute_transfers(
     return found
 
 
-def _never_left(case: Case, place: Coordinates, chunk: int) -> int:
+def _never_left(case: PlanCase, place: Coordinates, chunk: int) -> int:
     """The micro-batches whose last input is still on the device in their backward.
 
     No other has gone forward since.
@@ -141,10 +141,10 @@ def _never_left(case: Case, place: Coordinates, chunk: int) -> int:
     return count
 
 
-def gradients_of(block: Block, tapes: Tapes) -> list[str]:
+def gradients_of(block: Block, record: BlockRecord) -> list[str]:
     """The parameters whose gradients the backward of a block gives, in order."""
     found = []
-    for event in tapes.backward:
+    for event in record.backward:
         if isinstance(event, Gradient):
             use = block.uses[event.use]
             name = use.bias if event.is_bias else use.weight
@@ -153,14 +153,14 @@ def gradients_of(block: Block, tapes: Tapes) -> list[str]:
     return found
 
 
-def between_stages(case: Case) -> Transfer:
+def between_stages(case: PlanCase) -> Transfer:
     """The transfer of a micro-batch to the next stage, whose gradient comes back."""
     sent = case.rows * case.tokens_between * case.language_model.hidden_size * case.item_bytes
     return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
 
 def _weight_transfers(
-    case: Case, place: Coordinates, blocks: list[Block], tapes: dict[str, Tapes]
+    case: PlanCase, place: Coordinates, blocks: list[Block], records: dict[str, BlockRecord]
 ) -> Counter[Transfer]:
     """Weights gathered, and their gradients summed."""
     found: Counter[Transfer] = Counter()
@@ -172,13 +172,13 @@ def _weight_transfers(
         rank.gather(weight)
         found[heard.pop()] += count
     for block in blocks:
-        for name in gradients_of(block, tapes[block.name]):
+        for name in gradients_of(block, records[block.name]):
             rank.reduce(name)
             found[heard.pop()] += case.micro_num
     return found
 
 
-def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
+def neighbours_of(case: PlanCase, rank: int) -> list[tuple[bool, bool]]:
     """For each chunk whether the stage before it, and the one behind it, is on another rank."""
     order = case.order
     own = order.stages_of(rank)
@@ -188,7 +188,7 @@ def neighbours_of(case: Case, rank: int) -> list[tuple[bool, bool]]:
     ]
 
 
-def _ends_of_step(case: Case, place: Coordinates) -> Counter[Transfer]:
+def _ends_of_step(case: PlanCase, place: Coordinates) -> Counter[Transfer]:
     """The transfers once a step: data, gradients of replicas, the norm, the weights, the loss."""
     heard = Heard()
     rank = DryRank(case, place, heard)
@@ -203,13 +203,13 @@ def _ends_of_step(case: Case, place: Coordinates) -> Counter[Transfer]:
     return Counter(heard)
 
 
-def _tied(case: Case, place: Coordinates) -> str | None:
+def _tied(case: PlanCase, place: Coordinates) -> str | None:
     """The weight of the first and the last stage, if the rank has one of two copies of it."""
     ends = {0, case.order.num_stages - 1} & set(case.order.stages_of(place.stage))
     return shape_of(case, place.stage).tied if len(ends) == 1 else None
 
 
-def gathers(case: Case, stage: int) -> Counter[str]:
+def gathers(case: PlanCase, stage: int) -> Counter[str]:
     """The gathers in a step of each weight of a stage, and each bias beside it.
 
     [Note: Long steps] In the steady state of a schedule as many micro-batches more as there are
@@ -223,7 +223,7 @@ def gathers(case: Case, stage: int) -> Counter[str]:
     return Counter({name: short[name] + rest * (longer[name] - short[name]) for name in longer})
 
 
-def _gathers(case: Case, stage: int, micro_num: int) -> Counter[str]:
+def _gathers(case: PlanCase, stage: int, micro_num: int) -> Counter[str]:
     chunks, actions = shape_of(case, stage).chunks, case.order.actions(stage, micro_num)
     start, steps = plan(chunks, actions, case.parallel.weight.prefetch)
     acts = chain(start, *(step.before for step in steps))

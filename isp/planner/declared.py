@@ -18,7 +18,7 @@ from isp.config.models import language_model
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
 from isp.pipeline import PipelineOrder
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.settings.section import KeyRole, defaults_of
 from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block, Use
@@ -55,13 +55,13 @@ def _shape(
     return rank_shape(own, mode, order, rank, embed_split_hidden=embed_split_hidden)
 
 
-def shape_of(case: Case, rank: int) -> RankShape:
+def shape_of(case: PlanCase, rank: int) -> RankShape:
     """The part of the model that the `rank`-th rank of a pipeline has."""
     split = case.parallel.weight.embed_split_hidden
     return _shape(case.model, case.dtype, case.mode, split, case.order, rank)
 
 
-def all_blocks(case: Case) -> list[Block]:
+def all_blocks(case: PlanCase) -> list[Block]:
     """The blocks of all stages, in forward order."""
     order, found = case.order, dict[int, tuple[Block, ...]]()
     for rank in range(order.config.size):
@@ -69,12 +69,12 @@ def all_blocks(case: Case) -> list[Block]:
     return [block for stage in sorted(found) for block in found[stage]]
 
 
-def trained_parameters(case: Case, place: Coordinates) -> list[ShardedParameter]:
+def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
     """Those of `local_parameters` that are not frozen."""
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
-def local_parameters(case: Case, place: Coordinates) -> tuple[ShardedParameter, ...]:
+def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
         bare(case.model),
@@ -126,7 +126,7 @@ def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
     return block.recomputed, tuple(uses)
 
 
-def kinds_of(case: Case, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
+def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
     """The kinds of `blocks` of the `rank`-th rank of a pipeline, by name."""
     layouts = shape_of(case, rank).layouts.items()
     shapes = {name: layout.global_shape for name, layout in layouts}

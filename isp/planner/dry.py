@@ -34,7 +34,7 @@ from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
-from isp.planner.tape import Attend, Gradient, Product, Reach, Read, Sweep, TapeRecorder, pairs_seen
+from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import FullWeights, WPCommunicator
 
@@ -55,7 +55,7 @@ META = torch.device("meta")
 class DryWeights(WPCommunicator):
     """Notes who reads weights and has gradients; weights are whole where they are gathered."""
 
-    def __init__(self, recorder: TapeRecorder, *, gathers: bool, wide_gradients: bool) -> None:
+    def __init__(self, recorder: EventRecorder, *, gathers: bool, wide_gradients: bool) -> None:
         self.gathers_weights = gathers
         self._recorder = recorder
         self._wide_gradients = wide_gradients
@@ -96,7 +96,7 @@ class DryProducts:
     """
 
     def __init__(
-        self, recorder: TapeRecorder, parameters: Iterable[nn.Parameter], *, on_cpu: bool
+        self, recorder: EventRecorder, parameters: Iterable[nn.Parameter], *, on_cpu: bool
     ) -> None:
         self._recorder = recorder
         self._main = {
@@ -122,7 +122,7 @@ class _Use:
 
     def __init__(
         self,
-        recorder: TapeRecorder,
+        recorder: EventRecorder,
         module: WeightHolder,
         phase: Phase,
         weight: Tensor,
@@ -144,7 +144,7 @@ class _Use:
 class DryHost(HostChannel):
     """Notes what goes to the host. When it comes back is not the block's to say."""
 
-    def __init__(self, recorder: TapeRecorder) -> None:
+    def __init__(self, recorder: EventRecorder) -> None:
         super().__init__(META)
         self._recorder = recorder
 
@@ -157,7 +157,7 @@ class DryHost(HostChannel):
 class DryAttention:
     """Local attention that attends to nothing; also an `isp.attention.lse.LseKernel`."""
 
-    def __init__(self, recorder: TapeRecorder, on_cpu: bool) -> None:
+    def __init__(self, recorder: EventRecorder, on_cpu: bool) -> None:
         self._recorder = recorder
         self._on_cpu = on_cpu
 
@@ -179,18 +179,18 @@ class DryAttention:
         own = wide if self._on_cpu or chosen is not None else q.dtype  # [Note: One node]
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
-        event = self._event(q, v, mask)
+        flops = _flops(q, k, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
         numbers, block = (None, 0) if chosen is None else (chosen.numbers, _block(q, k, mask))
         work = _LOGITS * block * own.itemsize
-        out: Tensor = _Attention.apply(*tensors, numbers, work, statistics, event, self._recorder)
+        out: Tensor = _Attention.apply(*tensors, numbers, work, statistics, flops, self._recorder)
         self._recorder.attends = False
         return out.to(q.dtype)
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        self._recorder.note(self._event(q, v, mask))
+        self._recorder.note(Compute(Work.ATTENTION, _flops(q, k, v, mask)))
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
 
@@ -204,24 +204,33 @@ class DryAttention:
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._recorder.note(self._event(q, v, mask)._replace(phase=Phase.BACKWARD))
+        self._recorder.note(Compute(Work.ATTENTION, _BACKWARD * _flops(q, k, v, mask)))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    def _event(self, q: Tensor, v: Tensor, mask: AttentionMask) -> Attend:
-        features = q.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
-        phase = self._recorder.phase
-        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
-        return Attend(again, features, mask.window, _pairs(mask))
+
+_BACKWARD = 2.5
+"""FLOPs of the gradients of attention, as multiples of its own: five products instead of two."""
 
 
-def _pairs(mask: AttentionMask) -> float | None:
-    """Pairs of a query and a key that it sees; None if the mask knows no documents."""
+def _flops(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> float:
+    """FLOPs of the pairs of a query and a key that the mask lets see each other."""
     if mask.cu_seqlens is None:
-        return None
-    documents = list(zip(mask.lengths, mask.key_lengths, strict=True))
-    if not mask.causal:
-        return float(sum(queries * keys for queries, keys in documents))
-    return sum(pairs_seen(k, mask.window) - pairs_seen(k - q, mask.window) for q, k in documents)
+        pairs = q.shape[0] * _pairs_before(k.shape[1], mask.window)
+    else:
+        documents = zip(mask.lengths, mask.key_lengths, strict=True)
+        pairs = sum(
+            _pairs_before(k, mask.window) - _pairs_before(k - q, mask.window)
+            if mask.causal
+            else q * k
+            for q, k in documents
+        )
+    return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _pairs_before(length: int, window: int | None) -> float:
+    """Pairs of a query and a key before it, in a causal document."""
+    reach = length if window is None else min(length, window)
+    return reach * (2 * length - reach) / 2
 
 
 _LOGITS = 3
@@ -247,11 +256,11 @@ class _Attention(torch.autograd.Function):
         numbers: Tensor | None,
         work: int,
         statistics: torch.dtype,
-        event: Attend,
-        recorder: TapeRecorder,
+        flops: float,
+        recorder: EventRecorder,
     ) -> Tensor:
-        ctx.event, ctx.recorder, ctx.work = event, recorder, work
-        recorder.note(event)
+        ctx.flops, ctx.recorder, ctx.work = flops, recorder, work
+        recorder.note(Compute(Work.ATTENTION, flops))
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         sums = out.new_empty(out.shape[:-1], dtype=statistics)
         ctx.save_for_backward(q, k, v, *((out, sums) if numbers is None else (numbers,)))
@@ -259,7 +268,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recorder.note(ctx.event._replace(phase=Phase.BACKWARD))
+        ctx.recorder.note(Compute(Work.ATTENTION, _BACKWARD * ctx.flops))
         q, k, v, *_ = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         q.new_empty(ctx.work, dtype=torch.uint8)  # seen at its most, and gone
@@ -270,7 +279,7 @@ class _Attention(torch.autograd.Function):
 class DryLayers(LayerFactory):
     """Layers of which alike parts are run a few times, and scans on few tokens."""
 
-    recorder: TapeRecorder
+    recorder: EventRecorder
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         return DryRecurrence(kind, self.recorder)
@@ -278,19 +287,21 @@ class DryLayers(LayerFactory):
     def tiles(self, parts: Sequence[slice]) -> Iterator[slice]:
         """The first, whose products stand for those of the others."""
         first, *others = parts
-        begin = self.recorder.position()
+        begin = len(self.recorder.running)
         yield first
+        events = (e for e in self.recorder.running[begin:] if isinstance(e, Compute))
+        flops = sum(event.amount for event in events)
         rows = sum(part.stop - part.start for part in others)
-        self.recorder.note(Product(self.recorder.flops(begin) * rows // (first.stop - first.start)))
+        self.recorder.note(Compute(Work.PRODUCT, flops * rows / (first.stop - first.start)))
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterator[slice]:
         """The third stands for all between it and the last."""
         *alike, last = tiles
         yield from alike[:2]
         if len(alike) > 2:
-            begin = self.recorder.position()
+            begin = len(self.recorder.running)
             yield alike[2]
-            self.recorder.repeat(begin, self.recorder.position(), len(alike) - 3)
+            self.recorder.running.extend(self.recorder.running[begin:] * (len(alike) - 3))
         yield last
 
     @property
@@ -358,7 +369,7 @@ _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 class Products(TorchDispatchMode):
     """Notes the products of matrices, convolutions, and memory that is made."""
 
-    def __init__(self, recorder: TapeRecorder) -> None:
+    def __init__(self, recorder: EventRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -366,13 +377,13 @@ class Products(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket is torch.ops.aten._grouped_mm:
             out = _grouped_product(*args, **kwargs)
-            self._recorder.note(Product(2 * args[0].numel() * args[1].shape[-1]))
+            self._recorder.note(Compute(Work.PRODUCT, 2 * args[0].numel() * args[1].shape[-1]))
         else:
             out = func(*args, **kwargs)
             if func.overloadpacket in _CONVOLUTIONS:
                 tensors = (x for x in tree_iter((args, out)) if isinstance(x, Tensor))
-                self._recorder.note(Sweep(sum(x.nbytes for x in tensors)))
+                self._recorder.note(Compute(Work.MEMORY, sum(x.nbytes for x in tensors)))
             elif (count := flop_registry.get(func.overloadpacket)) is not None:
-                self._recorder.note(Product(count(*args, **kwargs, out_val=out)))
+                self._recorder.note(Compute(Work.PRODUCT, count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

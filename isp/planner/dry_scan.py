@@ -20,9 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isp.mixers.recurrence import Inputs, Recurrence
-from isp.parallel.phase import Phase
 from isp.planner.made import Made
-from isp.planner.tape import Scan, TapeRecorder
+from isp.planner.record import Compute, EventRecorder, Work
 
 __all__ = ["DryRecurrence"]
 
@@ -33,7 +32,7 @@ _STEP = 64
 class DryRecurrence:
     """A `Recurrence` whose scans and summaries are noted, and not computed."""
 
-    def __init__(self, kind: Recurrence, recorder: TapeRecorder) -> None:
+    def __init__(self, kind: Recurrence, recorder: EventRecorder) -> None:
         self._kind = kind
         self._recorder = recorder
         self.summary_size = kind.summary_size
@@ -66,8 +65,6 @@ class DryRecurrence:
         initial: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Results of so many rows, one alone of a summary; `flops` of a token."""
-        phase = self._recorder.phase
-        again = Phase.RECOMPUTE if phase is Phase.BACKWARD else phase
         begin = () if initial is None else (initial,)
         segment = _Segment(
             self._kind,
@@ -83,7 +80,7 @@ class DryRecurrence:
         first = taken[lengths[0]]
         results = (x.rows(n) for x, n in zip(first.results, rows, strict=True))
         found: tuple[Tensor, ...] = _Scanned.apply(
-            Scan(again, flops * sum(lengths)),
+            flops * sum(lengths),
             self._recorder,
             total,
             first.saves,
@@ -112,16 +109,16 @@ class _Scanned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        event: Scan,
-        recorder: TapeRecorder,
+        flops: int,
+        recorder: EventRecorder,
         sizes: tuple[int, int, int],
         saves: tuple[bool, ...],
         results: tuple[Tensor, ...],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.event, ctx.recorder, (kept, most, ctx.most) = event, recorder, sizes
+        ctx.flops, ctx.recorder, (kept, most, ctx.most) = flops, recorder, sizes
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
-        recorder.note(event)
+        recorder.note(Compute(Work.SCAN, flops))
         _memory(most)
         saved = (x for x, is_saved in zip(inputs, saves, strict=True) if is_saved)
         ctx.save_for_backward(_memory(kept), *saved)
@@ -129,7 +126,7 @@ class _Scanned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.recorder.note(ctx.event._replace(phase=Phase.BACKWARD))
+        ctx.recorder.note(Compute(Work.SCAN, 3 * ctx.flops))  # it scans again
         kept, *_ = ctx.saved_tensors
         _memory(max(0, ctx.most - kept.nbytes))
         kept.untyped_storage().resize_(0)  # the loops let go of it as they go back

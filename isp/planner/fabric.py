@@ -18,7 +18,7 @@ from isp.config.faults import describe_faults
 from isp.config.keys import KeyTable
 from isp.config.yaml_file import KeyPath, read_yaml
 from isp.parallel import Axis
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.settings.section import NotNegative, Positive, Ranks, section
 
 __all__ = [
@@ -147,12 +147,12 @@ class Fabric:
                 f" {self.name}, which has one node: give a fabric with a `between` section"
             )
 
-    def wire(self, case: Case, axis: Axis) -> str:
+    def wire(self, case: PlanCase, axis: Axis) -> str:
         """The wire the group along `axis` uses: `inside` or `between`."""
         spread = self.spread(case, axis)
         return "between" if spread.size > spread.per_node else "inside"
 
-    def spread(self, case: Case, axis: Axis) -> Spread:
+    def spread(self, case: PlanCase, axis: Axis) -> Spread:
         """The spread of a group along `axis` over nodes."""
         size, stride = case.size(axis), _stride(case, axis)
         node = self.devices_per_node
@@ -160,7 +160,7 @@ class Fabric:
             return Spread(size, size)
         return Spread(size, max(1, node // stride))
 
-    def seconds(self, case: Case, transfer: Transfer) -> float:
+    def seconds(self, case: PlanCase, transfer: Transfer) -> float:
         """The time of a transfer with nothing else under way.
 
         Ring collectives between nodes are as fast as the links of all the group's ranks in a node
@@ -225,7 +225,7 @@ def axis_of(transfer: Transfer) -> Axis:
     return Axis.WEIGHT if transfer.channel == "weight_reduce" else Axis(transfer.channel)
 
 
-def _stride(case: Case, axis: Axis) -> int:
+def _stride(case: PlanCase, axis: Axis) -> int:
     """Ranks from one member of a group to the next."""
     topology = case.topology
     match axis:

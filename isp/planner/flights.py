@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.counts import gradients_of
 from isp.planner.declared import bare, local_parameters, shape_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import tapes_of
+from isp.planner.rehearsal import records_of
 from isp.weights.plan import ActKind, plan
 from isp.weights.trace import Action, Block, Chunks
 
@@ -33,15 +33,15 @@ Flights = defaultdict[str, _InFlight]
 """By block, in the last backward."""
 
 
-def reductions(case: Case, place: Coordinates) -> tuple[Flights, int]:
+def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
     """The gradients on their way, and bytes of the buffers they are reduced into, which stay."""
     found: dict[str, _InFlight] = {}
     pool_bytes = 0
     receives = case.on_cpu and case.topology.zero1 > 1
     if case.gathers_weights or receives:
         blocks = _blocks(case, place)[::-1]
-        tapes = tapes_of(case, place, blocks)
-        order = tuple((b.name, tuple(gradients_of(b, tapes[b.name]))) for b in blocks)
+        records = records_of(case, place, blocks)
+        order = tuple((b.name, tuple(gradients_of(b, records[b.name]))) for b in blocks)
         alike = replace(case, micro_num=1)
         if case.gathers_weights:
             few = min(case.micro_num, 4)  # as good as many
@@ -54,7 +54,7 @@ def reductions(case: Case, place: Coordinates) -> tuple[Flights, int]:
 
 @lru_cache(maxsize=1024)
 def _reduced(
-    case: Case, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
+    case: PlanCase, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[dict[str, _InFlight], int]:
     """The bytes that sums of gradients take in the last backward pass, and their pool then.
 
@@ -83,7 +83,7 @@ def _reduced(
     return found, rank.pool.reserved_bytes
 
 
-def gather_pool(case: Case, place: Coordinates) -> int:
+def gather_pool(case: PlanCase, place: Coordinates) -> int:
     """Bytes of the buffers that weights are gathered into: of two units, or all if these stay."""
     if not case.gathers_weights:
         return 0
@@ -123,7 +123,7 @@ def _reserved(
     return reserved
 
 
-def alike_in_weights(case: Case, micro_num: int = 1) -> Case:
+def alike_in_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
     """The case without what decides nothing about weights, so that others share the answer."""
     return replace(
         case,
@@ -136,6 +136,6 @@ def alike_in_weights(case: Case, micro_num: int = 1) -> Case:
     )
 
 
-def _blocks(case: Case, place: Coordinates) -> list[Block]:
+def _blocks(case: PlanCase, place: Coordinates) -> list[Block]:
     """The blocks of all chunks of a rank."""
     return [block for chunk in shape_of(case, place.stage).chunks for block in chunk]

@@ -12,12 +12,12 @@ from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.models.decoding import decoding_layout
 from isp.parallel import Mode, ParallelConfig, Topology
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.declared import bare
 from isp.planner.dry import META
 from isp.planner.fabric import DeviceSpec
 from isp.planner.memory import states
-from isp.planner.tape import TapeRecorder
+from isp.planner.record import EventRecorder
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 from model.inference import InferenceDecoder
@@ -40,7 +40,7 @@ class GenerationPlan(NamedTuple):
     """Least time of its next token: that in which weights and cache are read once."""
 
 
-def plan_generation(case: Case, device: DeviceSpec) -> GenerationPlan:
+def plan_generation(case: PlanCase, device: DeviceSpec) -> GenerationPlan:
     """The last token of a document of the case's length, by its tensor ranks."""
     model, tensor = case.language_model, case.parallel.tensor
     parallel = decoding_layout(model, ParallelConfig(tensor=tensor))
@@ -63,7 +63,7 @@ def buffer_bytes(
 ) -> int:
     """Memory of the buffers of the decoder's inference layers for so many tokens at once."""
     mode, size = parallel.tensor.mode, parallel.tensor.size
-    tensor = DryChannel("tensor", size, 0, TapeRecorder(), sum_locally=on_cpu and size > 1)
+    tensor = DryChannel("tensor", size, 0, EventRecorder(), sum_locally=on_cpu and size > 1)
     layers = LayerFactory(
         mode=mode,
         tensor=tensor,

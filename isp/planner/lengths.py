@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from isp.config import ConfigError, JobConfig
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, moments
 
@@ -95,14 +95,14 @@ class Planned:
         """Lengths are multiples of it, in tokens."""
         return math.lcm(GRAIN, self.config.parallel.tensor.size)
 
-    def case(self, seq_len: int) -> Case:
+    def case(self, seq_len: int) -> PlanCase:
         """The case of rows of `seq_len` tokens.  Raises ConfigError if there are none."""
         try:
             longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
             longer.check_folder_model()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        return Case.of(longer, self.world_size, on_cpu=self.on_cpu)
+        return PlanCase.of(longer, self.world_size, on_cpu=self.on_cpu)
 
     def peak(self, seq_len: int) -> Memory:
         """The memory of the rank that takes most, at its most; of the host the most of all."""
@@ -110,7 +110,7 @@ class Planned:
         found = [m for rank in self._ranks(case) for m in moments(case, rank)]
         return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
 
-    def _ranks(self, case: Case) -> list[int]:
+    def _ranks(self, case: PlanCase) -> list[int]:
         """The first stages keep most micro-batches, the last has the logits."""
         topology = case.topology
         last = topology.pipeline - 1
@@ -194,6 +194,6 @@ def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
     return min(max(guess, low.units + 1), high.units - 1)
 
 
-def _tokens(case: Case) -> int:
+def _tokens(case: PlanCase) -> int:
     """Those of a micro-batch that a rank holds between the linears."""
     return case.rows * case.tokens_between

@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 from isp.optim import Zero1Optimizer
 from isp.optim.rows import owned_rows, pads_little
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.counts import between_stages, neighbours_of
 from isp.planner.declared import local_parameters, shape_of, trained_parameters
 from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import rehearsal, tapes_of
-from isp.planner.tape import Saved
+from isp.planner.record import Saved
+from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import ActionKind, Block
 
@@ -75,7 +75,7 @@ class Memory:
         return {name: getattr(self, name) for name in owners}
 
 
-def states(case: Case, place: Coordinates) -> Memory:
+def states(case: PlanCase, place: Coordinates) -> Memory:
     """Weights, gradients and optimizer of a rank."""
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
@@ -93,12 +93,12 @@ def states(case: Case, place: Coordinates) -> Memory:
     )
 
 
-def memory(case: Case, rank: int) -> Memory:
+def memory(case: PlanCase, rank: int) -> Memory:
     """The memory of `rank` at its most."""
     return max(moments(case, rank), key=lambda m: m.total)
 
 
-def moments(case: Case, rank: int) -> list[Memory]:
+def moments(case: PlanCase, rank: int) -> list[Memory]:
     """The memory of `rank` at each moment of a step at which it may be at its most."""
     place = case.place(rank)
     flights, reduce_pool = reductions(case, place)
@@ -106,14 +106,14 @@ def moments(case: Case, rank: int) -> list[Memory]:
     return list(_moments(case, place, fixed, flights))
 
 
-def _padded(case: Case, item: ShardedParameter) -> int:
+def _padded(case: PlanCase, item: ShardedParameter) -> int:
     """Numbers of a main gradient, with what fills its last rows up to equal parts."""
     rows, *rest = item.layout.local_shape
     parts = case.topology.zero1 if _is_scattered(case, item) else 1
     return -(-rows // parts) * parts * prod(rest)
 
 
-def _is_scattered(case: Case, item: ShardedParameter) -> bool:
+def _is_scattered(case: PlanCase, item: ShardedParameter) -> bool:
     """Whether each rank of the zero1 group has the sums of its own rows alone."""
     parts = case.topology.zero1
     same = parts == case.topology.weight_data == case.size(item.layout.reduce_over)
@@ -128,7 +128,9 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 # -- moments of a step -----------------------------------------------------------------------
 
 
-def _moments(case: Case, place: Coordinates, fixed: Memory, flights: Flights) -> Iterator[Memory]:
+def _moments(
+    case: PlanCase, place: Coordinates, fixed: Memory, flights: Flights
+) -> Iterator[Memory]:
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
@@ -150,7 +152,7 @@ def _moments(case: Case, place: Coordinates, fixed: Memory, flights: Flights) ->
 
 
 def _backward(
-    case: Case, place: Coordinates, base: Memory, own: _Chunk, flights: Flights
+    case: PlanCase, place: Coordinates, base: Memory, own: _Chunk, flights: Flights
 ) -> Iterator[Memory]:
     """The moments of the last backward through a chunk."""
 
@@ -169,14 +171,14 @@ def _backward(
         in_loss = rehearsal(case, place).in_loss
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
     kept = _sum(own.saved)  # the input that comes back is rehearsed
-    of_blocks = tapes_of(case, place, own.layers)
+    of_blocks = records_of(case, place, own.layers)
     found, taken = _found_again(own.layers), between_stages(case).sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
-        tapes = of_blocks[block.name]
+        record = of_blocks[block.name]
         again = Saved(found[block.name] * taken)
-        work = tapes.work + flights[block.name].before
-        yield moment(f"the backward of {block.name}", _sum([kept, tapes.saved, again]), work)
+        work = record.work + flights[block.name].before
+        yield moment(f"the backward of {block.name}", _sum([kept, record.saved, again]), work)
     if own.table is not None:
         work = _full_gradient(case, place, own.table) + flights[own.table.name].after
         yield moment(f"the backward of {own.table.name}", Saved(), work)
@@ -205,16 +207,16 @@ class _Chunk(NamedTuple):
         return max((saved.host for saved in self.saved), default=0)
 
 
-def _kept(case: Case, place: Coordinates) -> list[_Chunk]:
+def _kept(case: PlanCase, place: Coordinates) -> list[_Chunk]:
     """What the chunks of a rank keep."""
     found, last = [], case.order.num_stages - 1
     stages, chunks = case.order.stages_of(place.stage), shape_of(case, place.stage).chunks
     for stage, chunk in zip(stages, chunks, strict=True):
-        tapes = tapes_of(case, place, chunk)
+        records = records_of(case, place, chunk)
         table, head = chunk[0] if stage == 0 else None, chunk[-1] if stage == last else None
         layers = tuple(block for block in chunk if block not in (table, head))
-        ends = sum(tapes[block.name].saved.total for block in (table, head) if block is not None)
-        saved = [tapes[block.name].saved for block in layers]
+        ends = sum(records[block.name].saved.total for block in (table, head) if block is not None)
+        saved = [records[block.name].saved for block in layers]
         shared = rehearsal(case, place).shared
         found.append(_Chunk(table, layers, head, saved, ends + shared))
     return found
@@ -238,7 +240,7 @@ def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
     return found
 
 
-def _most_on_host(case: Case, place: Coordinates, kept: list[_Chunk]) -> int:
+def _most_on_host(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> int:
     """Bytes of the buffers that are lent at once."""
     live = most = 0
     for action in case.order.actions(place.stage, case.few_micro_batches):
@@ -248,7 +250,7 @@ def _most_on_host(case: Case, place: Coordinates, kept: list[_Chunk]) -> int:
     return most
 
 
-def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:
+def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:
     """For each chunk the most that other micro-batches keep when one of it goes back.
 
     Where a backward is split, the inputs of the linears and the gradients of their outputs wait
@@ -285,12 +287,12 @@ def _most_waiting(case: Case, place: Coordinates, kept: list[_Chunk]) -> list[Sa
     return most
 
 
-def _batch(case: Case) -> int:
+def _batch(case: PlanCase) -> int:
     """Tokens, labels and positions of a micro-batch."""
     return 3 * case.rows * case.tokens * 8
 
 
-def _between_stages(case: Case, place: Coordinates) -> int:
+def _between_stages(case: PlanCase, place: Coordinates) -> int:
     """The bytes on their way to each neighbour, and of the gradient that came from behind.
 
     That gradient is there until the chunk's backward ends.
@@ -300,14 +302,14 @@ def _between_stages(case: Case, place: Coordinates) -> int:
     return count * between_stages(case).sent_bytes
 
 
-def _update(case: Case, place: Coordinates) -> int:
+def _update(case: PlanCase, place: Coordinates) -> int:
     """States on their way through the device, and then updated weights, packed and gathered."""
     alike, place = alike_in_weights(case), place._replace(tensor=0)
     return max(_streamed(alike, place), _published(alike, place))
 
 
 @lru_cache(maxsize=1024)
-def _streamed(case: Case, place: Coordinates) -> int:
+def _streamed(case: PlanCase, place: Coordinates) -> int:
     if case.optimizer.moment_dtype == "float32" and not case.optimizer.offload_states:
         return 0
     rank = DryRank(case, place, Heard())
@@ -315,13 +317,13 @@ def _streamed(case: Case, place: Coordinates) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _published(case: Case, place: Coordinates) -> int:
+def _published(case: PlanCase, place: Coordinates) -> int:
     size, heard = case.topology.zero1, Heard()
     DryRank(case, place, heard).publisher.launch()
     return sum(transfer.sent_bytes for transfer in heard) // max(1, size - 1) * (size + 1)
 
 
-def _full_gradient(case: Case, place: Coordinates, block: Block) -> int:
+def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
     """Bytes of the largest weight gradient of a block where it stays on the rank."""
     if case.gathers_weights:
         return 0

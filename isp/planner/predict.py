@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from isp.pipeline.order import timeline
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.counts import between_stages
 from isp.planner.declared import kinds_of, shape_of
 from isp.planner.fabric import Fabric
-from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Product, Read, Tapes
+from isp.planner.record import BlockRecord, Compute, Read, Work
+from isp.planner.rehearsal import records_of
 from isp.planner.walk import Walked, walk
 from isp.weights.trace import ActionKind, Block
 
@@ -49,7 +49,7 @@ class Prediction:
         return self.tokens / self.step / world_size
 
 
-def predict(case: Case, fabric: Fabric) -> Prediction:
+def predict(case: PlanCase, fabric: Fabric) -> Prediction:
     """The step of `case` on `fabric`."""
     if case.topology.pipeline == 1:
         step, exposed, bubble, busy = _one_stage(case, fabric)
@@ -69,7 +69,7 @@ def predict(case: Case, fabric: Fabric) -> Prediction:
     )
 
 
-def _one_stage(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
+def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, float]:
     """Step, exposed, bubble and communication; the third micro-batch of four stands for more."""
     few = min(case.micro_num, 4)
     walked = walk(case, fabric, 0, few)
@@ -84,7 +84,7 @@ def _one_stage(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
     return step, exposed, 0.0, busy
 
 
-def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
+def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, float]:
     few, period = case.few_micro_batches, case.topology.pipeline
     order, walks = case.order, _walks(case, fabric, few)
     costs = {
@@ -119,7 +119,7 @@ def _pipeline(case: Case, fabric: Fabric) -> tuple[float, float, float, float]:
     return end + max(walked.tail for walked in walks), exposed, max(0.0, end - work), busy
 
 
-def _walks(case: Case, fabric: Fabric, micro_num: int) -> list[Walked]:
+def _walks(case: PlanCase, fabric: Fabric, micro_num: int) -> list[Walked]:
     """The walk of each rank of a pipeline; ranks that have the like do the like."""
     known: dict[object, Walked] = {}
     found = []
@@ -146,14 +146,14 @@ def _first_beyond_typical(walked: Walked) -> float:
     return sum(took - _typical(walked, chunk, _FORWARD) for chunk, took in firsts.items())
 
 
-def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
+def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
     """Seconds of the weight gradients of each stage, which a split backward puts off."""
     costs, place = Costs(case, case.place(0), fabric.device, fabric.host), case.place(0)
 
     def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
-        found = tapes_of(case, place._replace(stage=rank), blocks)
-        products = (f for block in blocks for f in _put_off(block, found[block.name]))
-        return sum(costs.product(flops) for flops in products)
+        found = records_of(case, place._replace(stage=rank), blocks)
+        products = (p for block in blocks for p in _put_off(block, found[block.name]))
+        return sum(map(costs.compute, products))
 
     return {
         stage: seconds(rank, blocks)
@@ -164,11 +164,11 @@ def _weight_gradients(case: Case, fabric: Fabric) -> dict[int, float]:
     }
 
 
-def _put_off(block: Block, tapes: Tapes) -> Iterator[int]:
-    """FLOPs of each product whose weight gradient waits: none of layers that compute in parts."""
+def _put_off(block: Block, record: BlockRecord) -> Iterator[Compute]:
+    """Each product whose weight gradient waits: none of layers that compute in parts."""
     waits = True
-    for event in tapes.forward:
+    for event in record.forward:
         if isinstance(event, Read):
             waits = block.uses[event.use].in_recompute
-        elif isinstance(event, Product) and waits:
-            yield event.flops
+        elif isinstance(event, Compute) and event.kind is Work.PRODUCT and waits:
+            yield event

@@ -17,7 +17,7 @@ from isp.comm.tag import Purpose, Tag, Transfer
 from isp.optim.main_grads import MainGradients
 from isp.optim.rows import Publisher
 from isp.parallel import Axis
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters
 from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.pool import MemoryPool
@@ -40,7 +40,7 @@ class Heard(list[Transfer]):
 class DryRank:
     """The rank at `place`; `listener` hears of all that it would send."""
 
-    def __init__(self, case: Case, place: Coordinates, listener: Listener) -> None:
+    def __init__(self, case: PlanCase, place: Coordinates, listener: Listener) -> None:
         self.case = case
         items = local_parameters(case, place)
         self.trained = trained_parameters(case, place)

@@ -30,12 +30,13 @@ from isp.comm import Channel
 from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
+from isp.layers.head import num_chunks
 from isp.layers.linear import linears_of
 from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
 from isp.parallel.context import Windows
-from isp.planner.case import Case, Coordinates
+from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
 from isp.planner.dry import (
     META,
@@ -48,41 +49,37 @@ from isp.planner.dry import (
     Products,
 )
 from isp.planner.made import Made
-from isp.planner.tape import (
-    Loss,
-    TapeRecorder,
-    Tapes,
-)
+from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
 from isp.traced.chunk import TracedChunk
 from isp.weights.declare import as_chunks
 from isp.weights.parameter import by_whole
 from isp.weights.trace import Block
 from model.config import ModelConfig
 
-__all__ = ["Rehearsal", "rehearsal", "tapes_of", "tapes_of_kind"]
+__all__ = ["Rehearsal", "record_of_kind", "records_of", "rehearsal"]
 
 
 class Rehearsal(NamedTuple):
     """A micro-batch of a model."""
 
-    tapes: dict[BlockKind, Tapes]
+    records: dict[BlockKind, BlockRecord]
     shared: int
     """Bytes that all blocks keep together."""
     loss: int
     """Bytes that the loss keeps."""
     in_loss: int
     """Bytes that it makes, where they are most; what it keeps among them."""
-    logits: int
-    """Numbers that the loss is made of."""
     splits_logits: bool
     """Whether a rank has the losses of its whole sequence."""
 
 
-def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[str, Tapes]:
-    """The tapes of `blocks` at `place`, by name."""
+def records_of(
+    case: PlanCase, place: Coordinates, blocks: Iterable[Block]
+) -> dict[str, BlockRecord]:
+    """The record of `blocks` at `place`, by name."""
     blocks = list(blocks)
     kinds = kinds_of(case, place.stage, blocks)
-    found = {kind: tapes_of_kind(case, place, kind) for kind in set(kinds.values())}
+    found = {kind: record_of_kind(case, place, kind) for kind in set(kinds.values())}
     kept = {block.name for block in blocks if block.input_kept}
     return {
         name: found[kind] if name in kept else found[kind].without_input()  # [Note: Segments]
@@ -90,15 +87,15 @@ def tapes_of(case: Case, place: Coordinates, blocks: Iterable[Block]) -> dict[st
     }
 
 
-def tapes_of_kind(case: Case, place: Coordinates, kind: BlockKind) -> Tapes:
-    """The tapes of blocks of `kind` at `place`."""
+def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> BlockRecord:
+    """The record of blocks of `kind` at `place`."""
     recomputed, uses = kind
-    found = rehearsal(case, place, recomputed=recomputed).tapes
+    found = rehearsal(case, place, recomputed=recomputed).records
     assert kind in found, f"no block with {[use.name for use, _ in uses]} was rehearsed"
     return found[kind]
 
 
-def rehearsal(case: Case, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
+def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
     """A micro-batch on the rank at `place`, all layers recomputed or none.
 
     Where all are in a run, one without is of use for what is not in them, and has plain layers.
@@ -162,13 +159,13 @@ class _RankPart(NamedTuple):
     documents: int
     """Equal documents in a row."""
 
-    def channel(self, axis: Axis, recorder: TapeRecorder) -> DryChannel:
+    def channel(self, axis: Axis, recorder: EventRecorder) -> DryChannel:
         """The channel along `axis`, of which `recorder` hears."""
         axis = self.sequence.channel_axis(axis)
         index = self.sequence.index(axis, self.place)
         return DryChannel(axis.value, self.sequence.size(axis), index, recorder)
 
-    def ranks(self, windows: Windows, recorder: TapeRecorder) -> SequenceRanks:
+    def ranks(self, windows: Windows, recorder: EventRecorder) -> SequenceRanks:
         """The ranks of the sequence, for a model with these windows."""
         return SequenceRanks(
             head=self.channel(Axis.HEAD, recorder),
@@ -185,7 +182,7 @@ def _rehearsed(
     model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
-    recorder, mode, recomputed = TapeRecorder(), part.sequence.mode, model.checkpoint > 0
+    recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
     layers = (CudaLayers if not on_cpu or model.compile is True else DryLayers)(
@@ -217,6 +214,7 @@ def _rehearsed(
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
     weights = [item.parameter for item in parameters]
+    logits = rows * tokens * own_model.vocab_size // tensor.size
     products = DryProducts(recorder, weights, on_cpu=on_cpu)
     if not part.gathers_weights:
         for linear in linears_of([blocks]):
@@ -229,35 +227,29 @@ def _rehearsed(
         with saved_tensors_hooks(recorder.keep, lambda x: x):
             output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
-            length = output.shape[1]
             headless = isinstance(whole, TracedChunk) and whole.trace.head is None
-            run, again = length, 0
-            if not recomputed and not headless:
-                run, again = _few_chunks(model.loss_chunk_tokens, length, labels.numel())
-            if again:
-                output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
+            rest = 0
             with Made() as made:
-                expected = output.new_empty((), dtype=torch.float64)
-                loss = output.sum() if recomputed else whole.loss(output, labels, expected)
-            if again:
-                begin, end = recorder.position(_PRODUCTS), recorder.position(2 * _PRODUCTS)
-                recorder.repeat(begin, end, again)
+                if recomputed:
+                    loss = output.sum()
+                else:
+                    chunks = 1 if headless else num_chunks(output, labels, model.loss_chunk_tokens)
+                    loss, rest = _loss(whole, output, labels, chunks, recorder)
             if not recomputed:  # [Note: Plain loss]
-                recorder.note(Loss())
-                recorder.note(Loss())  # its gradient, too
+                over_logits = Compute(Work.MEMORY, 4 * logits * max(4, output.itemsize))
+                recorder.note(over_logits)
+                recorder.note(over_logits)  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
     pairs = ((kinds.index(kinds[b]), b) for b in run_blocks)
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
     own_kinds = ((b, kinds[b]) for b in run_blocks if kinds[b][0] == recomputed)
-    by_kind = {kind: recorder.tapes(b, saved[b]) for b, kind in own_kinds}
-    logits = rows * tokens * own_model.vocab_size // tensor.size
-    # dx of what was left out; of whole logits, the loss's backward, which makes its gradient.
-    rest = (length - run) * rows * output.shape[2] * output.itemsize
+    by_kind = {kind: recorder.record(b, saved[b]) for b, kind in own_kinds}
+    # Of whole logits the loss's backward makes the gradient.
     after = logits * max(4, output.itemsize) if headless else 0
-    loss_bytes = saved[-1].total + rest, made.most + rest + after
-    return Rehearsal(by_kind, shared, *loss_bytes, logits, whole.splits_logits)
+    in_loss = made.most + rest + after
+    return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
 
 
 def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
@@ -290,13 +282,24 @@ _PRODUCTS = 3
 """Of a chunk: logits, dx and dW."""
 
 
-def _few_chunks(chunk_tokens: int, length: int, losses: int) -> tuple[int, int]:
-    """The tokens of each row whose loss is run, and the number of chunks that are left out.
+def _loss(
+    whole: Chunk, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
+) -> tuple[Tensor, int]:
+    """The loss, and bytes of the gradient of the tokens in chunks that are not run.
 
     [Note: Alike chunks] All chunks but the last are alike, so of many four are run, and the second
     stands for the rest.
     """
-    count = 1
-    if chunk_tokens:
-        count = ceil(length / max(1, chunk_tokens // (losses // length)))
-    return (length, 0) if count <= 4 else (4 * ceil(length / count), count - 4)
+    length, alike, rest = output.shape[1], max(0, chunks - 4), 0
+    if alike:
+        run = 4 * ceil(length / chunks)
+        rest = output[:, run:].nbytes
+        output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
+    loss = whole.loss(output, labels, output.new_empty((), dtype=torch.float64))
+    if alike:
+        events = recorder.running
+        is_product = (isinstance(e, Compute) and e.kind is Work.PRODUCT for e in events)
+        places = [i for i, found in enumerate(is_product) if found]
+        begin, end = places[_PRODUCTS], places[2 * _PRODUCTS]
+        events[end:end] = alike * events[begin:end]
+    return loss, rest

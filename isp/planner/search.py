@@ -16,7 +16,7 @@ from isp.parallel import ContextExchange, Mode, Sequence2DConfig, Topology
 from isp.parallel.config import PipelineSchedule
 from isp.parallel.partition import divisors
 from isp.parallel.phase import Phase
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
@@ -25,8 +25,8 @@ from isp.planner.lengths import Budget
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
 from isp.planner.progress import SearchProgress, silent
-from isp.planner.rehearsal import tapes_of_kind
-from isp.planner.tape import Attend, Launch, Loss, Product, Reach, Scan, Sweep, Tapes
+from isp.planner.record import BlockRecord, Compute, Launch, Reach
+from isp.planner.rehearsal import record_of_kind
 from isp.weights.trace import Block
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
@@ -47,7 +47,7 @@ class Candidate:
     """A layout, and what it would take."""
 
     config: JobConfig
-    case: Case
+    case: PlanCase
     memory: Memory
     """Of the rank that takes most."""
     prediction: Prediction | None = None
@@ -333,7 +333,7 @@ def _least_recomputed(
 
 
 def _candidate(config: JobConfig, world_size: int, *, on_cpu: bool) -> Candidate:
-    case = Case.of(config, world_size, on_cpu=on_cpu)
+    case = PlanCase.of(config, world_size, on_cpu=on_cpu)
     stage, last = case.topology.stage, case.topology.pipeline - 1
     # the first stages keep most micro-batches, the last has the logits
     ranks = sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
@@ -353,7 +353,7 @@ def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
     return chosen
 
 
-def _estimate(case: Case, fabric: Fabric) -> float:
+def _estimate(case: PlanCase, fabric: Fabric) -> float:
     """Seconds of a step if weights and gradients hide as well as they can."""
     place, stages = case.place(0), case.topology.pipeline
     costs = Costs(case, place, fabric.device, fabric.host)
@@ -365,7 +365,8 @@ def _estimate(case: Case, fabric: Fabric) -> float:
         samples = {kinds[block.name]: block for block in blocks}
         counts = Counter(kinds[block.name] for block in blocks)
         return sum(
-            n * _block_seconds(case, costs, fabric, samples[kind], tapes_of_kind(case, place, kind))
+            n
+            * _block_seconds(case, costs, fabric, samples[kind], record_of_kind(case, place, kind))
             for kind, n in counts.items()
         )
 
@@ -379,37 +380,31 @@ def _estimate(case: Case, fabric: Fabric) -> float:
     return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
 
 
-def _block_seconds(case: Case, costs: Costs, fabric: Fabric, block: Block, tapes: Tapes) -> float:
+def _block_seconds(
+    case: PlanCase, costs: Costs, fabric: Fabric, block: Block, record: BlockRecord
+) -> float:
     """Seconds of a block, forward and back, if nothing but weights and gradients hides."""
     seconds = 0.0
-    for event in (*tapes.forward, *tapes.backward):
+    for event in (*record.forward, *record.backward):
         match event:
-            case Launch(_, transfer) if transfer.kind != TO_HOST:  # behind the forward
+            case Launch(transfer) if transfer.kind != TO_HOST:  # behind the forward
                 seconds += fabric.seconds(case, transfer)
-            case Product(flops):
-                seconds += costs.product(flops)
-            case Attend():
-                seconds += costs.attention(event)
-            case Scan():
-                seconds += costs.scan(event)
-            case Sweep(num_bytes):
-                seconds += costs.sweep(num_bytes)
-            case Loss():
-                seconds += costs.loss
+            case Compute():
+                seconds += costs.compute(event)
             case Reach(use, phase) if block.uses[use].weight is not None:
                 passes = 2 if phase is Phase.BACKWARD else 1
                 seconds += passes * costs.before(block, use)
     return seconds
 
 
-def _weight_seconds(case: Case, fabric: Fabric, kind: BlockKind) -> float:
+def _weight_seconds(case: PlanCase, fabric: Fabric, kind: BlockKind) -> float:
     """Seconds of the transfers of a block's weights and gradients."""
     numbers = sum(math.prod(shape) for _, shape in kind[1] if shape)
     sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
     return 3 * fabric.seconds(case, Transfer("all_gather", "weight", Tag(Purpose.WEIGHT), sent))
 
 
-def _gradient_seconds(case: Case, fabric: Fabric) -> float:
+def _gradient_seconds(case: PlanCase, fabric: Fabric) -> float:
     """Seconds of the sum over replicas, and of the weights' way back."""
     topology: Topology = case.topology
     if topology.weight_data == 1:

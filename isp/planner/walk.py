@@ -1,6 +1,6 @@
-"""A rank's step in time: its tapes, block by block, with what its plan has to do at each use.
+"""A rank's step in time: its record, block by block, with what its plan has to do at each use.
 
-What a block does, and in which order, is on its tapes (`isp.planner.rehearsal`); what travels with
+What a block does, and in which order, is on its record (`isp.planner.rehearsal`); what travels with
 the weights is launched by those who do it in a run (`isp.planner.rank`). Here is added what the
 communicator does: going forward a weight is waited for before the next ones are requested; in
 backward they are requested first.
@@ -17,25 +17,13 @@ from isp.comm.host import FROM_HOST, HOST
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import (
-    Arrive,
-    Attend,
-    Event,
-    Gradient,
-    Launch,
-    Loss,
-    Product,
-    Reach,
-    Read,
-    Scan,
-    Sweep,
-)
+from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
+from isp.planner.rehearsal import records_of
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
@@ -66,7 +54,7 @@ class Walked:
         return sum(waited for _, _, waited in self.actions) + self.tail_exposed
 
 
-def walk(case: Case, fabric: Fabric, rank: int, micro_num: int) -> Walked:
+def walk(case: PlanCase, fabric: Fabric, rank: int, micro_num: int) -> Walked:
     """The step of `rank` with so many micro-batches, as if what other stages send were there."""
     return Walk(case, fabric, rank).run(micro_num)
 
@@ -114,7 +102,7 @@ Acts = dict[tuple[Phase, int], tuple[Act, ...]]
 class Walk:
     """The state of a walk."""
 
-    case: Case
+    case: PlanCase
     fabric: Fabric
     rank: int
     clock: Clock = field(default_factory=Clock)
@@ -124,12 +112,12 @@ class Walk:
         self.dry = DryRank(case, self.place, self)
         self.costs = Costs(case, self.place, self.fabric.device, self.fabric.host)
         self.chunks = shape_of(case, self.place.stage).chunks
-        self.tapes = tapes_of(case, self.place, chain(*self.chunks))
+        self.records = records_of(case, self.place, chain(*self.chunks))
         self.overlap = case.parallel.weight.overlap
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._gathers: dict[Act, list[Transfer]] = {}
-        self._number = 0
+        self._number = self._launched = 0
         self._published: dict[str | None, Hashable] = {}
         """The transfer with which a block's weights are there, by weight."""
         self._reached: tuple[Block, int] | None = None
@@ -181,7 +169,7 @@ class Walk:
 
     def _pass(self, span: Span, acts: Acts) -> None:
         block = self.chunks[span.action.chunk][span.block]
-        tapes = self.tapes[block.name]
+        record = self.records[block.name]
         forward = span.action.kind is ActionKind.FORWARD
         if forward:
             for use in block.uses:
@@ -191,8 +179,8 @@ class Walk:
             self.dry.expect_last(self._uses)
         if not forward:
             self._bring_back(span)
-        events: Iterable[Event] = tapes.forward if forward else tapes.backward
-        for event in tapes.again if span.computes_again else events:
+        events: Iterable[Event] = record.forward if forward else record.backward
+        for event in record.again if span.computes_again else events:
             self._play(event, block, acts)
         self._pass_back(None)
 
@@ -202,7 +190,7 @@ class Walk:
         That of the last block is taken to be there.
         """
         blocks = self.chunks[span.action.chunk]
-        sizes = [self.tapes[block.name].saved.host for block in blocks[: span.block + 1]]
+        sizes = [self.records[block.name].saved.host for block in blocks[: span.block + 1]]
         if not sizes[-1]:
             return
         self.clock.wait((span.action, span.block))
@@ -215,24 +203,17 @@ class Walk:
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
         clock = self.clock
         match event:
-            case Launch(number, transfer):
-                self._launch(("tape", number), transfer)
-            case Arrive(number):
-                clock.wait(("tape", number))
+            case Launch(transfer):
+                self._launched += transfer.channel != HOST
+                self._launch(("record", self._launched), transfer)
+            case Arrive(behind):
+                clock.wait(("record", self._launched - behind))
             case Reach(use, phase):
                 self._reach(block, use, phase, acts.get((phase, use), ()))
             case Read(use, phase):
                 self._read(phase, acts.get((phase, use), ()))
-            case Product(flops):
-                clock.compute(self.costs.product(flops))
-            case Attend():
-                clock.compute(self.costs.attention(event))
-            case Scan():
-                clock.compute(self.costs.scan(event))
-            case Sweep(num_bytes):
-                clock.compute(self.costs.sweep(num_bytes))
-            case Loss():
-                clock.compute(self.costs.loss)
+            case Compute():
+                clock.compute(self.costs.compute(event))
             case Gradient(use, is_bias):
                 self._pass_back((block, use))
                 name = block.uses[use].bias if is_bias else block.uses[use].weight

@@ -12,12 +12,12 @@ import torch
 from isp.data.batch import MicroBatch
 from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.counts import _gathers, block_transfers, gathers, gradients_of, traffic
 from isp.planner.declared import shape_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Launch
+from isp.planner.record import Launch
+from isp.planner.rehearsal import records_of
 from isp.train.data import share_micro_batches, stacked
 from isp.weights.trace import Block
 from model.config import ModelConfig
@@ -126,9 +126,9 @@ def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
     return kind(model=model, packed=number % 2 == 0, micro_bsz=2)
 
 
-def case_of(layout: Layout, task: Task, dtype: Any) -> Case:
+def case_of(layout: Layout, task: Task, dtype: Any) -> PlanCase:
     """What is planned for a run of `tests.train.runs`."""
-    return Case(
+    return PlanCase(
         model=task.model,
         parallel=layout.parallel,
         topology=layout.topology(),
@@ -236,10 +236,10 @@ def test_volumes_of_a_block_are_those_of_the_papers(
     """
     case, block = _whole_block(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
-    tapes = tapes_of(case, case.place(0), [block])[block.name]
-    sent = sum(transfer.sent_bytes for transfer in block_transfers(tapes))
+    record = records_of(case, case.place(0), [block])[block.name]
+    sent = sum(transfer.sent_bytes for transfer in block_transfers(record))
     assert sent == (forward + backward) * unit
-    launches = [e for e in tapes.forward if isinstance(e, Launch)]
+    launches = [e for e in record.forward if isinstance(e, Launch)]
     assert sum(launch.transfer.sent_bytes for launch in launches) == forward * unit
     assert case.model.kv_heads == case.model.num_heads
 
@@ -252,13 +252,13 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     """
     case, block = _whole_block(Mode.ISP, tensor=4, weight=4)
     place = case.place(0)
-    tapes = tapes_of(case, place, [block])[block.name]
+    record = records_of(case, place, [block])[block.name]
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4
-    assert sum(transfer.sent_bytes for transfer in block_transfers(tapes)) == 8 * heads
+    assert sum(transfer.sent_bytes for transfer in block_transfers(record)) == 8 * heads
     weights = 4 * 32 * 32 + 3 * 32 * 40
     heard = Heard()
     rank = DryRank(case, place, heard)
-    for name in gradients_of(block, tapes):
+    for name in gradients_of(block, record):
         rank.reduce(name)
     assert {transfer.kind for transfer in heard} == {"reduce_scatter"}
     assert sum(transfer.sent_bytes for transfer in heard) == weights * 4 * 3 // 4
@@ -269,7 +269,7 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     assert sum(transfer.sent_bytes for transfer in heard) == 2 * weights * 4 * 3 // 4
 
 
-def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[Case, Block]:
+def _whole_block(mode: Mode, *, tensor: int, weight: int) -> tuple[PlanCase, Block]:
     """A middle block with as many KV heads as query heads."""
     layout = Layout(mode=mode, tensor=tensor, weight=weight)
     case = case_of(layout, Task(model=replace(BASE, num_kv_heads=8)), "float32")

@@ -18,10 +18,10 @@ from isp.data.batch import MicroBatch
 from isp.mixers import choice
 from isp.parallel import Axis
 from isp.planner import rehearsal
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
-from isp.planner.tape import Product
+from isp.planner.record import Compute, Work
 from isp.train.data import share_micro_batches, stacked
 from isp.train.step import TrainStep, make_train_step
 from tests.planner.live import LiveBytes, tensors_here
@@ -151,7 +151,7 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
     configs = [load_config(job, words) for words in layouts]
     of_ranks = run_ranks(WORLD, _counted, configs)
     for n, config in enumerate(configs):
-        case = Case.of(config, WORLD, on_cpu=True)
+        case = PlanCase.of(config, WORLD, on_cpu=True)
         for rank in {n % WORLD, WORLD - 1 - n % WORLD}:
             counted, weights = of_ranks[rank][n]
             assert {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()} == counted
@@ -200,7 +200,7 @@ def test_planned_peak_is_the_measured_one(
     of_ranks = run_ranks(WORLD, _peaks, configs, timeout_seconds=100)
     for n, config in enumerate(configs):
         for rank, found in enumerate(of_ranks):
-            planned = memory(Case.of(config, WORLD, on_cpu=True), rank)
+            planned = memory(PlanCase.of(config, WORLD, on_cpu=True), rank)
             assert planned.total == pytest.approx(found[n], rel=0.1), (layouts[n], planned.moment)
 
 
@@ -210,7 +210,7 @@ def test_first_and_last_of_a_kind_stand_for_all(
     """Catches memory that is kept for a block which is left out, and a kind without a block."""
     sizes = {"num_hidden_layers": 6, "mlp_only_layers": [2, 3, 4]}
     job = write_job(tmp_path, write_folder(tmp_path, "qwen3_moe", weights=False, **sizes))
-    cases = [Case.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:4]]
+    cases = [PlanCase.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:4]]
     found = [memory(case, 0).total for case in cases]
     rehearsal._rehearsed.cache_clear()
     monkeypatch.setattr(rehearsal, "_first_and_last", lambda kinds: range(len(kinds)))
@@ -225,14 +225,15 @@ def test_the_first_tile_of_a_choice_stands_for_all(
 ) -> None:
     """Catches products of an indexer that are not planned, or as if all tiles were as large."""
     job = write_job(tmp_path, write_folder(tmp_path / "m", "deepseek_v32", weights=False))
-    case = Case.of(load_config(job, LAYOUTS[0]), WORLD, on_cpu=True)
+    case = PlanCase.of(load_config(job, LAYOUTS[0]), WORLD, on_cpu=True)
     found = []
     for most in (choice._MOST_SCORES, 3 * 32 * 5):  # a tile of 16 queries, or of 5 and 1
         monkeypatch.setattr(choice, "_MOST_SCORES", most)
         rehearsal._rehearsed.cache_clear()
-        tapes = rehearsal.rehearsal(case, case.place(0)).tapes.values()
-        events = [event for tape in tapes for event in (*tape.forward, *tape.backward)]
-        found.append(sum(event.flops for event in events if isinstance(event, Product)))
+        records = rehearsal.rehearsal(case, case.place(0)).records.values()
+        events = [event for record in records for event in (*record.forward, *record.backward)]
+        products = (e for e in events if isinstance(e, Compute) and e.kind is Work.PRODUCT)
+        found.append(sum(event.amount for event in products))
     rehearsal._rehearsed.cache_clear()
     assert found[0] == found[1]
 

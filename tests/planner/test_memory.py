@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from isp.data.batch import MicroBatch
-from isp.layers.tiled_mlp import TiledMLP
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
-from isp.planner.case import Case
+from isp.planner import rehearsal as rehearsals
+from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.flights import gather_pool
 from isp.planner.memory import Memory, memory, moments, states
-from isp.planner.rehearsal import _rehearsed, rehearsal, tapes_of
+from isp.planner.rehearsal import records_of, rehearsal
 from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
@@ -109,8 +109,8 @@ class Found(NamedTuple):
     """In the buffers of the host, which are not in `peak`."""
 
 
-def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> Case:
-    return Case(
+def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> PlanCase:
+    return PlanCase(
         model=model,
         parallel=layout.parallel,
         topology=layout.topology(),
@@ -285,32 +285,15 @@ def test_many_chunks_are_rehearsed_as_a_few(
     """Catches a transfer, a product or bytes lost with the chunks that are not run."""
     case = _case(layout, replace(MODEL, loss_chunk_tokens=16), "float32", 256)
     few = rehearsal(case, case.place(0))
-    monkeypatch.setattr("isp.planner.rehearsal._few_chunks", lambda _, length, __: (length, 0))
-    _rehearsed.cache_clear()
+    run_few = rehearsals._loss
+    monkeypatch.setattr(rehearsals, "_loss", lambda *given: run_few(*given[:3], 1, given[4]))
+    rehearsals._rehearsed.cache_clear()
     every = rehearsal(case, case.place(0))
-    _rehearsed.cache_clear()
-    for kind, tapes in every.tapes.items():
-        assert few.tapes[kind].forward == tapes.forward
+    rehearsals._rehearsed.cache_clear()
+    for kind, record in every.records.items():
+        assert few.records[kind].forward == record.forward
     assert few.loss == every.loss
     assert few.in_loss == pytest.approx(every.in_loss, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "layout", [Layout(tensor=2, weight=2), Layout(mode=Mode.MSP, tensor=2)], ids=str
-)
-@pytest.mark.parametrize("tokens", [256, 250, 48])
-def test_many_tiles_are_rehearsed_as_a_few(
-    layout: Layout, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a transfer, a product or bytes lost with the tiles that are not run."""
-    model = replace(MODEL, num_layers=2, mlp_tile_tokens=16, checkpoint=1.0)
-    case = _case(layout, model, "float32", tokens)
-    few = rehearsal(case, case.place(0), recomputed=True)
-    monkeypatch.setattr("isp.planner.dry.FewTiles.tiles", TiledMLP.tiles)
-    _rehearsed.cache_clear()
-    every = rehearsal(case, case.place(0), recomputed=True)
-    _rehearsed.cache_clear()
-    assert few == every
 
 
 @pytest.mark.parametrize("mode", [Mode.ISP, Mode.MTP])
@@ -341,8 +324,8 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     expected = 2 * (2 * hidden + 4) + 3 * inner  # norms and MLP
     attention = heads + 2 * keys + heads + 4 * 4
     layer = shape_of(on_gpu, 0).chunks[0][1:2]
-    (kept,) = (tapes.saved for tapes in tapes_of(on_gpu, place, layer).values())
-    (on_host,) = (tapes.saved for tapes in tapes_of(on_cpu, place, layer).values())
+    (kept,) = (record.saved for record in records_of(on_gpu, place, layer).values())
+    (on_host,) = (record.saved for record in records_of(on_cpu, place, layer).values())
     assert kept.activations == TOKENS * expected
     assert kept.attention == TOKENS * attention
     assert kept.total < on_host.total

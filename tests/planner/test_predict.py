@@ -11,13 +11,13 @@ from isp.comm.tag import Tag, Transfer
 from isp.config import ConfigError
 from isp.parallel import Axis, Mode, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
 from isp.planner.fabric import DeviceSpec, Fabric, HostSpec, LinkSpec, known_fabrics, load_fabric
 from isp.planner.predict import Prediction, predict
-from isp.planner.rehearsal import tapes_of
-from isp.planner.tape import Attend
+from isp.planner.record import Compute, Work
+from isp.planner.rehearsal import records_of
 from isp.planner.walk import Clock
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
@@ -55,8 +55,8 @@ def _fabric(bytes_per_second: float, latency_us: float = 0.0, **more: Any) -> Fa
     return Fabric(name="test", **{**fields, **more})
 
 
-def _case(layout: Layout, model: ModelConfig = MODEL, tokens: int = TOKENS) -> Case:
-    return Case(
+def _case(layout: Layout, model: ModelConfig = MODEL, tokens: int = TOKENS) -> PlanCase:
+    return PlanCase(
         model=model,
         parallel=layout.parallel,
         topology=layout.topology(),
@@ -178,12 +178,16 @@ def test_attention_costs_what_its_pairs_cost() -> None:
     assert _attention_flops(_case(Layout(tensor=4, weight=4), model)) == pairs / 4
 
 
-def _attention_flops(case: Case) -> float:
+def _attention_flops(case: PlanCase) -> float:
     """Those of a block, as rehearsed."""
     block = shape_of(case, 0).chunks[0][1]
-    tapes = tapes_of(case, case.place(0), [block])[block.name]
-    (event,) = (event for event in tapes.forward if isinstance(event, Attend))
-    return Costs(case, case.place(0), _device()).attention_flops(event)
+    record = records_of(case, case.place(0), [block])[block.name]
+    (flops,) = (
+        event.amount
+        for event in record.forward
+        if isinstance(event, Compute) and event.kind is Work.ATTENTION
+    )
+    return flops
 
 
 def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:

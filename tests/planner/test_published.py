@@ -9,7 +9,7 @@ import pytest
 from isp.config import load_config
 from isp.parallel import Mode
 from isp.planner import load_fabric
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.predict import predict
 
 
@@ -55,7 +55,7 @@ def _planned(run: Run, path: str) -> float:
         "data.pack": "false",
     }
     words = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-    case = Case.of(load_config(path, words), run.world)
+    case = PlanCase.of(load_config(path, words), run.world)
     return predict(case, load_fabric(run.fabric)).tgs(run.world)
 
 

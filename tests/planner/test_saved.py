@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from isp.parallel import Axis, Mode, WeightConfig
 from isp.planner.declared import shape_of
-from isp.planner.rehearsal import rehearsal, tapes_of
+from isp.planner.rehearsal import records_of, rehearsal
 from isp.train.step import slice_sequence
 from model.config import ModelConfig
 from tests.planner.test_counts import case_of
@@ -115,7 +115,7 @@ def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         for rank in range(world):
             place = case.place(rank)
             (blocks,) = shape_of(case, 0).chunks
-            kept = sum(t.saved.total for t in tapes_of(case, place, blocks).values())
+            kept = sum(t.saved.total for t in records_of(case, place, blocks).values())
             common = rehearsal(case, place)
             found = of_ranks[rank][number]
             assert found == (kept + common.shared, common.loss), f"{layout} {dtype} {config}"

@@ -13,7 +13,7 @@ import pytest
 from isp.cli.program import main
 from isp.config import JobConfig, load_config
 from isp.planner import as_text, evaluate, load_fabric, rows_of, search
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.fabric import HostSpec
 
 TEXT = """
@@ -53,7 +53,7 @@ def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) ->
         assert candidate.memory.total <= fabric.device.usable_bytes
         assert candidate.case.tokens_per_step == rows * 16384
         words = [word for pair in candidate.overrides for word in pair.split(" ")]
-        again = Case.of(_config(file, *words), 8)
+        again = PlanCase.of(_config(file, *words), 8)
         assert again.topology == candidate.case.topology
         assert (again.model, again.micro_num) == (candidate.case.model, candidate.case.micro_num)
 

@@ -10,7 +10,7 @@ from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.parallel import Axis, ContextExchange
 from isp.planner import load_fabric, rows_of, search
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.exchange import choose_exchange
 from isp.planner.lengths import Planned
 from isp.train.balance import balance_text
@@ -70,7 +70,7 @@ def test_layouts_are_searched_over_heads_x_context(file: str) -> None:
         topology = candidate.case.topology
         assert topology.head <= 8
         words = [word for pair in candidate.overrides for word in pair.split(" ")]
-        assert Case.of(load_config(file, words), 8).topology == topology
+        assert PlanCase.of(load_config(file, words), 8).topology == topology
         sizes = [candidate.case.size(axis) for axis in Axis]
         assert sizes == [topology.size(axis) for axis in Axis]
 
@@ -83,7 +83,7 @@ def test_neighbours_share_a_node(file: str) -> None:
         words = ["--parallel.tensor.size=16", "--parallel.sequence_2D.head_size=2"]
         if inside is Axis.HEAD:
             words[1] = "--parallel.sequence_2D.head_size=8"
-        case = Case.of(load_config(file, [*words, f"{place}={head_first}"]), 16)
+        case = PlanCase.of(load_config(file, [*words, f"{place}={head_first}"]), 16)
         wires = {axis: fabric.wire(case, axis) for axis in (Axis.HEAD, Axis.CONTEXT)}
         assert wires.pop(inside) == "inside"
         assert set(wires.values()) == {"between"}

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isp.comm import Channel, Mesh
 from isp.parallel import Axis, Mode
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import states
 from model.config import ModelConfig
@@ -41,8 +41,8 @@ RANKS = (0, 777, 1023)
 Counts = dict[tuple[str, str], tuple[int, int]]
 
 
-def _case(layout: Layout) -> Case:
-    return Case(
+def _case(layout: Layout) -> PlanCase:
+    return PlanCase(
         model=MODEL,
         parallel=layout.parallel,
         topology=layout.topology(),

@@ -12,7 +12,7 @@ import torch
 
 from isp.comm import host_memory as of_the_system
 from isp.config import load_config
-from isp.planner.case import Case
+from isp.planner.case import PlanCase
 from isp.planner.memory import memory
 from isp.train import host_memory
 from isp.train.host_memory import check_host_memory, input_bytes_on_host
@@ -57,7 +57,7 @@ def test_what_is_checked_is_what_is_planned(name: str, tmp_path: Path) -> None:
     group."""
     world, overrides = CASES[name]
     config = load_config(write_job(tmp_path), overrides)
-    case = Case.of(config, world, on_cpu=True)
+    case = PlanCase.of(config, world, on_cpu=True)
     for rank in range(world):
         stage = rank // case.topology.stage
         assert input_bytes_on_host(config, case.topology, stage) == memory(case, rank).host > 0

@@ -1,4 +1,4 @@
-"""Tapes: what a block of a model does for one micro-batch, in order, and who takes it down."""
+"""What a block of a model does for one micro-batch, in order, and the recorder of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,35 +18,28 @@ from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
 
 __all__ = [
-    "Arrive",
-    "Attend",
     "Event",
+    "EventRecorder",
     "Gradient",
     "Launch",
-    "Loss",
-    "Product",
     "Reach",
     "Read",
     "Saved",
-    "Scan",
-    "Sweep",
-    "TapeRecorder",
-    "Tapes",
-    "pairs_seen",
+    "Work",
 ]
 
 
 class Launch(NamedTuple):
-    """A transfer sets off."""
+    """A transfer is launched."""
 
-    number: int
     transfer: Transfer
 
 
 class Arrive(NamedTuple):
     """A transfer is waited for, and there."""
 
-    number: int
+    behind: int
+    """Its place among those launched on the device: 0 is the last one."""
 
 
 class Reach(NamedTuple):
@@ -62,42 +56,20 @@ class Read(NamedTuple):
     phase: Phase
 
 
-class Product(NamedTuple):
-    """Matrices are multiplied."""
+class Work(Enum):
+    """What limits a computation, and the unit of its amount."""
 
-    flops: int
-
-
-class Attend(NamedTuple):
-    """Local attention, or its gradient."""
-
-    phase: Phase
-    features: int
-    """Of all query heads that the rank attends with."""
-    window: int | None
-    """Tokens that a token attends to; None: all before it."""
-    pairs: float | None = None
-    """Pairs of a query and a key that it sees; None: those of the case's rows and documents."""
+    PRODUCT = "FLOPs of a product of matrices"
+    ATTENTION = "FLOPs of local attention"
+    SCAN = "FLOPs of a scan"
+    MEMORY = "bytes read and written, with little computed"
 
 
-def pairs_seen(length: int, window: int | None) -> float:
-    """Pairs of a query and a key that it sees, in a causal document."""
-    reach = length if window is None else min(length, window)
-    return reach * (2 * length - reach) / 2
+class Compute(NamedTuple):
+    """The rank computes; in backward, all gradients together."""
 
-
-class Scan(NamedTuple):
-    """A scan of this rank's heads or slices, or its gradient."""
-
-    phase: Phase
-    flops: int
-    """In forward."""
-
-
-class Sweep(NamedTuple):
-    """Memory is read and written, with little computed."""
-
-    num_bytes: int
+    kind: Work
+    amount: float
 
 
 class Gradient(NamedTuple):
@@ -107,18 +79,7 @@ class Gradient(NamedTuple):
     is_bias: bool
 
 
-class Loss(NamedTuple):
-    """The loss of the logits, or its gradient."""
-
-
-Event = Launch | Arrive | Reach | Read | Product | Attend | Scan | Sweep | Gradient | Loss
-
-
-def _renumbered(event: Event, by: int, numbers: range | None = None) -> Event:
-    """The same with another transfer, if it is one's, and its number is of `numbers`."""
-    if not isinstance(event, Launch | Arrive) or not (numbers is None or event.number in numbers):
-        return event
-    return event._replace(number=event.number + by)
+Event = Launch | Arrive | Reach | Read | Compute | Gradient
 
 
 class Saved(NamedTuple):
@@ -135,7 +96,7 @@ class Saved(NamedTuple):
         return self.activations + self.attention
 
 
-class Tapes(NamedTuple):
+class BlockRecord(NamedTuple):
     """A block's work for one micro-batch."""
 
     forward: tuple[Event, ...]
@@ -146,16 +107,16 @@ class Tapes(NamedTuple):
     work: int
     """Bytes in hand besides what was saved, where both together take most in its backward."""
 
-    def without_input(self) -> Tapes:
+    def without_input(self) -> BlockRecord:
         """The same of a recomputed block whose input is not kept, nor brought back."""
-        forward, backward = (tuple(e for e in tape if not _is_of_input(e)) for tape in self[:2])
-        return Tapes(forward, backward, Saved(), self.work)
+        forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
+        return BlockRecord(forward, backward, Saved(), self.work)
 
     @property
     def again(self) -> Iterator[Event]:
         """Its forward, as it is computed again for what it gives."""
         for event in self.forward:
-            if isinstance(event, Reach | Read | Attend | Scan):
+            if isinstance(event, Reach | Read):
                 yield event._replace(phase=Phase.RECOMPUTE)
             elif not _is_of_input(event):
                 yield event
@@ -174,19 +135,7 @@ class _Kept:
     by_attention: bool = False
 
 
-class _Again(NamedTuple):
-    """A part of a tape that stands for more than was run."""
-
-    begin: int
-    end: int
-    times: int
-    launches: int
-    """In the part."""
-    numbers: range
-    """Of the transfers launched from the part's begin until it was said."""
-
-
-class TapeRecorder:
+class EventRecorder:
     """Notes what happens, under the block in which it does."""
 
     def __init__(self) -> None:
@@ -212,7 +161,6 @@ class TapeRecorder:
         """The ids of layers that are used in a call that began with another use."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
         """By block, and whether in forward."""
-        self._again: defaultdict[tuple[int, bool], list[_Again]] = defaultdict(list)
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
@@ -250,49 +198,29 @@ class TapeRecorder:
 
     def forget(self) -> None:
         """What was noted so far was for practice."""
-        for noted in (self._events, self._again, self._reached, self._kept, self._offloaded):
+        for noted in (self._events, self._reached, self._kept, self._offloaded):
             noted.clear()
         self._block = self._ahead = self._launched = 0
 
     def note(self, event: Event) -> None:
         """Something happens in the block that runs."""
-        self._running().append(event)
+        self.running.append(event)
 
-    def _running(self) -> list[Event]:
+    @property
+    def running(self) -> list[Event]:
+        """The events of the block that runs, in its direction."""
         return self._events[self._block, self.phase is Phase.FORWARD]
 
-    def position(self, product: int | None = None) -> int:
-        """Where the tape that runs is now, or was at `product`, counted from 0."""
-        events = self._running()
-        if product is None:
-            return len(events)
-        return [i for i, event in enumerate(events) if isinstance(event, Product)][product]
-
-    def flops(self, begin: int) -> int:
-        """Those of the products from position `begin` of the tape that runs on."""
-        return sum(e.flops for e in self._running()[begin:] if isinstance(e, Product))
-
-    def repeat(self, begin: int, end: int, times: int) -> None:
-        """Say that what came from position `begin` of the tape that runs to `end` comes `times`
-        more; what is on its way then is that of the last."""
-        events = self._running()
-        step = sum(isinstance(event, Launch) for event in events[begin:end])
-        before = self._launched - sum(isinstance(event, Launch) for event in events[begin:])
-        again = _Again(begin, end, times, step, range(before + 1, self._launched + 1))
-        self._again[self._block, self.phase is Phase.FORWARD].append(again)
-        self._launched += times * step
-
     def launched(self, transfer: Transfer) -> Callable[[], None]:
-        """A transfer sets off."""
+        """A transfer is launched."""
         self._launched += 1
         number = self._launched
-        self.note(Launch(number, transfer))
-        return lambda: self.note(Arrive(number))
+        self.note(Launch(transfer))
+        return lambda: self.note(Arrive(self._launched - number))
 
     def offload(self, transfer: Transfer) -> None:
         """What the block that comes next is given goes to the host."""
-        self._launched += 1
-        self._events[self._ahead, True].append(Launch(self._launched, transfer))
+        self._events[self._ahead, True].append(Launch(transfer))
         self._offloaded[self._ahead] += transfer.sent_bytes
 
     def use_of(self, layer: WeightHolder) -> int:
@@ -303,20 +231,11 @@ class TapeRecorder:
         """Whether the use of a layer is no call of its own."""
         return id(layer) in self._inside
 
-    def tapes(self, block: int, saved: Saved) -> Tapes:
+    def record(self, block: int, saved: Saved) -> BlockRecord:
         """A block's work, of which `saved` is kept."""
-        forward, backward = self._tape(block, True), self._tape(block, False)
+        forward, backward = (tuple(self._events[block, of]) for of in (True, False))
         work = max(0, self._peaks[block] - saved.total)
-        return Tapes(forward, backward, saved, work)
-
-    def _tape(self, *key: Any) -> tuple[Event, ...]:
-        events = self._events[key]
-        for begin, end, times, step, numbers in reversed(self._again[key]):
-            part = events[begin:end]
-            copies = [_renumbered(e, n * step) for n in range(1, times + 1) for e in part]
-            rest = (_renumbered(e, times * step, numbers) for e in events[end:])
-            events = [*events[:end], *copies, *rest]
-        return tuple(events)
+        return BlockRecord(forward, backward, saved, work)
 
     def turn(self, num_blocks: int) -> list[Saved]:
         """The forward is over: what each block keeps; what is there is watched from here on."""
