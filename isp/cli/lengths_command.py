@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.planner.generation import plan_generation
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
-    from isp.planner.lengths_report import Said, lengths_as_json, lengths_as_text
+    from isp.planner.lengths_report import MemoryPlan, lengths_as_json, lengths_as_text
     from isp.report import require_packages, write_page
 
     if args.html is not None:
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     config, exchange = choose_exchange(config, world, budget.device, on_cpu=on_cpu)
     planned = Planned(config, world, on_cpu)
     seq_len = config.data.seq_len
-    said = Said(
+    plan = MemoryPlan(
         planned,
         exchange,
         fabric,
@@ -93,12 +93,12 @@ def _run(args: argparse.Namespace) -> int:
         climb(planned, budget, progress=show_progress) if args.max_seq_len else (),
         plan_generation(planned.case(seq_len), fabric.device),
     )
-    print(lengths_as_json(said) if args.json else lengths_as_text(said))
+    print(lengths_as_json(plan) if args.json else lengths_as_text(plan))
     if args.html is not None:
         from isp.report.layouts import plan_page
 
-        write_page(plan_page(said, command=shlex.join(["isp", *args.words])), args.html)
-    return 0 if said.fits else 1
+        write_page(plan_page(plan, command=shlex.join(["isp", *args.words])), args.html)
+    return 0 if plan.fits else 1
 
 
 def _with_memory(fabric: Fabric, args: argparse.Namespace) -> Fabric:

@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from isp.config import JobConfig
 from isp.parallel import ContextExchange
 from isp.planner.lengths import Planned
 
-__all__ = ["ChosenExchange", "choose_exchange", "with_exchange"]
+__all__ = ["choose_exchange", "with_exchange"]
 
 GIB = 2**30
 
 
-class ChosenExchange(NamedTuple):
-    """A configuration that says how, and why so."""
-
-    config: JobConfig
-    why: str
-    """For people; empty where there is no context group."""
-
-
 def choose_exchange(
     config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
-) -> ChosenExchange:
-    """`config` with the ring in the place of `auto` where a gather would take too much memory.
+) -> tuple[JobConfig, str]:
+    """`config` with the ring in place of `auto` where a gather would take too much memory, and why.
 
-    `usable_bytes`: a rank's; None: no limit is known. What cannot be planned gathers.
+    The reason is for people; it is empty where there is no context group. `usable_bytes`: a rank's;
+    None: no limit is known. What cannot be planned gathers.
     """
     asked = config.parallel.sequence_2D.exchange
     if config.topology(world_size).context == 1:
-        return ChosenExchange(config, "")
+        return (config, "")
     if asked is not ContextExchange.AUTO:
         windows = config.language_model.attention_windows
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
-        told = ", but all layers have a window, and gather" if gathers else ""
-        return ChosenExchange(config, f"{asked}, as configured{told}")
+        note = ", but all layers have a window, and gather" if gathers else ""
+        return (config, f"{asked}, as configured{note}")
     gather, ring = (
         with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
     )
     if usable_bytes is None:
-        return ChosenExchange(gather, "gather (auto): no limit of memory is known")
+        return (gather, "gather (auto): no limit of memory is known")
     try:
         taken, in_ring = (
             Planned(c, world_size, on_cpu).peak(c.data.seq_len).total for c in (gather, ring)
         )
     except ValueError as error:
-        return ChosenExchange(gather, f"gather (auto): {error}")
+        return (gather, f"gather (auto): {error}")
     sizes = f"{taken / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
     if taken <= usable_bytes or in_ring >= taken:
-        return ChosenExchange(gather, f"gather (auto), which is planned to take {sizes}")
-    return ChosenExchange(
-        ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}"
-    )
+        return (gather, f"gather (auto), which is planned to take {sizes}")
+    return (ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}")
 
 
 def with_exchange(config: JobConfig, exchange: ContextExchange) -> JobConfig:

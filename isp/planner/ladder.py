@@ -1,36 +1,33 @@
-"""The memory ladder: keys that save memory, in the order in which they cost, and what each gives.
+"""The memory ladder: options that save memory, in the order of their cost, and what each gives.
 
-A rung is a line of `RUNGS`. What rows of a model it makes possible is found with all rungs before
-it, by rehearsals, but for those that shorten them; the order is that of cost in time, except where
-weights, gradients and states alone are too much: then what takes states off the device comes first.
+The longest rows of each step are found by rehearsals, with the options of all steps before it but
+those that shorten rows. Where weights, gradients and states alone are too much, the options that
+take states off the device come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from isp.config import JobConfig
-from isp.planner.lengths import Budget, Growth, Longest, Planned
-from isp.planner.memory import Memory
-from isp.planner.progress import SearchProgress, silent
+from isp.planner.lengths import Budget, Growth, Longest, Planned, Show, silent
 
-__all__ = ["RUNGS", "LadderStep", "Rung", "changes", "climb", "with_keys"]
+__all__ = ["OPTIONS", "LadderStep", "MemoryOption", "changes", "climb", "with_keys"]
 
 
 Keys = Mapping[str, Any]
 """Values of keys, each as `section.key`."""
 
 
-class Rung(NamedTuple):
-    """A step of the ladder."""
+class MemoryOption(NamedTuple):
+    """Keys that save memory."""
 
     name: str
-    choices: Sequence[Keys]
-    """The first of them that goes with a model and its layout counts."""
+    keys: Keys
     of_states: bool = False
-    """Whether it saves what no row has a part in."""
+    """Whether it saves what does not grow with rows."""
 
 
 WITHOUT: Keys = {
@@ -46,84 +43,64 @@ WITHOUT: Keys = {
     "optimizer.offload_states": False,
     "optimizer.moment_dtype": "float32",
 }
-"""The ground that the ladder stands on."""
-ALL_AGAIN: Keys = {
+"""The first step: no option is taken."""
+RECOMPUTE: Keys = {
     "model.checkpoint": 1.0,
     "model.checkpoint_keeps_attention": False,
     "model.checkpoint_norm_outputs": False,
     "model.checkpoint_mlp_activation": False,
 }
-RUNGS = (
-    Rung("loss in chunks of tokens", [{"model.loss_chunk_tokens": 4096}]),
-    Rung(
-        "norms and activations again",
-        [{"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True}],
+OPTIONS = (
+    MemoryOption("loss in chunks of tokens", {"model.loss_chunk_tokens": 4096}),
+    MemoryOption(
+        "recompute norms and activations",
+        {"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True},
     ),
-    Rung("all but attention again", [{**ALL_AGAIN, "model.checkpoint_keeps_attention": True}]),
-    Rung("all again", [ALL_AGAIN]),
-    Rung("MLP in tiles of tokens", [{"model.mlp_tile_tokens": 8192}]),
-    Rung("inputs of blocks on the host", [{"model.checkpoint_offload": True}]),
-    Rung("inputs of every 4th block", [{"model.checkpoint_segment": 4}]),
-    Rung("moments in bfloat16", [{"optimizer.moment_dtype": "bfloat16"}], of_states=True),
-    Rung("states on the host", [{"optimizer.offload_states": True}], of_states=True),
+    MemoryOption(
+        "recompute all but attention", {**RECOMPUTE, "model.checkpoint_keeps_attention": True}
+    ),
+    MemoryOption("recompute all", RECOMPUTE),
+    MemoryOption("MLP in tiles of tokens", {"model.mlp_tile_tokens": 8192}),
+    MemoryOption("inputs of blocks on the host", {"model.checkpoint_offload": True}),
+    MemoryOption("inputs of every 4th block", {"model.checkpoint_segment": 4}),
+    MemoryOption("moments in bfloat16", {"optimizer.moment_dtype": "bfloat16"}, of_states=True),
+    MemoryOption("states on the host", {"optimizer.offload_states": True}, of_states=True),
 )
 
 
-@dataclass(frozen=True)
-class LadderStep:
-    """A rung, with all before it."""
+class LadderStep(NamedTuple):
+    """An option, with all before it that help."""
 
-    rung: Rung
+    option: str
     keys: Keys
     """All keys of the ladder."""
-    longest: Longest | Memory
-    """Of rows; the memory of the shortest if none fits."""
+    longest: Longest
     growth: Growth
     """At that length."""
     taken: bool
     """Whether rows are as long with it as without, or longer: else later ones go without it."""
 
 
-def climb(
-    planned: Planned, budget: Budget, *, progress: SearchProgress = silent
-) -> list[LadderStep]:
-    """What each rung gives, with all before it; without those that are not for this model."""
+def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[LadderStep]:
+    """What each option gives; without those that this model or layout refuses."""
     keys: Keys = WITHOUT
     steps: list[LadderStep] = []
-    reached = 0.0
-    rungs = [Rung("nothing of it", [{}]), *_ordered(planned, budget)]
-    for rung in progress(rungs, "longest rows with each rung of the memory ladder"):
-        changed = _first_that_goes(planned.config, keys, rung)
-        if changed is None:
+    reached = 0
+    options = [MemoryOption("no option", {}), *_ordered(planned, budget)]
+    for option in progress(options, "longest rows with each step of the memory ladder"):
+        more = {**keys, **option.keys}
+        try:
+            there = replace(planned, config=with_keys(planned.config, more))
+        except ValueError:
             continue
-        more, config = changed
-        there = replace(planned, config=config)
         longest = there.longest(budget)
-        length = longest.seq_len if isinstance(longest, Longest) else planned.config.data.seq_len
-        reaches = _reach(longest, budget)
+        reaches = longest.seq_len or -budget.excess(longest.memory)
         taken = not steps or reaches >= reached
-        steps.append(LadderStep(rung, more, longest, there.growth(length), taken))
+        growth = there.growth(longest.seq_len or planned.config.data.seq_len)
+        steps.append(LadderStep(option.name, more, longest, growth, taken))
         if taken:
             keys, reached = more, reaches
     return steps
-
-
-def _reach(longest: Longest | Memory, budget: Budget) -> float:
-    """Tokens of the longest row; below 0, and by how many bytes there is too little, if none."""
-    return longest.seq_len if isinstance(longest, Longest) else -budget.excess(longest)
-
-
-def _first_that_goes(
-    config: JobConfig, keys: Keys, rung: Rung
-) -> tuple[dict[str, Any], JobConfig] | None:
-    """`keys` with those of a rung, and the configuration with them; None if none of them goes."""
-    for choice in rung.choices:
-        more = {**keys, **choice}
-        try:
-            return more, with_keys(config, more)
-        except ValueError:
-            continue
-    return None
 
 
 def with_keys(config: JobConfig, keys: Keys) -> JobConfig:
@@ -146,8 +123,8 @@ def changes(config: JobConfig, keys: Keys) -> list[str]:
     return words
 
 
-def _ordered(planned: Planned, budget: Budget) -> Iterable[Rung]:
+def _ordered(planned: Planned, budget: Budget) -> Sequence[MemoryOption]:
     states = replace(planned, config=with_keys(planned.config, WITHOUT)).peak(planned.unit).states
     if states < budget.device:
-        return RUNGS
-    return sorted(RUNGS, key=lambda rung: not rung.of_states)
+        return OPTIONS
+    return sorted(OPTIONS, key=lambda option: not option.of_states)

@@ -9,19 +9,29 @@ fit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isp.config import ConfigError, JobConfig
 from isp.planner.case import PlanCase
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, moments
 
-__all__ = ["Budget", "Growth", "Longest", "Planned"]
+__all__ = ["Budget", "Growth", "Longest", "Planned", "Show", "silent"]
 
 GRAIN = 1024
 """Tokens: rows of other multiples than of this, or of the layout's own, are not looked at."""
+
+
+Show = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Gives items one by one, and shows how many were taken; what is done with them is in words."""
+
+
+def silent(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """`items`, with nothing shown."""
+    return items
 
 
 class Budget(NamedTuple):
@@ -50,25 +60,14 @@ class Budget(NamedTuple):
 class Growth(NamedTuple):
     """Bytes of each owner at one moment: a fixed part, and so many for a token of a rank."""
 
-    fixed: dict[str, float]
-    per_token: dict[str, float]
+    fixed: Memory
+    per_token: Memory
+    """Its bytes are no whole numbers."""
     seq_len: int
     """Tokens of the rows at which the moment is the largest."""
     tokens: int
     """Those of them that a rank holds, between the linears."""
     memory: Memory
-
-    @property
-    def device_fixed(self) -> float:
-        return sum(size for name, size in self.fixed.items() if name != HOST)
-
-    @property
-    def device_per_token(self) -> float:
-        return sum(size for name, size in self.per_token.items() if name != HOST)
-
-
-HOST = "host"
-"""The owner that is no part of the device."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ class Longest:
     """The longest row that fits, and why the next does not."""
 
     seq_len: int
+    """0: none fits."""
     memory: Memory
+    """Of the shortest row that was tried if none fits."""
     next_len: int
     beyond: Memory | str
     """Memory of the next one, or why there is none."""
@@ -135,13 +136,13 @@ class Planned:
         below = next(m for m in moments(self.case(shorter), rank) if m.moment == peak.moment)
         tokens = _tokens(case)
         step = tokens - _tokens(self.case(shorter))
-        names = [f.name for f in fields(Memory) if f.name != "moment"]
-        slopes = {n: (getattr(peak, n) - getattr(below, n)) / step for n in names}
-        fixed = {n: getattr(peak, n) - slopes[n] * tokens for n in names}
-        return Growth(fixed, slopes, longer, tokens, peak)
+        names = (*peak.by_owner(), "host")
+        slopes: Any = {n: (getattr(peak, n) - getattr(below, n)) / step for n in names}
+        fixed: Any = {n: getattr(peak, n) - slopes[n] * tokens for n in names}
+        return Growth(Memory(**fixed), Memory(**slopes), longer, tokens, peak)
 
-    def longest(self, budget: Budget) -> Longest | Memory:
-        """The longest row that `budget` has memory for; the memory of the shortest if none fits.
+    def longest(self, budget: Budget) -> Longest:
+        """The longest row that `budget` has memory for.
 
         Raises ConfigError if the shortest that is tried is refused.
         """
@@ -149,7 +150,7 @@ class Planned:
         if isinstance(low.found, str):
             raise ConfigError(f"rows of {self.unit:,} tokens, the shortest tried: {low.found}")
         if low.excess > 0:
-            return low.found
+            return Longest(0, low.found, self.unit, low.found)
         high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
         while high.excess <= 0:
             low, high = high, self._try(_beyond(low, high), budget)

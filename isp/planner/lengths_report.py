@@ -10,17 +10,17 @@ from isp.planner.counts import scans
 from isp.planner.fabric import Fabric
 from isp.planner.generation import GenerationPlan
 from isp.planner.ladder import LadderStep, changes
-from isp.planner.lengths import HOST, Budget, Growth, Longest, Planned
+from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
 from isp.profile.table import aligned
 
-__all__ = ["Said", "lengths_as_json", "lengths_as_text"]
+__all__ = ["MemoryPlan", "lengths_as_json", "lengths_as_text"]
 
 GIB, KIB = 2**30, 2**10
 
 
-class Said(NamedTuple):
-    """What was found of a configuration."""
+class MemoryPlan(NamedTuple):
+    """The results for a configuration."""
 
     planned: Planned
     exchange: str
@@ -30,7 +30,7 @@ class Said(NamedTuple):
     memory: Memory
     """Of the configuration as it is."""
     growth: Growth
-    longest: Longest | Memory | None
+    longest: Longest | None
     """None if it was not asked for."""
     steps: Sequence[LadderStep]
     generation: GenerationPlan
@@ -39,208 +39,199 @@ class Said(NamedTuple):
     def fits(self) -> bool:
         """Whether there is a row that fits: the configuration's, or any, if it was asked for."""
         if self.longest is not None:
-            return isinstance(self.longest, Longest)
+            return self.longest.seq_len > 0
         return self.budget.excess(self.memory) <= 0
 
 
-def lengths_as_text(said: Said) -> str:
-    parts = [_head(said), _owners(said), _verdict(said), _generation(said)]
-    if said.longest is not None:
-        parts += [_end(said), _ladder(said), _advice(said)]
+def lengths_as_text(plan: MemoryPlan) -> str:
+    parts = [_head(plan), _owners(plan.growth), _verdict(plan), _generation(plan)]
+    if plan.longest is not None:
+        parts += [_end(plan, plan.longest), _ladder(plan), _advice(plan, plan.longest)]
     return "\n\n".join(part for part in parts if part)
 
 
-def lengths_as_json(said: Said) -> str:
+def lengths_as_json(plan: MemoryPlan) -> str:
     """The same as one JSON object; bytes and tokens."""
     plain: dict[str, Any] = {
-        "world": said.planned.world_size,
-        "fabric": said.fabric.name,
-        "device_bytes": said.budget.device,
-        "host_bytes": said.budget.host,
-        "seq_len": said.planned.config.data.seq_len,
-        "memory": _plain(said.memory),
-        "growth": _plain_growth(said.growth),
-        "generation": said.generation._asdict(),
+        "world": plan.planned.world_size,
+        "fabric": plan.fabric.name,
+        "device_bytes": plan.budget.device,
+        "host_bytes": plan.budget.host,
+        "seq_len": plan.planned.config.data.seq_len,
+        "memory": _plain(plan.memory),
+        "growth": _plain_growth(plan.growth),
+        "generation": plan.generation._asdict(),
     }
-    if said.longest is not None:
-        plain["longest"] = _plain_longest(said.longest)
+    if plan.longest is not None:
+        plain["longest"] = _plain_longest(plan.longest)
         plain["ladder"] = [
             {
-                "rung": step.rung.name,
+                "option": step.option,
                 "keys": dict(step.keys),
                 "taken": step.taken,
-                "overrides": changes(said.planned.config, step.keys),
+                "overrides": changes(plan.planned.config, step.keys),
                 "growth": _plain_growth(step.growth),
                 "longest": _plain_longest(step.longest),
             }
-            for step in said.steps
+            for step in plan.steps
         ]
     return json.dumps(plain, indent=1)
 
 
-def _plain(memory: Memory) -> dict[str, Any]:
-    return {"bytes": memory.by_owner(), HOST: memory.host, "moment": memory.moment}
+def _plain(memory: Memory | str) -> dict[str, Any] | str:
+    if isinstance(memory, str):
+        return memory
+    return {"bytes": memory.by_owner(), "host": memory.host, "moment": memory.moment}
 
 
 def _plain_growth(growth: Growth) -> dict[str, Any]:
     return {
         "seq_len": growth.seq_len,
         "moment": growth.memory.moment,
-        "fixed_bytes": {name: round(size) for name, size in growth.fixed.items()},
-        "bytes_per_token": growth.per_token,
+        "fixed_bytes": {name: round(size) for name, size in _sizes(growth.fixed).items()},
+        "bytes_per_token": _sizes(growth.per_token),
     }
 
 
-def _plain_longest(longest: Longest | Memory) -> dict[str, Any]:
-    if isinstance(longest, Memory):
-        return {"seq_len": 0, "beyond": _plain(longest)}
-    beyond = longest.beyond
-    return {
-        "seq_len": longest.seq_len,
-        "memory": _plain(longest.memory),
-        "beyond": beyond if isinstance(beyond, str) else _plain(beyond),
-    }
+def _plain_longest(longest: Longest) -> dict[str, Any]:
+    fitting = {"memory": _plain(longest.memory)} if longest.seq_len else {}
+    return {"seq_len": longest.seq_len, **fitting, "beyond": _plain(longest.beyond)}
+
+
+def _sizes(memory: Memory) -> dict[str, int]:
+    return {**memory.by_owner(), "host": memory.host}
 
 
 # -- pieces of the text ----------------------------------------------------------------------
 
 
-def _head(said: Said) -> str:
-    config, budget = said.planned.config, said.budget
-    case = said.planned.case(config.data.seq_len)
+def _head(plan: MemoryPlan) -> str:
+    config, budget = plan.planned.config, plan.budget
+    case = plan.planned.case(config.data.seq_len)
     topology, model = case.topology, config.model
     name = f"{model.hf or model.preset}, " if model.hf or model.preset else ""
     host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
-    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
-    return "\n".join(
-        [
-            f"{ranks}  {said.fabric.name}",
-            f"model     {name}{case.language_model.num_parameters:,} parameters,"
-            f" {config.training.dtype}",
-            f"layout    {topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
-            f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
-            *([f"context   {topology.context} ranks, {said.exchange}"] if said.exchange else []),
-            *([f"scans     {split}"] if (split := scans(case)) else []),
-            f"memory    {_gib(budget.device)} GiB of a rank for tensors{host}",
-        ]
-    )
+    lines = {
+        "": f"{_ranks(topology.world_size)}  {plan.fabric.name}",
+        "model": f"{name}{case.language_model.num_parameters:,} parameters,"
+        f" {config.training.dtype}",
+        "layout": f"{topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
+        f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
+        "context": f"{topology.context} ranks, {plan.exchange}" if plan.exchange else "",
+        "scans": scans(case),
+        "memory": f"{_gib(budget.device)} GiB of a rank for tensors{host}",
+    }
+    return "\n".join(f"{head:<10}{line}" if head else line for head, line in lines.items() if line)
 
 
-def _owners(said: Said) -> str:
-    growth, memory = said.growth, said.growth.memory
-    sizes = {**memory.by_owner(), HOST: memory.host}
-    shown = [name for name, size in sizes.items() if size and name != HOST]
-    rows = [("", "fixed GiB", "KiB a token", f"GiB at {growth.seq_len:,}")]
-    rows += [_line(name, growth.fixed[name], growth.per_token[name], sizes[name]) for name in shown]
-    rows.append(_line("in all", growth.device_fixed, growth.device_per_token, memory.total))
-    if sizes[HOST]:
-        rows.append(_line(HOST, growth.fixed[HOST], growth.per_token[HOST], sizes[HOST]))
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _owners(growth: Growth) -> str:
+    memory, fixed, per_token = growth.memory, _sizes(growth.fixed), _sizes(growth.per_token)
+    rows = [
+        (name, _gib(fixed[name]), f"{per_token[name] / KIB:,.1f}", _gib(size))
+        for name, size in _sizes(memory).items()
+        if size
+    ]
+    whole = "in all", *_line(growth), _gib(memory.total)
+    rows.insert(len(rows) - (memory.host > 0), whole)
+    head = "", "fixed GiB", "KiB a token", f"GiB at {growth.seq_len:,}"
     return (
-        f"{aligned(rows)}\nat {memory.moment}, of the rank that takes most; tokens are those that"
-        f" a rank holds, {growth.tokens:,} here"
+        f"{aligned([head, *rows])}\nat {memory.moment}, of the rank that takes most; tokens are"
+        f" those that a rank holds, {growth.tokens:,} here"
     )
 
 
-def _line(name: str, fixed: float, per_token: float, size: int) -> tuple[str, str, str, str]:
-    return name, _gib(fixed), f"{per_token / KIB:,.1f}", _gib(size)
+def _line(growth: Growth) -> tuple[str, str]:
+    return _gib(growth.fixed.total), f"{growth.per_token.total / KIB:,.1f}"
 
 
-def _verdict(said: Said) -> str:
-    seq_len, excess = said.planned.config.data.seq_len, said.budget.excess(said.memory)
-    if excess <= 0:
+def _verdict(plan: MemoryPlan) -> str:
+    seq_len = plan.planned.config.data.seq_len
+    if plan.budget.excess(plan.memory) <= 0:
         return f"data.seq_len={seq_len} fits as it is"
-    return f"data.seq_len={seq_len} does not fit: {_too_much(said.memory, said)}"
+    return f"data.seq_len={seq_len} does not fit: {_too_much(plan.memory, plan)}"
 
 
-def _generation(said: Said) -> str:
-    found, length = said.generation, said.planned.config.data.seq_len
-    ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks in {found.mode}"
+def _generation(plan: MemoryPlan) -> str:
+    found, length = plan.generation, plan.planned.config.data.seq_len
+    mode = "" if found.ranks == 1 else f" in {found.mode}"
     buffers = f" and {_gib(found.buffers)} GiB to read a prompt" if found.buffers else ""
     return (
-        f"generation by {ranks}: the cache of {length:,} tokens takes {_gib(found.cache)} GiB"
-        f" of a rank,\nbeside {_gib(found.weights)} GiB of weights{buffers}, and the next token at"
-        f" least {found.seconds * 1e3:.3g} ms,\nin which cache and weights are read"
+        f"generation by {_ranks(found.ranks)}{mode}: the cache of {length:,} tokens takes"
+        f" {_gib(found.cache)} GiB of a rank,\nbeside {_gib(found.weights)} GiB of weights"
+        f"{buffers}, and the next token at least {found.seconds * 1e3:.3g} ms,\nin which cache"
+        f" and weights are read"
     )
 
 
-def _end(said: Said) -> str:
-    longest = said.longest
-    assert longest is not None
-    if isinstance(longest, Memory):
-        return f"no row of {said.planned.unit:,} tokens fits: {_too_much(longest, said)}"
+def _end(plan: MemoryPlan, longest: Longest) -> str:
     beyond = longest.beyond
-    why = beyond if isinstance(beyond, str) else _too_much(beyond, said)
+    why = beyond if isinstance(beyond, str) else _too_much(beyond, plan)
+    if not longest.seq_len:
+        return f"no row of {longest.next_len:,} tokens fits: {why}"
     return f"longest data.seq_len: {longest.seq_len:,}\n  {longest.next_len:,} do not fit: {why}"
 
 
-def _too_much(memory: Memory, said: Said) -> str:
-    if said.budget.on_host(memory):
+def _too_much(memory: Memory, plan: MemoryPlan) -> str:
+    if plan.budget.on_host(memory):
         copies = ", with the copies that checkpoint.async_mode=disabled does without"
-        found = copies if said.planned.config.checkpoint.copies_state else ""
+        found = copies if plan.planned.config.checkpoint.copies_state else ""
         return f"{_gib(memory.host)} GiB in the memory of the host{found}"
     owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {_gib(size)}" for name, size in owners)
     return f"{_gib(memory.total)} GiB at {memory.moment}: {most}"
 
 
-def _ladder(said: Said) -> str:
+def _ladder(plan: MemoryPlan) -> str:
     head = ("with", "fixed GiB", "KiB a token", "longest row", "GiB", "host GiB", "ends with")
-    rows = [head, *(_rung(step, said.budget) for step in said.steps)]
+    rows = [head]
+    for step in plan.steps:
+        length, there = step.longest.seq_len, step.longest.memory
+        rows.append(
+            (
+                step.option if step.taken else f"{step.option} (does not help)",
+                *_line(step.growth),
+                f"{length:,}" if length else "none",
+                _gib(there.total) if length else f"({_gib(there.total)})",
+                _gib(there.host),
+                _reason(step.longest.beyond, plan.budget),
+            )
+        )
     table = aligned(rows, text_from=len(head) - 1)
-    return f"the ladder, each rung with all above it that are of use\n{table}"
-
-
-def _rung(step: LadderStep, budget: Budget) -> tuple[str, str, str, str, str, str, str]:
-    growth, longest = step.growth, step.longest
-    fits = isinstance(longest, Longest)
-    there = longest.memory if isinstance(longest, Longest) else longest
-    beyond = longest.beyond if isinstance(longest, Longest) else longest
-    return (
-        step.rung.name if step.taken else f"{step.rung.name} (no use)",
-        _gib(growth.device_fixed),
-        f"{growth.device_per_token / KIB:,.1f}",
-        f"{longest.seq_len:,}" if isinstance(longest, Longest) else "none",
-        _gib(there.total) if fits else f"({_gib(there.total)})",
-        _gib(there.host),
-        _reason(beyond, budget),
-    )
+    return f"the ladder, each option with all above it that help\n{table}"
 
 
 def _reason(beyond: Memory | str, budget: Budget) -> str:
     if isinstance(beyond, str):
         return "a length that is refused"
     if budget.on_host(beyond):
-        return HOST
+        return "host"
     owner, _ = max(beyond.by_owner().items(), key=lambda item: item[1])
     return f"{owner}, at {beyond.moment}"
 
 
-def _advice(said: Said) -> str:
+def _advice(plan: MemoryPlan, longest: Longest) -> str:
     """The keys with which the configuration's rows fit, if it needs any, and of the longest."""
-    config, wanted = said.planned.config, said.planned.config.data.seq_len
-    found = [s for s in said.steps if isinstance(s.longest, Longest)]
-    fits = said.budget.excess(said.memory) <= 0
-    enough = None if fits else next((s for s in found if _length(s) >= wanted), None)
-    lines = []
+    config, seq_len = plan.planned.config, plan.planned.config.data.seq_len
+    fits, lines, enough = plan.budget.excess(plan.memory) <= 0, [], None
+    if not fits:
+        enough = next((s for s in plan.steps if s.longest.seq_len >= seq_len), None)
     if enough is not None:
         words = " ".join(changes(config, enough.keys))
-        lines.append(f"data.seq_len={wanted} fits with `{enough.rung.name}`: {words}")
-    if found:
-        best = max(found, key=_length)
-        own = said.longest.seq_len if isinstance(said.longest, Longest) else 0
-        if best is not enough and _length(best) > own:
-            words = " ".join(changes(config, best.keys))
-            lines.append(f"the longest: --data.seq_len {_length(best)} {words}")
+        lines.append(f"data.seq_len={seq_len} fits with `{enough.option}`: {words}")
+    best = max(plan.steps, key=lambda s: s.longest.seq_len, default=None)
+    if best is not None and best is not enough and best.longest.seq_len > longest.seq_len:
+        words = " ".join(changes(config, best.keys))
+        lines.append(f"the longest: --data.seq_len {best.longest.seq_len} {words}")
     if not fits and enough is None:
         lines.append(
-            f"data.seq_len={wanted} fits with none of them: use more ranks (--world), over which"
+            f"data.seq_len={seq_len} fits with none of them: use more ranks (--world), over which"
             f" parallel.tensor.size shares a row and parallel.weight.size the weights"
         )
     return "\n".join(lines)
-
-
-def _length(step: LadderStep) -> int:
-    return step.longest.seq_len if isinstance(step.longest, Longest) else 0
 
 
 def _gib(num_bytes: float) -> str:

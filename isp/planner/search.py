@@ -21,10 +21,9 @@ from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
 from isp.planner.fabric import Fabric
-from isp.planner.lengths import Budget
+from isp.planner.lengths import Budget, Show, silent
 from isp.planner.memory import Memory, memory
 from isp.planner.predict import Prediction, predict
-from isp.planner.progress import SearchProgress, silent
 from isp.planner.record import BlockRecord, Compute, Launch, Reach
 from isp.planner.rehearsal import record_of_kind
 from isp.weights.trace import Block
@@ -153,7 +152,7 @@ def search(
     *,
     rows: int,
     on_cpu: bool,
-    progress: SearchProgress = silent,
+    progress: Show = silent,
 ) -> Found:
     """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from isp.planner import Candidate, Fabric, Found, as_text
-from isp.planner.lengths import Longest
-from isp.planner.lengths_report import Said, lengths_as_text
+from isp.planner.lengths_report import MemoryPlan, lengths_as_text
 from isp.planner.memory import Memory
 from isp.planner.report import (
     COLUMNS,
@@ -102,12 +101,14 @@ def layouts_page(
     )
 
 
-def plan_page(said: Said, *, command: str) -> Page:
+def plan_page(plan: MemoryPlan, *, command: str) -> Page:
     """The page of what `isp plan` found."""
-    config, room = said.planned.config, said.budget.device
-    fitting = {s.rung.name: s.longest for s in said.steps if isinstance(s.longest, Longest)}
-    memories = {f"as it is, {config.data.seq_len:,} tokens": said.memory}
-    memories |= {f"{name}, {end.seq_len:,}": end.memory for name, end in fitting.items()}
+    config, room = plan.planned.config, plan.budget.device
+    fitting = {step.option: step.longest.seq_len for step in plan.steps if step.longest.seq_len}
+    memories = {f"as it is, {config.data.seq_len:,} tokens": plan.memory}
+    for step in plan.steps:
+        if step.longest.seq_len:
+            memories[f"{step.option}, {step.longest.seq_len:,}"] = step.longest.memory
     caption = "The memory of the rank that takes most, by part"
     if fitting:
         caption += (
@@ -119,12 +120,12 @@ def plan_page(said: Said, *, command: str) -> Page:
         pictures.append(_length_picture(fitting))
     return Page(
         name="plan",
-        title=f"Memory of {config.job.name} on {said.planned.world_size:,} ranks",
-        points=(f"Machine: {said.fabric.title}.",),
-        lead=_plan_lead(said),
+        title=f"Memory of {config.job.name} on {plan.planned.world_size:,} ranks",
+        points=(f"Machine: {plan.fabric.title}.",),
+        lead=_plan_lead(plan),
         sections=(
             Section(title="Memory by part", pictures=tuple(pictures)),
-            Section(title="In numbers", listing=lengths_as_text(said)),
+            Section(title="In numbers", listing=lengths_as_text(plan)),
         ),
         command=command,
     )
@@ -145,13 +146,13 @@ def _lead(best: Candidate) -> str:
     )
 
 
-def _plan_lead(said: Said) -> str:
-    memory, budget = said.memory, said.budget
+def _plan_lead(plan: MemoryPlan) -> str:
+    memory, budget = plan.memory, plan.budget
     used, room, whose = memory.total, budget.device, "a rank"
     if budget.host is not None and budget.excess(memory) > 0 and budget.on_host(memory):
         used, room, whose = memory.host, budget.host, "of a rank's part of the host"
     verb = "do not fit" if budget.excess(memory) > 0 else "fit"
-    length = said.planned.config.data.seq_len
+    length = plan.planned.config.data.seq_len
     return f"{length:,} tokens {verb}: {size_of(used)} of {size_of(room)} {whose}."
 
 
@@ -197,8 +198,8 @@ def _memory_picture(caption: str, memories: Mapping[str, Memory], *, room: int) 
     return Picture("memory", caption, "Bars of the memory of a rank, by part", draw)
 
 
-def _length_picture(longest: Mapping[str, Longest]) -> Picture:
-    stacks = [Stack(n, {"fits": e.seq_len}, f"{e.seq_len:,}") for n, e in longest.items()]
+def _length_picture(longest: Mapping[str, int]) -> Picture:
+    stacks = [Stack(name, {"fits": length}, f"{length:,}") for name, length in longest.items()]
     return Picture(
         name="lengths",
         caption="The longest sequence that fits, with each way to save memory and all above it that"

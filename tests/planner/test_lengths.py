@@ -17,8 +17,8 @@ from isp.cli.progress import show_progress
 from isp.config import ConfigError, load_config
 from isp.planner import ladder, load_fabric
 from isp.planner.fabric import HostSpec
-from isp.planner.ladder import Rung, climb
-from isp.planner.lengths import HOST, Budget, Longest, Planned
+from isp.planner.ladder import MemoryOption, climb
+from isp.planner.lengths import Budget, Planned
 from isp.planner.memory import Memory, memory
 from isp.train import host_memory
 from isp.train.host_memory import check_host_memory
@@ -50,7 +50,6 @@ def test_the_longest_row_fits_and_the_next_does_not(file: str, mib: int) -> None
     """Catches a search that stops too early, or believes a line where memory is none."""
     planned, budget = _planned(file), Budget(mib * MIB, None)
     found = planned.longest(budget)
-    assert isinstance(found, Longest)
     assert found.next_len - found.seq_len == planned.unit == 1024
     assert planned.peak(found.seq_len) == found.memory
     assert budget.excess(found.memory) <= 0 < budget.excess(planned.peak(found.next_len))
@@ -73,8 +72,8 @@ def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
     memory = planned.peak(planned.unit)
     assert memory.host > 0
     assert memory.optimizer == 0
-    assert isinstance(planned.longest(Budget(300 * MIB, memory.host)), Longest)
-    assert isinstance(planned.longest(Budget(300 * MIB, memory.host - 1)), Memory)
+    assert planned.longest(Budget(300 * MIB, memory.host)).seq_len > 0
+    assert planned.longest(Budget(300 * MIB, memory.host - 1)).seq_len == 0
 
 
 def test_states_and_inputs_of_blocks_share_the_host(file: str) -> None:
@@ -82,7 +81,7 @@ def test_states_and_inputs_of_blocks_share_the_host(file: str) -> None:
     states, inputs = ["--optimizer.offload_states", "true"], ["--model.checkpoint_offload", "true"]
     inputs += ["--model.checkpoint", "1"]
     each = [_planned(file, *words).growth(32768) for words in (states, inputs, states + inputs)]
-    fixed, slopes = zip(*((g.fixed[HOST], g.per_token[HOST]) for g in each), strict=True)
+    fixed, slopes = zip(*((g.fixed.host, g.per_token.host) for g in each), strict=True)
     assert fixed[0] > 0 == fixed[1]
     assert slopes[0] == 0 < slopes[1] == 4 * 256 * 2  # layers, features, bytes
     assert (fixed[2], slopes[2]) == (fixed[0], slopes[1])
@@ -94,49 +93,49 @@ def test_a_line_says_what_a_third_length_takes(file: str) -> None:
     growth = planned.growth(131072)
     assert growth.tokens == 131072 // 2
     other = planned.peak(262144)
-    told = growth.device_fixed + growth.device_per_token * 2 * growth.tokens
-    assert told == pytest.approx(other.total, rel=0.01)
-    assert growth.fixed[HOST] == other.host
-    assert growth.fixed["weights"] == other.weights
-    assert growth.per_token["weights"] == 0
+    foreseen = growth.fixed.total + growth.per_token.total * 2 * growth.tokens
+    assert foreseen == pytest.approx(other.total, rel=0.01)
+    assert growth.fixed.host == other.host
+    assert growth.fixed.weights == other.weights
+    assert growth.per_token.weights == 0
 
 
-def test_every_rung_reaches_as_far_as_the_one_before(file: str) -> None:
-    """Catches a rung that is planned to save memory and does not, and keys that do not add up."""
+def test_every_option_reaches_as_far_as_the_one_before(file: str) -> None:
+    """Catches an option that saves no memory in the plan, and keys that do not add up."""
     planned, budget = _planned(file), Budget(300 * MIB, None)
     steps = climb(planned, budget)
-    taken = [s.longest for s in steps if s.taken]
-    lengths = [longest.seq_len for longest in taken if isinstance(longest, Longest)]
-    assert len(lengths) == len(taken) > 4
+    lengths = [step.longest.seq_len for step in steps if step.taken]
+    assert lengths[0] > 0
+    assert len(lengths) > 4
     assert lengths == sorted(lengths)
     assert lengths[-1] > 2 * lengths[0]
     assert not any(isinstance(value, bool) and value for value in steps[0].keys.values())
     assert steps[-1].keys["optimizer.offload_states"] is True
-    assert steps[-1].growth.fixed["optimizer"] == 0
+    assert steps[-1].growth.fixed.optimizer == 0
 
 
-def test_a_rung_that_shortens_rows_is_not_taken_along(
+def test_an_option_that_shortens_rows_is_not_taken_along(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a ladder that ends below where it has been."""
     again, not_again = {"model.checkpoint": 1.0}, {"model.checkpoint": 0.0}
     states = {"optimizer.offload_states": True}
-    rungs = [Rung("up", [again]), Rung("down", [not_again]), Rung("on", [states])]
-    monkeypatch.setattr(ladder, "RUNGS", rungs)
+    given = {"up": again, "down": not_again, "on": states}
+    monkeypatch.setattr(ladder, "OPTIONS", [MemoryOption(*each) for each in given.items()])
     steps = climb(_planned(file), Budget(200 * MIB, None))
     assert [step.taken for step in steps] == [True, True, False, True]
     assert [step.keys["model.checkpoint"] for step in steps] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_states_leave_first_where_they_alone_are_too_much(file: str) -> None:
-    """Catches a ladder whose first rungs are all of no use."""
+    """Catches a ladder whose first options do not help."""
     planned = _planned(file)
     states = planned.peak(planned.unit).states
-    names = [step.rung.name for step in climb(planned, Budget(states - 1, None))]
+    names = [step.option for step in climb(planned, Budget(states - 1, None))]
     assert names[1:3] == ["moments in bfloat16", "states on the host"]
 
 
-def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_holds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches advice that does not do what it says, and JSON that says something else."""
     words = ["plan", file, "--memory", "0.7", "--host-memory", "64GiB", "--max-seq-len"]
     long = ["--data.seq_len", "50000"]  # no multiple of anything
@@ -156,8 +155,8 @@ def test_what_is_told_holds(file: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*words, *long, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert f"longest data.seq_len: {found['longest']['seq_len']:,}" in said
-    told = re.findall(r"--model\S+ \S+|--optim\S+ \S+", best)
-    assert told in [step["overrides"] for step in found["ladder"]]
+    keys = re.findall(r"--model\S+ \S+|--optim\S+ \S+", best)
+    assert keys in [step["overrides"] for step in found["ladder"]]
     assert sum(found["memory"]["bytes"].values()) > found["device_bytes"]
 
 
@@ -168,7 +167,6 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
     fabric = replace(fabric, host=HostSpec(memory_gib=0.1))
     budget = Budget.of(fabric, 4)
     longest = _planned(file, *words).longest(budget)
-    assert isinstance(longest, Longest)
     assert isinstance(longest.beyond, Memory)
     assert budget.on_host(longest.beyond)
     config = load_config(file, [*words, f"--data.seq_len={longest.seq_len}"])
@@ -196,7 +194,7 @@ def test_a_run_without_background_saves_has_the_host_to_itself(file: str) -> Non
     assert states.host == with_copies.host + with_copies.optimizer
 
 
-def test_memory_for_no_row_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_for_no_row_is_named(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a search that never ends, or a traceback, where weights alone do not fit."""
     assert main(["plan", file, "--memory", "0.001", "--max-seq-len"]) == 1
     said = capsys.readouterr().out
@@ -211,7 +209,7 @@ def test_what_fits_is_left_as_it_is(
 ) -> None:
     """Catches advice to change what fits, a column headed with another length than its own, sizes
     that read as nothing."""
-    monkeypatch.setattr(ladder, "RUNGS", ())  # the ground has keys of its own
+    monkeypatch.setattr(ladder, "OPTIONS", ())  # the ground has keys of its own
     words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
     assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
     said = capsys.readouterr().out

@@ -43,11 +43,11 @@ def test_a_ring_is_chosen_where_a_gather_does_not_fit(file: str) -> None:
     gather, ring = (_peak(load_config(file, [EXCHANGE + kind])) for kind in ("gather", "ring"))
     assert ring < gather
     for usable, expected in ((None, "gather"), (gather, "gather"), (gather - 1, "ring")):
-        chosen = choose_exchange(config, 8, usable, on_cpu=False)
-        assert chosen.config.parallel.sequence_2D.exchange == expected
-        assert chosen.why.startswith(f"{expected} (auto)")
+        chosen, why = choose_exchange(config, 8, usable, on_cpu=False)
+        assert chosen.parallel.sequence_2D.exchange == expected
+        assert why.startswith(f"{expected} (auto)")
     asked = load_config(file, [f"{EXCHANGE}gather"])
-    assert choose_exchange(asked, 8, 1, on_cpu=False).config == asked
+    assert choose_exchange(asked, 8, 1, on_cpu=False)[0] == asked
     alone = load_config(file, ["--parallel.sequence_2D.enable=false"])
     assert choose_exchange(alone, 8, 1, on_cpu=False) == (alone, "")
 

@@ -71,7 +71,7 @@ def test_memory_by_part(files: tuple[str, Path], longest: bool) -> None:
     assert page.tags["svg"] == (2 if longest else 1)
     assert "1,024 tokens fit: " in page.text
     assert bars["as it is, 1,024 tokens: weights"] > 0
-    assert any("again" in bar for bar in bars) is longest
+    assert any("recompute" in bar for bar in bars) is longest
 
 
 def test_a_plan_that_the_host_has_no_memory_for(files: tuple[str, Path]) -> None:
