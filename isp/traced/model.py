@@ -361,9 +361,10 @@ class TracedModel:
     def _chunk(
         self, layers: LayerFactory, stages: tuple[Stage, ...], attention: LocalAttention | None
     ) -> TracedChunk:
-        model = self.model if self._in_place else copy.deepcopy(self.model)
-        if layers.device.type == "meta":
-            model = copy.deepcopy(self._shape)
+        if layers.device.type == "meta":  # shards take the place of the parameters, without copies
+            model = copy.deepcopy(self._shape, {id(p): p for p in self._shape.parameters()})
+        else:
+            model = self.model if self._in_place else copy.deepcopy(self.model)
 
         def local(
             scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
