@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest, sync_folder
+from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
 
 __all__ = ["CheckpointFolder", "checkpoints_at", "describe_contents", "folder_lock"]
 
@@ -110,7 +110,8 @@ class CheckpointFolder:
         """
         if not keep:
             return
-        sound = [step for step in self.steps() if step != newest and self._looks_sound(step)]
+        others = [step for step in self.steps() if step != newest]
+        sound = [step for step in others if not fault_of(self.published(step))]
         kept = {newest, *sound[: keep - 1]}
         for step in self.steps():
             if step not in kept and step < max(kept):
@@ -121,13 +122,6 @@ class CheckpointFolder:
         doomed = self.published(step).with_suffix(".deleted")
         self.published(step).rename(doomed)
         shutil.rmtree(doomed)
-
-    def _looks_sound(self, step: int) -> bool:
-        try:
-            Manifest.sound(self.published(step))
-        except Damaged:
-            return False
-        return True
 
     def _subfolders(self) -> list[Path]:
         if not self.path.is_dir():

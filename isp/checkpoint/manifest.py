@@ -12,8 +12,10 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from hashlib import file_digest
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +29,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "SavedTopology",
+    "fault_of",
     "open_regular",
     "sync_folder",
 ]
@@ -35,7 +38,6 @@ MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**28
 """A file of 200 bytes for each of a million ranks."""
 _FORMAT = 1
-_READ_BYTES = 2**20
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -168,11 +170,20 @@ class Manifest(BaseModel):
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes != record.num_bytes:
                     raise Damaged(f"{name} has {num_bytes} bytes instead of {record.num_bytes}")
-                if contents and _sha256(file) != record.sha256:
+                if contents and file_digest(file, "sha256").hexdigest() != record.sha256:
                     raise Damaged(f"{name} has a wrong checksum")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def fault_of(folder: Path, *, contents: bool = False) -> str:
+    """What is wrong with a checkpoint, by `Manifest.sound`; empty if nothing is."""
+    try:
+        Manifest.sound(folder, contents=contents)
+    except Damaged as fault:
+        return f"damaged: {fault}"
+    return ""
+
+
+def open_regular(path: Path) -> BufferedReader:
     """The file at `path`, to be read. Raises Damaged if there is none, or no regular file."""
     try:
         # Without waiting for who writes to a pipe, and not through a link.
@@ -186,14 +197,6 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         raise Damaged(f"{path.name} is not a regular file")
     return file
-
-
-def _sha256(file: BinaryIO) -> str:
-    """The checksum of what is left of an open file."""
-    digest = hashlib.sha256()
-    while block := file.read(_READ_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

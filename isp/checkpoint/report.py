@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from isp.checkpoint.folder import checkpoints_at
-from isp.checkpoint.manifest import Damaged, Manifest
+from isp.checkpoint.manifest import Damaged, Manifest, fault_of
 from isp.checkpoint.state import MASTER, MODEL, model_key, optimizer_key, state_kinds
 from isp.checkpoint.storage import read_metadata
 
@@ -40,29 +40,20 @@ def verify(path: Path | str) -> Verification:
 
     `path` as for `inspect`. Raises ValueError if there is no checkpoint.
     """
-    faults = {folder: _fault(folder, contents=True) for folder in checkpoints_at(Path(path))}
+    faults = {folder: fault_of(folder, contents=True) for folder in checkpoints_at(Path(path))}
     lines = [f"{folder}: {fault or 'good'}" for folder, fault in faults.items()]
     return Verification(not any(faults.values()), "\n".join(lines))
 
 
-def _fault(folder: Path, *, contents: bool) -> str:
-    """The fault of a checkpoint; empty if there is none."""
-    try:
-        Manifest.sound(folder, contents=contents)
-    except Damaged as fault:
-        return f"damaged: {fault}"
-    return ""
-
-
 def _summary(folder: Path) -> str:
-    if fault := _fault(folder, contents=False):
+    if fault := fault_of(folder):
         return f"{folder.name}  {fault}"
     manifest = Manifest.read(folder)
     return f"{folder.name}  {_when(manifest)}  {_size(manifest)}  {_layout(manifest)}"
 
 
 def _details(folder: Path) -> str:
-    if fault := _fault(folder, contents=False):
+    if fault := fault_of(folder):
         return f"{folder}\n{fault}"
     manifest = Manifest.read(folder)
     try:

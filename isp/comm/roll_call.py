@@ -91,7 +91,7 @@ class RollCall:
         for channel in self._channels:
             launched |= channel.progress()
         store.set(str(self._rank), _Entry(collective, launched).to_json())
-        if not _is_timeout(error):
+        if "timed out" not in str(error).lower():
             return store.get("verdict").decode() if store.check(["verdict"]) else ""
         entries: dict[int, _Entry] = {}
         end = time.monotonic() + self._grace_seconds
@@ -155,7 +155,3 @@ def _communication_error(error: BaseException | None) -> CollectiveError | None:
     while error is not None and not isinstance(error, CollectiveError):
         error = error.__cause__
     return error
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower()

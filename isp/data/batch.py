@@ -109,16 +109,11 @@ def held_out_micro_batches(
     count = min(dataset.samples_per_epoch, max_samples)
     for first in range(0, count, micro_bsz * data_size):
         rows = range(first + data_rank * micro_bsz, first + (data_rank + 1) * micro_bsz)
-        samples = [
-            dataset.sample(row) if row < count else _without_labels(dataset.sample(0))
-            for row in rows
-        ]
+        samples = [dataset.sample(row if row < count else 0) for row in rows]
+        for row, sample in zip(rows, samples, strict=True):
+            if row >= count:
+                sample.labels.fill(IGNORE_INDEX)
         yield MicroBatch.from_samples(samples, pack=dataset.pack)
-
-
-def _without_labels(sample: Sample) -> Sample:
-    """A sample that adds nothing to the loss."""
-    return sample._replace(labels=np.full_like(sample.labels, IGNORE_INDEX))
 
 
 class Prefetcher(Generic[T]):

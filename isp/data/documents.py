@@ -105,8 +105,8 @@ def _files_of_item(item: str, key: str) -> list[Path]:
     if path.exists():
         if not path.is_file():
             raise ValueError(
-                f"{key}={item} is {_kind(path)}, whose text can be read only once and is read"
-                " several times: write it to a file, and name that"
+                f"{key}={item} is a pipe, a socket or a device, whose text can be read only"
+                " once and is read several times: write it to a file, and name that"
             )
         if path.stat().st_size == 0:
             raise ValueError(f"{key}={item} is an empty file: fill it or leave it out")
@@ -122,12 +122,6 @@ def _files_of_item(item: str, key: str) -> list[Path]:
         f"{key}={item} does not exist (seen from {os.getcwd()}): give a file, a folder, a glob, "
         f"the prefix of a .bin/.idx pair, or {PYTHON_STDLIB}"
     )
-
-
-def _kind(path: Path) -> str:
-    """What `path` is, if neither a file nor a folder."""
-    kinds = {"a pipe": path.is_fifo(), "a socket": path.is_socket()}
-    return next((kind for kind, applies in kinds.items() if applies), "a device")
 
 
 def _check_formats(files: list[Path], key: str, item: str) -> None:

@@ -282,13 +282,9 @@ def _aligned(
 
 def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
     ids = record.get(name)
-    if not _is_list_of(int, ids) or not ids:
+    if not isinstance(ids, list) or not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{where} has no {name!r} that is a list of whole numbers")
     try:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{where}: {name!r} holds a number beyond 64 bits") from None
-
-
-def _is_list_of(kind: type, values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is kind for value in values)

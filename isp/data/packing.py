@@ -100,7 +100,9 @@ class ExampleDataset:
                 f" data.excess_length_strategy=truncate or drop, or a larger data.seq_len"
             )
         dropped = excess & (excess_length is ExcessLength.DROP)
-        trained = np.array(list(map(self._count_trained, range(len(excess)))), dtype=np.int64)
+        ends = enumerate(self._lengths.tolist())
+        labels = (self._store.labels.read(document, 0, end) for document, end in ends)
+        trained = np.array([count_trained(of_one) for of_one in labels], dtype=np.int64)
         usable = np.flatnonzero(~dropped & (trained > 0))
         check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
         done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
@@ -110,9 +112,6 @@ class ExampleDataset:
             f" longer than data.seq_len={self.seq_len} {done},"
             f" {int((~dropped & (trained == 0)).sum()):,} without a trained token dropped"
         )
-
-    def _count_trained(self, document: int) -> int:
-        return count_trained(self._store.labels.read(document, 0, int(self._lengths[document])))
 
 
 def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:

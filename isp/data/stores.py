@@ -77,7 +77,9 @@ class EndedStore:
         self._eos_id = eos_id
         documents = np.flatnonzero(store.lengths)
         probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]
-        lacking = np.array([self._lacks_eos(document) for document in probes.tolist()], dtype=bool)
+        ends = zip(probes.tolist(), store.lengths[probes].tolist(), strict=True)
+        last = [store.read(document, end - 1, end)[0] for document, end in ends]
+        lacking = np.array(last, dtype=np.int64) != eos_id
         if len(probes) < len(documents) and len(set(lacking.tolist())) == 2:
             logger.warning(
                 "%s: %d of %d documents looked at end with token %d, the tokenizer's end of"
@@ -95,10 +97,6 @@ class EndedStore:
 
     def where(self, document: int) -> str:
         return self._store.where(document)
-
-    def _lacks_eos(self, document: int) -> bool:
-        length = int(self._store.lengths[document])
-        return int(self._store.read(document, length - 1, length)[0]) != self._eos_id
 
 
 class ConcatStore:

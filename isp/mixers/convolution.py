@@ -116,15 +116,15 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) ->
     return out.transpose(1, 2).to(x.dtype)
 
 
-class _Layout(NamedTuple):
+class _InputLayout(NamedTuple):
     rows: Tensor
     """Of [1 + L], a zero and what has arrived, the row at each place of the convolution's input."""
     kept: Tensor
     """The places of its result that are this rank's tokens; the first `reach` have none."""
 
 
-def _layout(placement: Placement, reach: int, device: torch.device) -> _Layout:
-    found: dict[tuple[int, torch.device], _Layout] = placement.layouts
+def _layout(placement: Placement, reach: int, device: torch.device) -> _InputLayout:
+    found: dict[tuple[int, torch.device], _InputLayout] = placement.layouts
     if (reach, device) not in found:
         mask = placement.halo(reach).mask
         tokens = np.array(mask.lengths, np.int64)
@@ -137,7 +137,7 @@ def _layout(placement: Placement, reach: int, device: torch.device) -> _Layout:
         first = np.cumsum(seen) - seen
         rows = np.where(inside < 0, 0, 1 + first[of] + inside)
         kept = np.flatnonzero(place - start[of] >= reach) - reach
-        found[reach, device] = _Layout(
+        found[reach, device] = _InputLayout(
             *(host_memory.send(torch.from_numpy(x.astype(np.int32)), device) for x in (rows, kept))
         )
     return found[reach, device]
