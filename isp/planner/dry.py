@@ -366,6 +366,9 @@ _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 """Those of a language model: with a few taps a channel they pass over memory."""
 
 
+_FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+
 class Products(TorchDispatchMode):
     """Notes the products of matrices, convolutions, and memory that is made."""
 
@@ -383,7 +386,7 @@ class Products(TorchDispatchMode):
             if func.overloadpacket in _CONVOLUTIONS:
                 tensors = (x for x in tree_iter((args, out)) if isinstance(x, Tensor))
                 self._recorder.note(Compute(Work.MEMORY, sum(x.nbytes for x in tensors)))
-            elif (count := flop_registry.get(func.overloadpacket)) is not None:
+            elif (count := _FLOPS.get(func.overloadpacket)) is not None:
                 self._recorder.note(Compute(Work.PRODUCT, count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

@@ -113,7 +113,9 @@ class TracedChunk:
         self._loss: HeadLoss | None = None
         """Those of the head, if there is one."""
         if trace.head is not None:
-            head, behind = self._holders[trace.head], self._behind_head
+            head, behind = self._holders[trace.head], None
+            if trace.changes_logits:  # else to go through the model's code would be in vain
+                behind = self._behind_head
             assert isinstance(head, SwappedLinear)
             self._loss = layers.head_loss(
                 head, trace.vocab_size, chunk_tokens=loss_chunk_tokens, behind=behind
@@ -202,6 +204,8 @@ class TracedChunk:
         """The sum of the tokens' cross-entropies: what a forward gave, [B, S'] -> []."""
         if self._loss is None:
             return self._whole_losses(output, labels).sum()
+        log = self._layers.tensor.log
+        log.enter(log.phase, self._loss.head.name)
         return self._loss.total(output, labels, expected)
 
     def losses(self, output: Tensor, labels: Tensor) -> Tensor:
