@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from isp.config import JobConfig
     from isp.train.check import Check, Verdict
     from isp.train.check_layouts import Layout
+    from isp.train.check_model import CheckKeys
     from isp.train.check_reference import Subject
 
 from isp.cli.options import Run
@@ -33,7 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.epilog = (
         "The model is shrunk to a small one of the same structure, with random weights, and trains"
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
-        " FOLDER is one of Hugging Face, of which config.json is read."
+        " FOLDER is one of Hugging Face, of which config.json is read. Overrides as of `isp train`"
+        " hold in every layout: --model.checkpoint and those below it, model.mlp_tile_tokens and"
+        " model.loss_chunk_tokens (both shrunk with the model), parallel.weight, optimizer."
     )
     return _run
 
@@ -64,34 +68,43 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     """The check that was asked for; every error before any process starts."""
     import torch
 
-    from isp.config import ConfigError, load_config
-    from isp.parallel import ParallelConfig
-    from isp.settings import OptimizerConfig, TrainingConfig
+    from isp.config import load_config
+    from isp.settings import TrainingConfig
     from isp.train.check import Check
     from isp.train.check_layouts import layouts_of, most_stages
-    from isp.train.check_subjects import HuggingFaceSubject, decoder_subject, read_folder
+    from isp.train.check_model import keys_from
+    from isp.train.check_subjects import (
+        HuggingFaceSubject,
+        decoder_subject,
+        num_blocks,
+        read_folder,
+    )
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)
-    path, stages = Path(args.config), most_stages(args.layouts)
-    parallel, optimizer, training = ParallelConfig(), OptimizerConfig(), TrainingConfig()
+    path, training = Path(args.config), TrainingConfig()
+    folder: Path | None = path
+    keys: CheckKeys | JobConfig
     if path.is_dir():
-        if args.overrides:
-            raise ConfigError(f"{args.overrides[0]} changes a configuration, and {path} is none")
-        subject: Subject = HuggingFaceSubject(read_folder(path), stages)
+        keys = keys_from(args.overrides, str(path))
     else:
-        config = load_config(path, args.overrides)
-        parallel, optimizer, training = config.parallel, config.optimizer, config.training
-        folder = config.model.hf
-        subject = (
-            decoder_subject(config.model, stages)
-            if folder is None
-            else HuggingFaceSubject(read_folder(Path(folder)), stages)
-        )
-    layouts, left_out = layouts_of(args.layouts, subject, parallel)
+        keys = load_config(path, args.overrides)
+        training = keys.training
+        folder = None if keys.model.hf is None else Path(keys.model.hf)
+    blocks = num_blocks(most_stages(args.layouts), keys.model)
+    subject: Subject = (
+        decoder_subject(keys.model, blocks)
+        if folder is None
+        else HuggingFaceSubject(read_folder(folder), blocks, keys.model)
+    )
+    layouts, left_out = layouts_of(args.layouts, subject, keys.parallel)
     for reason in left_out:
         print(reason)
     check = Check(
-        subject, layouts, parallel=parallel, optimizer=optimizer, max_norm=training.max_norm
+        subject,
+        layouts,
+        parallel=keys.parallel,
+        optimizer=keys.optimizer,
+        max_norm=training.max_norm,
     )
     return check, layouts

@@ -47,7 +47,6 @@ from isp.planner.dry import (
     DryProducts,
     DryWeights,
     Products,
-    fuse_norms,
 )
 from isp.planner.made import Made
 from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
@@ -186,7 +185,7 @@ def _rehearsed(
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
-    layers = (DryLayers if on_cpu else CudaLayers)(
+    layers = (CudaLayers if not on_cpu or model.compile is True else DryLayers)(
         recorder=recorder,
         mode=mode,
         tensor=tensor,
@@ -201,8 +200,6 @@ def _rehearsed(
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
-    if isinstance(whole, TracedChunk) and not on_cpu:
-        fuse_norms(whole.model)
     blocks = whole.weight_blocks()
     parameters = list(by_whole(whole.shards()))
     (declared,) = as_chunks((blocks,))

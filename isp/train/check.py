@@ -68,7 +68,7 @@ class CheckCase(NamedTuple):
     packed: bool
     """Rows of several documents, joined, in up to two micro-batches; else rows apart in one."""
     recomputed: bool
-    """All blocks; else none."""
+    """All blocks, or as many as a run asks for; else none."""
 
     def __str__(self) -> str:
         return (
@@ -155,7 +155,7 @@ class Check:
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
         width = math.lcm(*(layout.tensor for layout in layouts))
         self.row_tokens = -(-TOKENS // width) * width
-        model = subject.language_model(0.0)
+        model = subject.language_model(float(any(case.recomputed for case in self.cases)))
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
         self.references = {

@@ -57,7 +57,7 @@ class Layout:
                 base.sequence_2D,
                 enable=self.context > 1,
                 head_size=None,
-                context_size=self.context,
+                context_size=self.context if self.context > 1 else None,
             ),
             sequence_scan=base.sequence_scan,
             pipeline=self.pipeline,
@@ -67,7 +67,7 @@ class Layout:
 def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
     """Why the model cannot be split so; empty if it can."""
     try:
-        subject.language_model(0.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
+        subject.language_model(1.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
     except ValueError as error:
         return str(error)
     return ""
@@ -78,21 +78,22 @@ def layouts_of(
 ) -> tuple[list[Layout], list[str]]:
     """The layouts that `names` lists; with `all` what the model can be split in, else why not.
 
-    Raises ConfigError for a word that is no layout.
+    Raises ConfigError for a word that is no layout, and if the model can be split in none.
     """
     if names != "all":
         found = [_layout(name.strip(), names) for name in names.split(",")]
         return list(dict.fromkeys(found)), []
-    found = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
-    found += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
-    left_out: dict[str, list[str]] = {}
-    for mode in (mode for mode in Mode if not mode.facts.gathers_weights):
-        for layout in (Layout(tensor, 1, mode) for tensor in _SIZES[1:]):
-            if fault := fault_of(subject, layout, parallel):
-                left_out.setdefault(fault, []).append(str(layout))
-            else:
-                found.append(layout)
-    return found, [f"without {', '.join(of)}: {fault}" for fault, of in left_out.items()]
+    every = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
+    every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
+    others = (mode for mode in Mode if not mode.facts.gathers_weights)
+    every += [Layout(tensor, 1, mode) for mode in others for tensor in _SIZES[1:]]
+    by_fault: dict[str, list[Layout]] = {}
+    for layout in every:
+        by_fault.setdefault(fault_of(subject, layout, parallel), []).append(layout)
+    found = by_fault.pop("", [])
+    if not found:
+        raise ConfigError(next(iter(by_fault)))
+    return found, [f"without {', '.join(map(str, of))}: {why}" for why, of in by_fault.items()]
 
 
 def most_stages(names: str) -> int:

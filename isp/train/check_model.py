@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from isp.config import ConfigError, sections_from
 from isp.parallel import ParallelConfig
+from isp.settings import OptimizerConfig
+from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.check import Check, Verdict
-from isp.train.check_layouts import TOKENS, layouts_of, most_stages
+from isp.train.check_layouts import TOKENS, Layout, layouts_of, most_stages
 from isp.train.check_reference import Subject
-from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
+from isp.train.check_subjects import HuggingFaceSubject, OwnSubject, num_blocks
 from isp.train.check_table import HEAD, heading, line, summary
+from model.config import ModelConfig
 
-__all__ = ["CheckResult", "check"]
+__all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
+
+
+@section("")
+class CheckKeys:
+    """The keys of a run that a check of a model without a configuration takes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """How it is computed."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How it is split, but for the sizes."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update."""
+
+
+_DEFAULT = ModelConfig()
+
+_UNREAD = {
+    **defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE),
+    "attention_backend": _DEFAULT.attention_backend,
+}
+"""Keys of `model` that a check decides by itself."""
+
+
+def keys_from(overrides: Sequence[str], given: str) -> CheckKeys:
+    """The keys that `overrides` of a command line change, for the model `given`, in words.
+
+    Raises ConfigError for keys that a check of it has no use for.
+    """
+    keys = sections_from(CheckKeys, overrides, {})
+    for key, default in _UNREAD.items():
+        if getattr(keys.model, key) != default:
+            raise ConfigError(
+                f"model.{key} is decided by the check, which computes a small model on the CPU:"
+                f" leave it out"
+            )
+    if Layout(1, 1).of(keys.parallel) != keys.parallel:
+        raise ConfigError(
+            "sizes and modes of parallel are layouts, of which several are checked:"
+            " give them by --layouts, such as --layouts 2x4,mtp2"
+        )
+    keys.model.check_beside(given)
+    return keys
 
 
 class CheckResult(NamedTuple):
@@ -36,12 +84,13 @@ class CheckResult(NamedTuple):
         return str(self)
 
 
-def check(model: nn.Module, layouts: str = "all") -> CheckResult:
+def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ()) -> CheckResult:
     """Compare layouts with the model alone, in float64 on CPU ranks of this machine.
 
     Each layout trains one step, packed or not, recomputed or not. The loss, every gradient, the
     updated weights and the number of gathers are compared; the model itself stays as it is.
-    `layouts` as of `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2".
+    `layouts` as of `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2". `overrides` are
+    those of `isp train`, such as ["--model.checkpoint=1", "--model.checkpoint_offload"].
 
     A module of one's own is run as it is given, with its weights and without dropout, on sequences
     of 48 tokens or a few more: give one with few and small layers. Of a model of transformers a
@@ -61,7 +110,7 @@ def check(model: nn.Module, layouts: str = "all") -> CheckResult:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            result = _check(model, layouts)
+            result = _check(model, layouts, overrides)
     finally:
         torch.set_num_threads(threads)
     if not result.agrees:
@@ -69,11 +118,13 @@ def check(model: nn.Module, layouts: str = "all") -> CheckResult:
     return result
 
 
-def _check(model: nn.Module, layouts: str) -> CheckResult:
-    subject: Subject = _subject_of(model, most_stages(layouts))
-    chosen, _ = layouts_of(layouts, subject, parallel := ParallelConfig())
+def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckResult:
+    keys = keys_from(overrides, f"the {type(model).__name__} that isp.check is given")
+    blocks = num_blocks(most_stages(layouts), keys.model)
+    subject: Subject = _subject_of(model, blocks, keys.model)
+    chosen, _ = layouts_of(layouts, subject, keys.parallel)
     try:
-        comparison = Check(subject, chosen, parallel=parallel)
+        comparison = Check(subject, chosen, parallel=keys.parallel, optimizer=keys.optimizer)
     except (IndexError, RuntimeError) as error:  # of the model alone
         raise ValueError(
             f"{subject.name} alone fails on sequences of {TOKENS} tokens: {error}"
@@ -81,14 +132,16 @@ def _check(model: nn.Module, layouts: str) -> CheckResult:
     return CheckResult(heading(comparison), tuple(comparison.run(layout) for layout in chosen))
 
 
-def _subject_of(model: nn.Module, layers: int = 2) -> OwnSubject | HuggingFaceSubject:
+def _subject_of(
+    model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT
+) -> OwnSubject | HuggingFaceSubject:
     if hasattr(model, "peft_config"):
         raise ValueError("isp.check makes a small model without adapters: give it the base model")
     if hasattr(model, "set_attn_implementation"):
         whole: Any = model
-        small = HuggingFaceSubject(whole.config, layers)
+        small = HuggingFaceSubject(whole.config, layers, how)
         if isinstance(small.model, type(model)):
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("isp.check runs a module with its weights: make it on the CPU")
-    return OwnSubject(model)
+    return OwnSubject(model, how)

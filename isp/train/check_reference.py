@@ -55,7 +55,9 @@ class Subject(Protocol):
         """A copy, with the weights to begin from."""
 
     def language_model(self, checkpoint: float) -> LanguageModel:
-        """A copy to be built for a layout, of whose blocks this fraction is recomputed."""
+        """A copy to be built for a layout: 0: no block is recomputed; 1: those that a run asks for,
+        or all.
+        """
 
 
 class GlobalBatch(NamedTuple):

@@ -25,42 +25,69 @@ from model import plain
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["DecoderSubject", "HuggingFaceSubject", "OwnSubject", "decoder_subject", "read_folder"]
+__all__ = [
+    "DecoderSubject",
+    "HuggingFaceSubject",
+    "OwnSubject",
+    "decoder_subject",
+    "num_blocks",
+    "read_folder",
+]
+
+
+_TILE_TOKENS, _LOSS_CHUNK_TOKENS, _SEGMENT = 5, 7, 2
+"""At most, of a small model: with more, it would have one tile, chunk or segment."""
+
+_DEFAULT = ModelConfig()
+
+
+def num_blocks(stages: int, how: ModelConfig) -> int:
+    """Blocks of a small model of so many stages: of two segments each, where `how` has those."""
+    return stages * (_SEGMENT + 1 if how.checkpoint_segment else 1)
 
 
 class _TracedSubject:
-    """A small model that is not isp's."""
+    """A small model, computed as the keys `how` say; their sizes are not read."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
+    def __init__(self, name: str, model: nn.Module, how: ModelConfig) -> None:
         self.name = name
         self.model = model
-        self._traced = TracedModel(model)
+        self._recomputation = how.recomputation._replace(
+            mlp_tile_tokens=min(how.mlp_tile_tokens, _TILE_TOKENS),
+            segment=min(how.checkpoint_segment, _SEGMENT),
+        )
+        chunk = min(how.loss_chunk_tokens, _LOSS_CHUNK_TOKENS)
+        self._traced = TracedModel(model, recomputation=how.recomputation, loss_chunk_tokens=chunk)
         self.vocab_size = min(self._traced.vocab_rows, self._traced.trace.vocab_size)
 
     def plain(self) -> _Plain:
         return _Plain(copy.deepcopy(self.model), self._traced.host)
 
     def language_model(self, checkpoint: float) -> TracedModel:
-        traced = copy.copy(self._traced)  # to trace takes as long as a step
-        traced.model = copy.deepcopy(self.model)
-        traced.recomputation = Recomputation(checkpoint)
-        return traced
+        wanted = self._recomputation
+        part = checkpoint * (wanted.checkpoint or 1.0)
+        if not part:
+            tile, between = wanted.mlp_tile_tokens, wanted.between_linears
+            wanted = Recomputation(mlp_tile_tokens=tile, between_linears=between)
+        recomputation = wanted._replace(checkpoint=part)
+        # to trace takes as long as a step
+        return self._traced.computed(model=copy.deepcopy(self.model), recomputation=recomputation)
 
 
 class HuggingFaceSubject(_TracedSubject):
     """A small model of the same structure as a large one of transformers."""
 
-    def __init__(self, config: Any, layers: int = 2) -> None:
+    def __init__(self, config: Any, layers: int = 2, how: ModelConfig = _DEFAULT) -> None:
         """With so many layers at least, if the large one has them."""
-        super().__init__(config.model_type, tiny_model(config, layers))
+        super().__init__(config.model_type, tiny_model(config, layers), how)
 
 
 class OwnSubject(_TracedSubject):
     """A copy of a module of one's own as it is, in float64 on the CPU, without dropout."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, how: ModelConfig = _DEFAULT) -> None:
         copied = copy.deepcopy(model).to("cpu").eval()
-        super().__init__(type(model).__name__, kept_in_float64(copied))
+        super().__init__(type(model).__name__, kept_in_float64(copied), how)
 
 
 class _Plain:
@@ -93,7 +120,7 @@ def decoder_subject(config: ModelConfig, layers: int = 2) -> DecoderSubject | Ow
         for parameter in decoder.parameters():
             if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return OwnSubject(decoder)
+    return OwnSubject(decoder, config)
 
 
 class DecoderSubject:

@@ -21,11 +21,13 @@ from isp.cli import main
 from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
+from isp.settings.recomputation import Recomputation
 from isp.traced import forward_pass
+from isp.traced.tiles import TiledModule
 from isp.traced.tiny import tiny_config
 from isp.train.check import Check
-from isp.train.check_layouts import Layout
-from isp.train.check_model import _subject_of
+from isp.train.check_layouts import Layout, layouts_of
+from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.weights.plan import PlanCursor
 from tests.traced.own import Own
@@ -196,12 +198,56 @@ def test_a_rank_that_fails_fails_its_layout(
     assert "RuntimeError: out of luck" in said
 
 
+_KEYS = ["--model.checkpoint=1", "--model.checkpoint_offload", "--model.checkpoint_segment=4"]
+_KEYS += ["--model.mlp_tile_tokens=64", "--model.loss_chunk_tokens=64"]
+_DISTRIBUTED = ["--model.checkpoint=1", "--model.checkpoint_distribute_activations"]
+
+
+def test_a_model_is_computed_as_a_run_asks() -> None:
+    """Catches a key that a check loses, and tiles that a small model has but one of."""
+    how = keys_from([*_KEYS, "--model.checkpoint=0.5"], "it").model
+    subject = HuggingFaceSubject(transformers.AutoConfig.for_model("llama"), how=how)
+    made = subject.language_model(1.0)
+    assert made.loss_chunk_tokens == 7
+    kept = {"offload": True, "segment": 2}
+    assert made.recomputation == Recomputation(checkpoint=0.5, mlp_tile_tokens=5, **kept)
+    assert subject.language_model(0.0).recomputation == Recomputation(mlp_tile_tokens=5)
+
+
+def test_the_keys_of_a_run_hold_in_a_pipeline(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches keys that a pipeline does not take, a check that passes whatever they do."""
+    words = ["check", folder, "--layouts", "2x1 ZBVZeroBubble 2x2", *_KEYS]
+    assert main(words) == 0
+    every = TiledModule.tiles
+    monkeypatch.setattr(TiledModule, "tiles", lambda *of: [*every(*of)][:1])
+    assert main(["check", folder, "--layouts", "1x1", *_KEYS]) == 1
+    assert "in 4 of 4 cases" in capsys.readouterr().out
+
+
+def test_layouts_that_cannot_be_are_left_out() -> None:
+    """Catches `all` that stops at a layout in which a key means nothing."""
+    keys = keys_from(_DISTRIBUTED, "it")
+    subject = HuggingFaceSubject(transformers.AutoConfig.for_model("gemma3_text"), 2, keys.model)
+    found, left_out = layouts_of("all", subject, keys.parallel)
+    assert [str(layout) for layout in found] == ["mtp 2"]
+    assert any("is for mtp mode" in reason for reason in left_out)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["nowhere.yaml"], "nowhere.yaml"),
         (["{folder}", "--layouts", "2by4"], "'2by4' is no layout"),
-        (["{folder}", "--optimizer.lr", "1"], "--optimizer.lr changes a configuration"),
+        (["{folder}", "--data.seq_len", "8"], "data: no such key"),
+        (["{folder}", "--model.num_layers", "3"], "model.num_layers is decided by the check"),
+        (["{folder}", "--parallel.tensor.size", "2"], "give them by --layouts"),
+        (["{folder}", "--model.checkpoint_offload"], "set model.checkpoint above 0"),
+        (
+            ["{folder}", "--layouts", "2x1", *_DISTRIBUTED],
+            "model.checkpoint_distribute_activations is for mtp mode",
+        ),
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/unknown"], "model_type 'unheard_of'"),
         (["{folder}/own"], "XLNetLMHeadModel attends by code of its own"),
