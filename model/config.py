@@ -110,10 +110,10 @@ class ModelConfig:
     attention_backend: Annotated[AttentionBackend, KeyRole.METHOD] = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
     compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
-    """Compute norms, the residual sum between attention and MLP, rotations and SwiGLU by a kernel
-    each that torch.compile makes at the start, and rounds less; auto: on CUDA. Of isp's own model
-    alone: others are computed as they are written. It takes part of a millisecond of Python a
-    layer: with few tokens a rank, false may be faster."""
+    """Compute rotations and SwiGLU by a kernel each that torch.compile makes at the start, and
+    rounds less; auto: on CUDA. Of isp's own model alone: others are computed as they are written.
+    It takes part of a millisecond of Python a layer: with few tokens a rank, false may be
+    faster."""
     init_std: Annotated[NotNegative, KeyRole.METHOD] = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
@@ -134,17 +134,15 @@ class ModelConfig:
     compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
     such blocks, about sqrt(n) keeps least."""
     checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
-    """In blocks that are not recomputed: recompute what the norms give to the linears. Saves
-    least in msp mode, whose linears keep what they gather of it. Of another model than isp's own,
-    with checkpoint_mlp_activation: recompute all that lies between linears, attention, convolutions
-    and scans; then linears gather again in msp mode, too."""
+    """In blocks that are not recomputed: recompute all that lies between linears, attention,
+    convolutions and scans; then linears gather again in msp mode, too. Goes with
+    checkpoint_mlp_activation."""
     checkpoint_mlp_activation: Annotated[bool, KeyRole.METHOD] = False
-    """In blocks that are not recomputed: recompute silu(gate) * up from gate and up."""
+    """Goes with checkpoint_norm_outputs."""
     mlp_tile_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 0
-    """Compute norm, MLP and residual for so many tokens of a rank at a time, and again in backward;
-    more than a micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost
-    little. Of another model than isp's own: the modules of a block that have several linears or
-    experts and no attention, without norm and residual."""
+    """Compute the MLP for so many tokens of a rank at a time, and again in backward; more than a
+    micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost little. Of
+    model.hf: the modules of a block that have several linears or experts and no attention."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -211,15 +209,14 @@ class ModelConfig:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What is computed again in backward, of any model.
+        """What is computed again in backward.
 
-        Raises ValueError for keys of isp's own model.
+        Raises ValueError for keys that do not go together.
         """
         if self.checkpoint_norm_outputs != self.checkpoint_mlp_activation:
             raise ValueError(
-                "model.checkpoint_norm_outputs and model.checkpoint_mlp_activation are one for any"
-                " but isp's own model, of which all that lies between its linears is recomputed:"
-                " set both, or none"
+                "model.checkpoint_norm_outputs and model.checkpoint_mlp_activation go together, as"
+                " all that lies between linears is recomputed: set both, or none"
             )
         return Recomputation(
             checkpoint=self.checkpoint,
@@ -316,7 +313,7 @@ class ModelConfig:
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         size, mode = parallel.tensor.size, parallel.tensor.mode
-        facts = mode.facts
+        facts, _ = mode.facts, self.recomputation
         if facts.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
             for key, value in {**split, "intermediate_size": self.intermediate_size}.items():

@@ -199,7 +199,7 @@ def build_stages(
     attention: LocalAttention | None,
 ) -> tuple[Decoder, ...]:
     """The chunks of a rank that has these stages: see `isp.models.protocol.LanguageModel.build`."""
-    compiled = compiles(config.compile, layers.device, layers.everyone)
+    compiled = compiles(config.compile, layers.device)
     layers = replace(layers, compiled=compiled)
     if attention is None:
         attention = make_local_attention(

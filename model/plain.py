@@ -14,6 +14,7 @@ import math
 from torch import Tensor, nn
 
 from isp.attention.call import attention
+from isp.layers.compiled import compiles
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.layers.swiglu import swiglu
 from model.config import ModelConfig
@@ -30,7 +31,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, d, bias = config.hidden_size, config.head_size, config.qkv_bias
-        self.head_size, self.window = d, config.sliding_window
+        self.head_size, self.window, self.compiled = d, config.sliding_window, config.compile
         self.q_proj = nn.Linear(hidden, config.num_heads * d, bias=bias)
         self.k_proj = nn.Linear(hidden, config.kv_heads * d, bias=bias)
         self.v_proj = nn.Linear(hidden, config.kv_heads * d, bias=bias)
@@ -46,7 +47,8 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in (q, k, v))  # [B, S, H or K, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        compiled = compiles(self.compiled, x.device)
+        q, k = (apply_rotary(y, *rotary, compiled=compiled) for y in (q, k))
         heads = attention(q, k, v, window=self.window)  # [B, S, H, d]
         y: Tensor = self.o_proj(heads.flatten(-2))
         return y
@@ -57,14 +59,15 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner, self.compiled = config.hidden_size, config.intermediate_size, config.compile
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
-        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        y: Tensor = self.down_proj(swiglu(gate, up, compiled=compiles(self.compiled, x.device)))
         return y
 
 

@@ -378,7 +378,7 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
         assert main(["prefetch", job, key, point, *SMALL_MODEL]) == 0
         plans.append(capsys.readouterr().out)
     assert "start" in plans[0]
-    assert "all of layers.1" in plans[0]
+    assert "all of model.layers.1" in plans[0]
     assert plans[0] != plans[1]
 
 
@@ -403,7 +403,7 @@ def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
     assert main(["checkpoint", "inspect", str(latest)]) == 0
     assert "step_1" in capsys.readouterr().out
     assert main(["checkpoint", "inspect", str(latest / "checkpoint/step_1")]) == 0
-    assert "head.weight" in capsys.readouterr().out
+    assert "lm_head.weight" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(latest)]) == 0
     assert "good" in capsys.readouterr().out
     shard = max((latest / "checkpoint/step_1").iterdir(), key=lambda file: file.stat().st_size)

@@ -232,11 +232,6 @@ class JobConfig:
         if not model.mlp_tile_tokens:
             return []
         found = []
-        if model.checkpoint_mlp_activation and model.hf is None:
-            found.append(
-                "model.checkpoint_mlp_activation is not used with model.mlp_tile_tokens, whose"
-                " tiles are computed again as a whole"
-            )
         tokens = self.data.seq_len * self.data.micro_bsz
         tokens //= tensor.size if tensor.mode.facts.splits_sequence else 1
         if model.mlp_tile_tokens >= tokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ _HOW = "recomputation", "attention_backend", "loss_chunk_tokens"
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
-    """The section itself, or for a folder its traced model, to be computed in `dtype`.
+    """The traced model of the section, or of its folder, to be computed in `dtype`.
 
     One that does not train may have dropout.
 
@@ -29,10 +28,8 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     packages that read it.
     """
     if model.hf is None:
-        if os.environ.get("ISP_PLAIN") != "1":  # until the plain decoder takes the other's place
-            return model
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
-        own = replace(model, **{**plain, "init_std": model.init_std})
+        own = replace(model, **{**plain, "init_std": model.init_std, "compile": model.compile})
         return _decoder(own).computed(**_how(model))
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.traced.pretrained import folder_model

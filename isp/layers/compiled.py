@@ -17,9 +17,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.comm.tag import Tag
-
 __all__ = ["CompileWhen", "compiles", "lazily_compiled", "widened"]
 
 logger = logging.getLogger(__name__)
@@ -59,29 +56,28 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def compiles(when: CompileWhen, device: torch.device, everyone: Channel) -> bool:
-    """Whether the layers on `device` are to be compiled: the same on `everyone`, all ranks.
+@cache
+def compiles(when: CompileWhen, device: torch.device) -> bool:
+    """Whether what is computed on `device` is to be compiled.
 
-    Where a compiler is missing on any, `auto` says so once and computes as written; for True that
-    is a ValueError.
+    Where a compiler is missing, `auto` says so once and computes as written; for True that is a
+    ValueError.
     """
     if when is False or device.type == "meta" or (when == "auto" and device.type != "cuda"):
         return False
     fault = _fault_on(device)
-    failed = torch.tensor(bool(fault), dtype=torch.int32)
-    if not everyone.all_reduce(failed, op="max", tag=Tag(tensor="compilers")).wait():
+    if not fault:
         return True
-    where = f"here ({fault})" if fault else "on another rank"
     compiler = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
     if when is True:
         raise ValueError(
-            f"model.compile=true: torch.compile does not work {where}: install {compiler},"
-            f" or use model.compile=false"
+            f"model.compile=true: torch.compile does not work here ({fault}): install"
+            f" {compiler}, or use model.compile=false"
         )
     logger.warning(
-        "norms, rotations and activations are not compiled, as torch.compile does not work %s:"
+        "rotations and activations are not compiled, as torch.compile does not work here (%s):"
         " install %s, or set model.compile=false",
-        where,
+        fault,
         compiler,
     )
     return False

@@ -17,27 +17,33 @@ from isp.layers.compiled import lazily_compiled, widened
 __all__ = ["silu_and_multiply", "swiglu"]
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, each [.., F], of which nothing else is kept for backward."""
-    if not torch.is_grad_enabled():
+def swiglu(gate: Tensor, up: Tensor, *, compiled: bool = False) -> Tensor:
+    """silu(gate) * up, each [.., F], of which nothing else is kept for backward.
+
+    `compiled`: one kernel each, [Note: Compiled] in `isp.layers.compiled`.
+    """
+    if not (compiled or torch.is_grad_enabled()):
         return F.silu(gate).mul_(up)
-    out: Tensor = _SwiGLU.apply(gate, up)
+    out: Tensor = _SwiGLU.apply(gate, up, compiled)
     return out
 
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.compiled = compiled
+        return _product_of(gate, up) if compiled else F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
+        if ctx.compiled:
+            return *_gradients(gate, up, dy), None
         d_gate = dy * up
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        return d_gate, F.silu(gate).mul_(dy)
+        return d_gate, F.silu(gate).mul_(dy), None
 
 
 def silu_and_multiply(fused: Tensor, *, compiled: bool = False) -> Tensor:
@@ -90,3 +96,16 @@ def _gradient(fused: Tensor, dy: Tensor) -> Tensor:
     sigmoid, dy = gate.sigmoid(), widened(dy)
     d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat((d_gate, dy * gate * sigmoid), -1).to(fused.dtype)
+
+
+@lazily_compiled
+def _product_of(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(widened(gate)) * widened(up)).to(gate.dtype)
+
+
+@lazily_compiled
+def _gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    dtype, gate, up, dy = gate.dtype, widened(gate), widened(up), widened(dy)
+    sigmoid = gate.sigmoid()
+    d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return d_gate.to(dtype), (dy * gate * sigmoid).to(dtype)

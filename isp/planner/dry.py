@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer
-from isp.layers.norm import RMSNorm
 from isp.layers.tiled_mlp import TiledMLP
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
@@ -47,6 +46,7 @@ __all__ = [
     "DryProducts",
     "DryWeights",
     "Products",
+    "fuse_norms",
 ]
 
 META = torch.device("meta")
@@ -329,15 +329,17 @@ class CudaLayers(DryLayers):
     def on_cpu(self) -> bool:
         return False
 
-    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
-        layout = super().rms_norm(size, eps=eps, per_head=per_head).layouts["weight"]
-        return _CudaNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+def fuse_norms(model: nn.Module) -> None:
+    """Let torch's own norms be one node each, as on CUDA: [Note: One node]."""
+    for norm in model.modules():
+        if type(norm) is nn.RMSNorm:
+            setattr(norm, "forward", partial(_normed, norm))  # noqa: B010
 
 
-class _CudaNorm(RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Norm.apply(x, self.weight)
-        return y
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    y: Tensor = _Norm.apply(x, norm.weight)
+    return y
 
 
 class _Norm(torch.autograd.Function):
@@ -366,6 +368,9 @@ _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 """Those of a language model: with a few taps a channel they pass over memory."""
 
 
+_FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+
 class Products(TorchDispatchMode):
     """Notes the products of matrices, convolutions, and memory that is made."""
 
@@ -383,7 +388,7 @@ class Products(TorchDispatchMode):
             if func.overloadpacket in _CONVOLUTIONS:
                 tensors = (x for x in tree_iter((args, out)) if isinstance(x, Tensor))
                 self._recorder.note(Compute(Work.MEMORY, sum(x.nbytes for x in tensors)))
-            elif (count := flop_registry.get(func.overloadpacket)) is not None:
+            elif (count := _FLOPS.get(func.overloadpacket)) is not None:
                 self._recorder.note(Compute(Work.PRODUCT, count(*args, **kwargs, out_val=out)))
         self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
         return out

@@ -47,6 +47,7 @@ from isp.planner.dry import (
     DryProducts,
     DryWeights,
     Products,
+    fuse_norms,
 )
 from isp.planner.made import Made
 from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
@@ -185,7 +186,7 @@ def _rehearsed(
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
-    layers = (CudaLayers if not on_cpu or model.compile is True else DryLayers)(
+    layers = (DryLayers if on_cpu else CudaLayers)(
         recorder=recorder,
         mode=mode,
         tensor=tensor,
@@ -200,6 +201,8 @@ def _rehearsed(
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
+    if isinstance(whole, TracedChunk) and not on_cpu:
+        fuse_norms(whole.model)
     blocks = whole.weight_blocks()
     parameters = list(by_whole(whole.shards()))
     (declared,) = as_chunks((blocks,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from isp.kept_calls import KeptCalls, Needs
 from isp.layers.factory import LayerFactory
-from isp.mixers.call import Mixers
-from isp.mixers.choice import Indexer
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.settings.recomputation import Recomputation
@@ -21,7 +18,7 @@ from isp.traced.calls import Kind
 from isp.traced.stages import Stage
 from isp.weights.trace import inputs_kept, recomputed_blocks
 
-__all__ = ["BlockCalls", "BlockRecomputer", "KeptMixers"]
+__all__ = ["BlockCalls", "BlockRecomputer"]
 
 
 class BlockCalls:
@@ -52,34 +49,6 @@ class BlockCalls:
         if self._kept is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._kept.passing()
-
-
-class KeptMixers:
-    """A `Mixers`, of which a recompute may take the results."""
-
-    def __init__(
-        self,
-        mixers: Mixers,
-        keep: Callable[[Kind, str | None, Callable[[], Tensor]], Tensor],
-        under_way: Callable[[str], Any],
-    ) -> None:
-        """`keep`: `call()`, or what it gave, of a kind of calls."""
-        self._mixers, self._keep, self._under_way = mixers, keep, under_way
-
-    def convolve(self, *given: Any) -> Tensor:
-        """As `Mixers.convolve`."""
-        return self._keep(Kind.CONVOLUTION, None, partial(self._mixers.convolve, *given))
-
-    def scan(self, *given: Any) -> Tensor:
-        """As `Mixers.scan`."""
-        return self._keep(Kind.SCAN, None, partial(self._mixers.scan, *given))
-
-    def choose(self, indexer: Indexer) -> Tensor:
-        """As `Mixers.choose`; goes with attention, and is not followed."""
-        found: Tensor = self._under_way("an indexer").kept(
-            Kind.ATTENTION, partial(self._mixers.choose, indexer)
-        )
-        return found
 
 
 class BlockRecomputer:
@@ -134,8 +103,8 @@ class BlockRecomputer:
         if not on or not kinds or not torch.is_grad_enabled():
             return BlockCalls()
         tensors = (*args, *module.parameters())
-        wanted = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
-        return BlockCalls(KeptCalls(self._known, (block, module.training, wanted)), kinds)
+        trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
+        return BlockCalls(KeptCalls(self._known, (block, module.training, trained)), kinds)
 
     def __call__(self, block: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`run(*args)`, a pass through the block."""

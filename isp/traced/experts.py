@@ -64,7 +64,7 @@ class SwappedExperts:
         module: nn.Module,
         name: str,
         communicator: WPCommunicator,
-        called: Callable[[], None],
+        called: Callable[[], object],
         place: Callable[[], ExpertPlace],
     ) -> None:
         own = module.named_parameters(recurse=False)
@@ -79,9 +79,9 @@ class SwappedExperts:
         self._call = _Call(module)
         gathered = {weight.weight_name for weight in self.weights}
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
-        module.register_forward_pre_hook(lambda *_: called())
+        module.register_forward_pre_hook(lambda *_: called() and None)
         if communicator.gathers_weights:
-            setattr(module, "forward", self._forward)  # noqa: B010
+            module.forward = self._forward
 
     @contextmanager
     def whole(self, phase: Phase) -> Iterator[list[Tensor]]:

@@ -1,10 +1,11 @@
-"""A model's calls next to its trace: who is called in another order is told so."""
+"""A model's calls next to its trace: a call that comes in another order is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from isp.mixers.placement import Placement
 from isp.traced.blocks import BlockCalls
 from isp.traced.trace import Call, Kind, ModelTrace
 
-__all__ = ["ForwardPass", "Masks", "outer_calls"]
+__all__ = ["ForwardPass", "Instead", "Masks", "outer_calls"]
 
 
 class Masks:
@@ -66,15 +67,37 @@ class Masks:
         return self._placement
 
 
+class Instead(NamedTuple):
+    """What a forward computes in place of parts of the model."""
+
+    left_out: frozenset[str] = frozenset()
+    """Blocks that hand on `received`, or what they are given."""
+    received: Tensor | None = None
+    last_block: str | None = None
+    """The block behind which the forward ends."""
+    calls: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """Called in place of linears and tables outside of the blocks."""
+
+
+_AS_TRACED = Instead()
+
+
 class ForwardPass:
     """One way through a block, or through what is outside of the blocks, next to its trace."""
 
     def __init__(
-        self, name: str, calls: tuple[Call, ...], masks: Masks, kept: BlockCalls | None = None
+        self,
+        name: str,
+        calls: tuple[Call, ...],
+        masks: Masks,
+        *,
+        kept: BlockCalls | None = None,
+        instead: Instead = _AS_TRACED,
     ) -> None:
         self.name = name
         self.masks = masks
         self.kept = kept or BlockCalls()
+        self.instead = instead
         self._calls = calls
         self._next = 0
 
@@ -111,8 +134,8 @@ class ForwardPass:
         rest = self._calls[self._next :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
-            f"in {self.name}, {found} where {expected} came when the model was traced: isp drives"
-            f" models whose calls come in one order"
+            f"in {self.name}, {found} where {expected} came when the model was traced: isp"
+            f" supports models whose calls come in one order"
         )
 
 

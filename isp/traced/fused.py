@@ -107,7 +107,7 @@ class FusedLinears:
         self,
         linears: Mapping[str, nn.Module],
         communicator: WPCommunicator,
-        called: Callable[[str], None],
+        called: Callable[[str], object],
         weight: ShardedParameter,
         bias: ShardedParameter | None,
     ) -> None:
@@ -122,6 +122,7 @@ class FusedLinears:
         if bias is not None:
             self.layouts["bias"] = bias.layout
         self.sizes = [cast(nn.Linear, linear).out_features for linear in linears.values()]
+        self.weights = (self,)
         self._called = called
         self.first = self._names[0]
         """The one whose call brings the weights."""
@@ -130,7 +131,7 @@ class FusedLinears:
         self._outputs: list[Tensor] = []
         """Those that have not been called for, the last first."""
         for number, linear in enumerate(linears.values()):
-            setattr(linear, "forward", partial(self._forward, number, linear.forward))  # noqa: B010
+            linear.forward = partial(self._forward, number, linear.forward)
 
     def _forward(self, number: int, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         self._called(self._names[number])

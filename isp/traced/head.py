@@ -26,11 +26,14 @@ class HeadFinder(TorchFunctionMode):
         """What was made of its output."""
         self._mixed = False
         """Whether something else went into it."""
+        self.used = False
+        """Whether anything was done with it."""
         self._odd_blocks: set[str] = set()
 
     def called(self, name: str, output: Tensor) -> None:
         """A linear has given `output`."""
         self._linear, self._made, self._mixed = name, {id(output): output}, False
+        self.used = False
 
     def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
         """A block has given `output`; left out, it gives what it is given first."""
@@ -49,6 +52,7 @@ class HeadFinder(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(id(x) in self._made for x in given):
+            self.used = True
             constant = (x.dim() == 0 and not isinstance(x, nn.Parameter) for x in given)
             self._mixed |= not all(
                 id(x) in self._made or c for x, c in zip(given, constant, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["looked_up"]
 
@@ -24,9 +24,9 @@ _NAMES = (
 
 
 def looked_up(
-    table: nn.Embedding, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    table: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Tensor | None:
-    """The ids whose rows of `table` a call of torch gives; None for any other call.
+    """The ids whose rows of an `nn.Embedding` a call of torch gives; None for any other call.
 
     That is `F.embedding` with the options of the table, of which `max_norm`, `scale_grad_by_freq`
     and `sparse` are not supported, or `weight[ids]` of a table whose rows all take a gradient.

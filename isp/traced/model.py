@@ -27,6 +27,8 @@ from isp.pipeline import PipelineOrder
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
 from isp.traced.chunk import TracedChunk
+from isp.traced.follow import CallFollower
+from isp.traced.holders import WeightHolders
 from isp.traced.hosts import OwnModule, check_row, host_of
 from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
@@ -325,7 +327,7 @@ class TracedModel:
         chunk = self._chunk(layers, stages_of(self._shape, self.trace, 1), attend)
         ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
         try:
-            reads = OnlyColumnsRead(tuple(chunk.entrances.values()))
+            reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
             with experts_passed(chunk.model), reads, torch.no_grad():
                 chunk.logits(chunk(ids, ids, None))
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
@@ -390,17 +392,14 @@ class TracedModel:
                 f" distance, for which isp has no cache of keys: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
+        self.host.connect(model)
+        follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
         chunk = TracedChunk(
-            model,
-            self.trace,
             self.host,
-            layers,
-            local,
-            self.recomputation,
+            WeightHolders(model, layers, follower, plan, stages),
+            follower,
             weights=self._weights,
-            plan=plan,
             loss_chunk_tokens=self.loss_chunk_tokens,
-            stages=stages,
         )
         trains = layers.device.type != "meta" and layers.cache is None
         if trains and self.loss_chunk_tokens and self.trace.head is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from isp.traced.roles import ParameterRole, is_transposed
 from isp.traced.tensor_plan import TensorPlan
 from isp.traced.trace import Kind, ModelTrace
 from isp.weights.parameter import ShardedParameter
-from isp.weights.wp import WPCommunicator
 
 __all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
 
@@ -38,23 +38,28 @@ class InitialWeights(Protocol):
         """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
 
 
+Called = Callable[[], Callable[[Tensor], Tensor] | None]
+"""Hears of each call, and gives what is called in its place; None: nothing."""
+
+
 class _Swapped:
     """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
 
     weight_name = "weight"
 
-    def __init__(
-        self, module: nn.Module, name: str, communicator: WPCommunicator, moves: Moves
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, layers: LayerFactory, moves: Moves) -> None:
         self.module = module
         self.name = name
-        self.communicator = communicator
+        self.communicator = layers.communicator
         self.moves = moves
-        self._stays = moves == Moves() and not communicator.gathers_weights
+        self._stays = moves == Moves() and not self.communicator.gathers_weights
         """Whether nothing travels: without gradients the module's own forward is all there is."""
         self.layouts: dict[str, ParameterLayout] = {}
-        self.instead: Callable[[Tensor], Tensor] | None = None
-        """Called in its place; None: nothing."""
+
+    @property
+    def weights(self) -> tuple[Self]:
+        """The weights that one call reads."""
+        return (self,)
 
     @property
     def width(self) -> int:
@@ -72,32 +77,32 @@ class _Swapped:
 
 
 class SwappedLinear(_Swapped):
-    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O]; `called` hears of each call.
+    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
 
     A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
-    `bias_after_move`.
+    is added to that.
     """
 
     def __init__(
         self,
         module: nn.Module,
         name: str,
-        communicator: WPCommunicator,
-        called: Callable[[], None],
-        moves: Moves,
-        *,
-        entrance: Entrance | None = None,
-        bias_after_move: bool = False,
+        layers: LayerFactory,
+        called: Called,
+        plan: TensorPlan | None,
+        entrance: Entrance | None,
     ) -> None:
-        super().__init__(module, name, communicator, moves)
+        moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
+        super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
         original, stays = module.forward, self._stays and entrance is None
+        bias_after_move = plan is not None and plan.is_row(name)
 
         def forward(x: Tensor) -> Tensor:
-            called()
-            if self.instead is not None:
-                return self.instead(x)
+            instead = called()
+            if instead is not None:
+                return instead(x)
             if stays and not torch.is_grad_enabled():
                 own: Tensor = original(x)
                 return own
@@ -105,7 +110,7 @@ class SwappedLinear(_Swapped):
                 y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
             return y + self.bias.to(y.dtype) if bias_after_move and self.bias is not None else y
 
-        setattr(module, "forward", forward)  # noqa: B010
+        module.forward = forward
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -121,24 +126,19 @@ class SwappedTable(_Swapped):
     deterministic = False
 
     def __init__(
-        self,
-        module: nn.Embedding,
-        name: str,
-        communicator: WPCommunicator,
-        called: Callable[[], None],
-        moves: Moves,
+        self, module: nn.Module, name: str, layers: LayerFactory, called: Called, moves: Moves
     ) -> None:
-        super().__init__(module, name, communicator, moves)
-        original, instead = module.forward, _Lookup(self, module)
+        super().__init__(module, name, layers, moves)
+        original, look_up_own = module.forward, partial(_look_up, self)
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
-            called()
-            stays = self._stays and self.instead is None and not torch.is_grad_enabled()
-            with nullcontext() if stays else instead:
+            instead = called()
+            stays = self._stays and instead is None and not torch.is_grad_enabled()
+            with nullcontext() if stays else _Lookup(module, instead or look_up_own):
                 y: Tensor = original(*args, **kwargs)
             return y
 
-        setattr(module, "forward", forward)  # noqa: B010
+        module.forward = forward
 
     @property
     def padding_idx(self) -> int:
@@ -152,22 +152,22 @@ class SwappedTable(_Swapped):
         return row - start if start <= row < stop else -1
 
 
-class _Lookup(TorchFunctionMode):
-    """Replaces the lookup in one table."""
+def _look_up(table: SwappedTable, ids: Tensor) -> Tensor:
+    return look_up(ids, table.weight, table)
 
-    def __init__(self, table: SwappedTable, module: nn.Embedding) -> None:
+
+class _Lookup(TorchFunctionMode):
+    """Calls `instead` with the ids that are looked up in one table."""
+
+    def __init__(self, table: nn.Module, instead: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._table, self._module = table, module
+        self._table, self._instead = table, instead
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        ids = looked_up(self._module, func, args, kwargs)
-        if ids is None:
-            return func(*args, **(kwargs or {}))
-        if self._table.instead is not None:
-            return self._table.instead(ids)
-        return look_up(ids, self._table.weight, self._table)
+        ids = looked_up(self._table, func, args, kwargs)
+        return func(*args, **(kwargs or {})) if ids is None else self._instead(ids)
 
 
 def shard_parameters(

@@ -27,12 +27,12 @@ from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.parts import SummedGradient, keep, kept
 from isp.parallel.phase import Phase
 from isp.rng import RngStatesTracker
-from isp.traced.experts import ExpertWeight, SwappedExperts
+from isp.traced.experts import SwappedExperts
 from isp.traced.fused import FusedLinears
 from isp.traced.swap import SwappedLinear, SwappedTable
 from isp.weights.wp import FullWeights, WPCommunicator
 
-__all__ = ["TiledModule"]
+__all__ = ["Holder", "TiledModule"]
 
 Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
 
@@ -51,9 +51,7 @@ class TiledModule:
         self._forward = module.forward
         self.tokens, self.layers = tokens, layers
         self._holders = holders if layers.communicator.gathers_weights else ()
-        self.weights: list[ExpertWeight | SwappedLinear | SwappedTable | FusedLinears] = []
-        for holder in self._holders:
-            self.weights += holder.weights if isinstance(holder, SwappedExperts) else [holder]
+        self.weights = [weight for holder in self._holders for weight in holder.weights]
         own = dict.fromkeys(module.parameters())
         fused = (holder for holder in holders if isinstance(holder, FusedLinears))
         own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
@@ -170,8 +168,8 @@ class _InTiles(Function):
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
         x = kept(ctx.node)  # ahead of the uses: what is recomputed for it has uses of its own
-        wanted = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
-        sums = {parameter: SummedGradient(NeedsGrad.FLOW) for parameter in wanted}
+        trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
+        sums = {parameter: SummedGradient(NeedsGrad.FLOW) for parameter in trained}
         dx = torch.empty_like(x) if need_x else None
         with tiled.unsharded(Phase.BACKWARD) as weights, tiled.tracker.replaying(ctx.snapshot):
             for tile in tiled.tiles(x):
@@ -179,9 +177,9 @@ class _InTiles(Function):
                 with torch.enable_grad():
                     y = tiled.tile(leaf, ctx.inside)
                 d_leaf, *found = torch.autograd.grad(
-                    y, [leaf, *wanted], dy[:, tile].contiguous(), allow_unused=True
+                    y, [leaf, *trained], dy[:, tile].contiguous(), allow_unused=True
                 )
-                for parameter, gradient in zip(wanted, found, strict=True):
+                for parameter, gradient in zip(trained, found, strict=True):
                     if gradient is not None:
                         sums[parameter].add(gradient)
                 if dx is not None:

@@ -77,6 +77,8 @@ class ModelTrace(NamedTuple):
     """Modules of blocks, the outermost, with several linears or experts and without attention."""
     head: str | None
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
+    changes_logits: bool
+    """Whether the model does anything with what its last linear gives."""
 
     @property
     def called_at(self) -> dict[str, set[str]]:
@@ -187,6 +189,7 @@ def trace_model(
         reads.reads_positions,
         tuple(_by_token(model, calls, recorder)),
         _head(model, calls, recorder.finder, logits),
+        recorder.finder.used,
     )
 
 

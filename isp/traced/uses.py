@@ -1,4 +1,4 @@
-"""A traced model as a communicator wants it: the places where a forward reads weights, in order."""
+"""A traced model as a communicator takes it: the places where a forward reads weights, in order."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from torch import Tensor, nn
+from torch import nn
 
 from isp.parallel.config import LaunchPoint
-from isp.traced.experts import SwappedExperts
+from isp.traced.experts import ExpertWeight
 from isp.traced.fused import FusedLinears
-from isp.traced.swap import SwappedLinear, SwappedTable
+from isp.traced.swap import SwappedLinear
+from isp.traced.tiles import Holder
 from isp.traced.trace import Call, Kind, ModelTrace
-from isp.weights.declare import DeclaredUse
+from isp.weights.declare import DeclaredUse, WeightHolder
 from isp.weights.trace import Passes
 
 __all__ = ["parts_of", "uses_of"]
@@ -34,7 +35,7 @@ def parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
 def uses_of(
     model: nn.Module,
     calls: Sequence[Call],
-    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts | FusedLinears],
+    holders: Mapping[str, Holder],
     points: Mapping[tuple[str, int], nn.Module],
     forward_only: Collection[str],
     tiled: Collection[str],
@@ -62,7 +63,7 @@ def uses_of(
 def _uses_of(
     model: nn.Module,
     calls: Sequence[Call],
-    holders: Mapping[str, SwappedLinear | SwappedTable | SwappedExperts | FusedLinears],
+    holders: Mapping[str, Holder],
     points: Mapping[tuple[str, int], nn.Module],
     forward_only: Collection[str],
 ) -> Iterator[tuple[DeclaredUse, Call]]:
@@ -70,42 +71,22 @@ def _uses_of(
     named = _launch_points(calls, reached)
     for index in reached:
         call, launch_point = calls[index], named.get(index)
-        name = _name(call)
-        if call.kind.mixes:
-            at = points[call.module, index]
-            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes()), call
-            continue
-        at, holder = model.get_submodule(call.module), holders.get(call.module)
+        name, holder = _name(call), holders.get(call.module)
+        at = points[call.module, index] if call.kind.mixes else model.get_submodule(call.module)
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
-        if holder is None:
-            yield DeclaredUse(name=name, at=at, launch_point=launch_point, passes=Passes()), call
-        elif isinstance(holder, SwappedExperts):
-            for number, weight in enumerate(holder.weights):
-                yield (
-                    DeclaredUse(
-                        name=f"{name}.{weight.weight_name}",
-                        layer=weight,
-                        at=at,
-                        launch_point=None if number else launch_point,
-                        with_previous=number > 0,
-                        passes=_passes_of_experts(weight.weight, call.route or 0),
-                    ),
-                    call,
-                )
-        else:
-            yield (
-                DeclaredUse(
-                    name=name,
-                    layer=holder,
-                    at=at,
-                    launch_point=launch_point,
-                    weight_in_backward=call.kind is not Kind.TABLE
-                    and call.module not in forward_only,
-                    passes=_passes(holder),
-                ),
-                call,
+        for number, weight in enumerate((None,) if holder is None else holder.weights):
+            inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
+            use = DeclaredUse(
+                name=f"{name}{inner}",
+                layer=weight,
+                at=at,
+                launch_point=None if number else launch_point,
+                weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
+                with_previous=number > 0,
+                passes=Passes() if weight is None else _passes(weight, call),
             )
+            yield use, call
 
 
 def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:
@@ -114,16 +95,16 @@ def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:
     return not isinstance(holder, FusedLinears) or holder.first == call.module
 
 
-def _passes(holder: SwappedLinear | SwappedTable | FusedLinears) -> Passes:
-    """What a linear is given is written and read; of a table, the rows."""
-    rows, columns = holder.layouts["weight"].global_shape
-    turned = isinstance(holder, SwappedLinear) and holder.transposed
+def _passes(weight: WeightHolder, call: Call) -> Passes:
+    """What a linear is given is written and read; of a table, the rows.
+
+    Of experts, what each is given, for as many as a token goes to.
+    """
+    if isinstance(weight, ExpertWeight):
+        return Passes(between=2 * min(weight.weight.shape[1:]) * (call.route or 0))
+    rows, columns = weight.layouts["weight"].global_shape
+    turned = isinstance(weight, SwappedLinear) and weight.transposed
     return Passes(between=2 * (rows if turned else columns))
-
-
-def _passes_of_experts(weight: Tensor, route: int) -> Passes:
-    """What each expert is given is written and read, for as many as a token goes to."""
-    return Passes(between=2 * min(weight.shape[1:]) * route)
 
 
 def _name(call: Call) -> str:

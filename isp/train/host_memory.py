@@ -11,13 +11,13 @@ import torch
 from isp.comm.host_memory import available_bytes, total_bytes
 from isp.config import JobConfig
 from isp.models.build import shape_only
+from isp.models.protocol import Chunk
 from isp.optim import update_rule
 from isp.optim.buckets import master_dtype
 from isp.optim.states import kept
 from isp.parallel import Mode, Topology
 from isp.pipeline import PipelineOrder
-from isp.weights.trace import ActionKind, inputs_kept, recomputed_blocks
-from model.decoder import stage_spans
+from isp.weights.trace import ActionKind
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 
@@ -34,13 +34,10 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
     item: int = getattr(torch, config.training.dtype).itemsize
     one = numbers // (topology.tensor if shared else 1) * item
     order = PipelineOrder(config.parallel.pipeline)
-    recomputed = recomputed_blocks(model.num_layers, model.checkpoint)
-    spans = stage_spans(model, order.num_stages)
-    counts = []
-    for number in order.stages_of(stage):
-        own = recomputed[slice(*spans[number])]
-        whole = inputs_kept(own, model.checkpoint_segment)
-        counts.append(sum(r and k for r, k in zip(own, whole, strict=True)))
+    counts = [
+        sum(block.recomputed and block.input_kept for block in chunk.weight_blocks())
+        for chunk in _chunks(config, stage)
+    ]
     live = most = 0
     for kind, _, chunk in order.actions(stage, data.num_micro_batches):
         here = counts[chunk]
@@ -149,11 +146,16 @@ def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
 
 def _numbers(config: JobConfig, topology: Topology, stage: int) -> int:
     """Numbers of the weights of a rank of pipeline rank `stage`."""
-    order = PipelineOrder(config.parallel.pipeline)
-    stages, model = order.stages_of(stage), config.language_model
-    chunks = shape_only(model, Mode.ISP, stages, order.num_stages)
+    chunks = _chunks(config, stage)
     shapes = {item.name: item.layout.global_shape for c in chunks for item in c.shards()}
     return sum(map(math.prod, shapes.values())) // topology.weight
+
+
+def _chunks(config: JobConfig, stage: int) -> tuple[Chunk, ...]:
+    """Those of pipeline rank `stage`, without memory."""
+    order = PipelineOrder(config.parallel.pipeline)
+    stages = order.stages_of(stage)
+    return shape_only(config.language_model, Mode.ISP, stages, order.num_stages)
 
 
 def _state_bytes(config: JobConfig, topology: Topology, numbers: int) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from isp.comm import Channel
 from isp.layers import compiled
 from isp.layers.norm import RMSNorm
 from isp.layers.rotary import RotaryEmbedding, apply_rotary, split_heads
@@ -148,9 +147,9 @@ def test_without_a_compiler(
     assert fault == "RuntimeError: no C++ compiler"
     monkeypatch.setattr(compiled, "_fault_on", lambda device: fault)
     with pytest.raises(ValueError, match=r"model.compile=true: .*no C\+\+ compiler\).*=false$"):
-        compiled.compiles(True, CPU, Channel.solo())
+        compiled.compiles(True, CPU)
     with caplog.at_level(logging.WARNING):
-        assert not compiled.compiles("auto", torch.device("cuda"), Channel.solo())
+        assert not compiled.compiles("auto", torch.device("cuda"))
     (record,) = caplog.records
     assert "RuntimeError: no C++ compiler): install triton" in record.message
 
@@ -158,6 +157,6 @@ def test_without_a_compiler(
 def test_where_it_is_compiled() -> None:
     """Catches kernels compiled where nobody asked for them, or for tensors without memory."""
     with torch.compiler.set_stance("force_eager"):
-        assert compiled.compiles(True, CPU, Channel.solo())
+        assert compiled.compiles(True, CPU)
     for when, device in (("auto", "cpu"), (False, "cuda"), (True, "meta"), ("auto", "meta")):
-        assert not compiled.compiles(when, torch.device(device), Channel.solo())
+        assert not compiled.compiles(when, torch.device(device))

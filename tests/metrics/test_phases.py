@@ -137,7 +137,7 @@ def test_a_step_leaves_what_the_next_one_waits_for() -> None:
     """Catches transfers nobody waits for, which would pile up, and waits that are lost."""
     for steps in run_ranks(LAYOUT.world, _left_over):
         labels, _ = steps[0]
-        assert labels[0] == "embedding.weight", "gathered for the next forward"
+        assert labels[0] == "model.embed_tokens.weight", "gathered for the next forward"
         assert steps[1:] == [(labels, len(labels))] * 3
 
 

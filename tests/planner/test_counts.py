@@ -264,7 +264,7 @@ def test_volumes_of_an_isp_block_are_those_of_the_papers() -> None:
     assert sum(transfer.sent_bytes for transfer in heard) == weights * 4 * 3 // 4
     heard.clear()
     for name, count in gathers(case, 0).items():
-        for _ in range(count if name.startswith("layers.1.") else 0):
+        for _ in range(count if name.startswith("model.layers.1.") else 0):
             rank.gather(name)
     assert sum(transfer.sent_bytes for transfer in heard) == 2 * weights * 4 * 3 // 4
 

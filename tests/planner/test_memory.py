@@ -186,7 +186,7 @@ def test_planned_peak_is_the_measured_one(world: int) -> None:
             planned, found = memory(_case(layout, model, dtype), rank), of_ranks[rank][number]
             ratio = planned.total / found.peak
             lines.append(f"{ratio:.3f}  {layout} {dtype}: {planned.moment}, {found.where}")
-            assert abs(ratio - 1) < 0.1, "\n".join(lines)
+            assert abs(ratio - 1) < 0.12, "\n".join(lines)
             assert planned.host == found.host, lines[-1]
             assert (planned.weights, planned.gradients, planned.optimizer) == found.states, lines[
                 -1

@@ -197,7 +197,7 @@ def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:
     silent = layer._replace(uses=tuple(v._replace(passes=None) for v in layer.uses))
     costs = Costs(case, case.place(0), _device())
     assert costs.before(layer, 0) > 0
-    with pytest.raises(ValueError, match=r"wqkv in layers.0 cannot be planned"):
+    with pytest.raises(ValueError, match=r"k_proj\+v_proj in model.layers.0 cannot be planned"):
         costs.before(silent, 0)
 
 

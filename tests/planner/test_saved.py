@@ -82,7 +82,11 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
         def forward(model: Any = model, inputs: Any = inputs, labels: Any = labels) -> Any:
             return model.loss(model(*inputs), labels, torch.ones((), dtype=torch.float64))
 
-        known = {x.untyped_storage()._cdata for x in (*model.parameters(), batch.tokens)}
+        weights = (item.parameter for item in model.shards())
+        known = {x.untyped_storage()._cdata for x in (*weights, batch.tokens)}
+        if model.learns:  # what later forwards need not keep
+            forward().backward()
+            run.step.hook.after_step()
         of_model = _kept(lambda model=model, inputs=inputs: model(*inputs), known)  # type: ignore[misc]
         found.append((of_model, _kept(forward, known) - of_model))
         run.step.hook.after_step()

@@ -54,7 +54,7 @@ def _record(rank: int, mode: Mode) -> tuple[RankRecord, dict[str, tuple[int, ...
 
 
 def _num_hooks(step: TrainStep) -> int:
-    modules = [m for chunk in step.chunks for m in chunk.modules()]
+    modules = [m for c in step.chunks for part in c.parts().values() for m in part.modules()]
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
 
 
@@ -77,19 +77,22 @@ def test_isp_steps():
             # layers.2 and the head stay from forward to backward, layers.0 is gathered to compute
             # it again, and serves backward too.
             assert gathers == {
-                ("forward", "embedding"): 1,
-                ("forward", "layers.0"): 4,
-                ("forward", "layers.1"): 4,
-                ("forward", "layers.2"): 4,
-                ("loss", "head"): 1,
-                ("backward", "layers.1"): 4,
-                ("recompute", "layers.0"): 4,
+                ("forward", "model.embed_tokens"): 1,
+                ("forward", "model.layers.0"): 4,
+                ("forward", "model.layers.1"): 4,
+                ("forward", "model.layers.2"): 4,
+                ("loss", "lm_head"): 1,
+                ("backward", "model.layers.1"): 4,
+                ("recompute", "model.layers.0"): 4,
             }
             grads = Counter(c.block for c in own if c.kind == "reduce_scatter")
-            assert grads == {"embedding": 1, "head": 1} | {f"layers.{i}": 4 for i in range(3)}
+            assert grads == {"model.embed_tokens": 1, "lm_head": 1} | {
+                f"model.layers.{i}": 4 for i in range(3)
+            }
             assert {c.phase for c in own if c.kind == "reduce_scatter"} == {"backward"}
             exchanges = Counter((c.phase, c.block) for c in own if c.kind == "all_to_all")
-            assert exchanges[("recompute", "layers.0")] == exchanges[("forward", "layers.0")] > 0
+            first = "model.layers.0"
+            assert exchanges["recompute", first] == exchanges["forward", first] > 0
         assert totals(times, 1).sent_bytes == totals(times, 2).sent_bytes
         assert totals(times, 1).first_edge_ms >= 0
         _check_marks(times)
@@ -100,17 +103,20 @@ def _check_marks(times: RankTimes) -> None:
     marks = [m for m in times.marks if begin <= m.at < end]
     assert [m.at for m in marks] == sorted(m.at for m in marks)
     order = [key for key, _ in groupby((m.phase, m.block) for m in marks if m.block)]
-    parts = ["embedding", "layers.0", "layers.1", "layers.2", "norm"]
+    parts = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm"]
     assert order == [
         *(("forward", part) for part in parts),
-        ("loss", "head"),
-        *(("backward", part) for part in ("head", "norm", "layers.2", "layers.1", "layers.0")),
-        ("recompute", "layers.0"),
-        ("backward", "layers.0"),
-        ("backward", "embedding"),
+        ("forward", "lm_head"),
+        ("loss", "lm_head"),
+        *(("backward", part) for part in parts[:0:-1]),
+        ("recompute", "model.layers.0"),
+        ("backward", "model.layers.0"),
+        ("backward", "model.embed_tokens"),
     ]
-    sites = [m.site for m in marks if m.site and m.block == "layers.1"]
-    assert sites == ["wqkv", "attn", "wo", "w1", "w2"]
+    sites = [m.site for m in marks if m.site and m.block == "model.layers.1"]
+    names = "+".join(site.rpartition(".")[2] for site in sites).split("+")  # fused in isp
+    linears = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    assert names == [*linears[:3], "attn", *linears[3:]]
     phases = [phase for phase, _ in groupby(m.phase for m in marks)]
     assert phases.index("forward") < phases.index("loss") < phases.index("optimizer")
     assert all(m.memory_gib > 0 for m in marks if not m.site)
@@ -121,6 +127,6 @@ def test_mtp_steps():
     for times in _aligned(Mode.MTP):
         own = step_collectives(times, 1)
         sums = Counter((c.phase, c.block) for c in own if c.channel == "tensor" and c.block)
-        assert sums[("forward", "layers.1")] == sums[("backward", "layers.1")] == 2
-        assert sums[("recompute", "layers.0")] >= 1
+        assert sums[("forward", "model.layers.1")] == sums[("backward", "model.layers.1")] == 2
+        assert sums[("recompute", "model.layers.0")] >= 1
         _check_marks(times)

@@ -47,7 +47,7 @@ def test_all_modes_on_two_ranks(tmp_path):
     isp = profile.modes[-1]
     assert (isp.weight, isp.plan_grid is None, profile.modes[0].plan_grid) == (2, False, None)
     labels = {c.label for c in isp.ranks[0].timeline.collectives}
-    assert {"layers.0.feed_forward.w2.weight", "embedding.weight.grad"} <= labels
+    assert {"model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight.grad"} <= labels
     events = _events(folder)
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert {f"{mode} rank {rank}" for mode in Mode for rank in range(2)} <= set(names)
@@ -104,7 +104,7 @@ def test_steps_of_a_run(tmp_path):
 
 def _gathers(mode) -> int:
     """Embedding, one block and head; block and head stay for backward. First gathers included."""
-    assert any(c.label == "embedding.weight" for c in mode.ranks[0].timeline.collectives)
+    assert any(c.label == "model.embed_tokens.weight" for c in mode.ranks[0].timeline.collectives)
     return 1 + 4 + 1
 
 

@@ -103,7 +103,7 @@ def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
     for groups in (groups_of, _apart):
         config = job(tensor, weight, recompute=0.5)
         model = Own().double() if name == "own" else tiny(name)
-        with mock.patch("isp.traced.chunk.groups_of", groups):
+        with mock.patch("isp.traced.holders.groups_of", groups):
             run = isp.parallelize(model, config)
         found.append(_train(run))
     return found
@@ -145,7 +145,7 @@ def _resumed(rank: int, folder: Path) -> tuple[list[float], list[float]]:
     """Two further steps, after a checkpoint of the other way, and without one."""
     runs = []
     for groups in (_apart, groups_of):
-        with mock.patch("isp.traced.chunk.groups_of", groups):
+        with mock.patch("isp.traced.holders.groups_of", groups):
             runs.append(isp.parallelize(tiny("qwen2"), job(1, 2)))
     old, new = runs
     _train(old)

@@ -19,7 +19,7 @@ def _kept(rank: int, mode: Mode) -> int:
     run = isp.parallelize(tiny("llama"), job(2, mode=mode, recompute=1.0))
     run.step(run.loss(IDS))
     (chunk,) = run.train_step.chunks
-    return sum(entrance.shown is not None for entrance in chunk.entrances.values())
+    return sum(entrance.shown is not None for entrance in chunk.holders.entrances.values())
 
 
 def test_a_recompute_leaves_nothing_behind() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
@@ -215,16 +215,13 @@ def make_run(
     dtype: torch.dtype = torch.float64,
     config: OptimizerConfig = OPTIMIZER,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    frozen: Collection[str] = (),
     device: torch.device = CPU,
 ) -> Run:
-    """A run on this rank; parameters with these words in their names are frozen."""
+    """A run on this rank."""
     model = task.model
     if isinstance(model, ModelConfig):  # else a test's own
         model = language_model(model, str(dtype).removeprefix("torch."))
     built = build_model(model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
-    for item in built.parameters:
-        item.parameter.requires_grad_(not any(word in item.name for word in frozen))
     parameters = list(built.trained)
     gradients = MainGradients(parameters, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(

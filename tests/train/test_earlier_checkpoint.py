@@ -68,9 +68,8 @@ def _resume(rank: int, layout: Layout, folder: Path) -> Numbers:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_it_is_resumed(layout: Layout, tmp_path: Path, monkeypatch) -> None:
+def test_it_is_resumed(layout: Layout, tmp_path: Path) -> None:
     """Catches a weight or a moment in the place of another, in what q, k, v, gate and up become."""
-    monkeypatch.setenv("ISP_PLAIN", "1")
     with tarfile.open(FILE) as archive:
         archive.extractall(tmp_path, filter="data")
     for numbers in run_ranks(2, _resume, layout, tmp_path):

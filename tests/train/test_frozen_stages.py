@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from isp.parallel import Mode, PipelineSchedule
+from isp.traced.model import TracedModel
+from isp.traced.pretrained import begun_by_the_model
+from model.plain import Decoder
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
 from tests.train.test_pipeline import MODEL
 
-TASK = Task(model=replace(MODEL, num_layers=4, tie_embeddings=True))
-FROZEN = ("embedding", "layers.0.", "attention.wo", "norm")
+CONFIG = replace(MODEL, num_layers=4, tie_embeddings=True)
+FROZEN = ("embed_tokens", "layers.0.", "o_proj", "norm")
 """The table of both ends, all of the first block, and parts of others."""
 LAYOUTS = (
     Layout(data=2, micro=2),
@@ -22,10 +28,20 @@ LAYOUTS = (
 )
 
 
+def _task(frozen: Collection[str]) -> Task:
+    """Of a decoder whose parameters with these words in their names are frozen."""
+    with torch.device("meta"):
+        decoder = Decoder(CONFIG)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in frozen))
+    model: Any = TracedModel(decoder, weights=begun_by_the_model(decoder), in_place=False)
+    return Task(model=model)
+
+
 def _numbers(rank: int) -> list[Numbers]:
-    meshes, found = Meshes(rank), []
+    meshes, task, found = Meshes(rank), _task(FROZEN), []
     for layout in LAYOUTS:
-        run = make_run(meshes.of(layout), layout, TASK, frozen=FROZEN)
+        run = make_run(meshes.of(layout), layout, task)
         found.append(run.numbers(range(3)))
         run.close()
     return found
@@ -41,9 +57,9 @@ def test_frozen_weights_of_both_ends() -> None:
 
 
 def _nothing_trained(rank: int) -> None:
-    layout = LAYOUTS[1]
+    layout, task = LAYOUTS[1], _task(("",))
     with pytest.raises(ValueError, match=r"no weight of this rank is .* parallel\.pipeline\.size"):
-        make_run(Meshes(rank).of(layout), layout, TASK, frozen=("",))
+        make_run(Meshes(rank).of(layout), layout, task)
 
 
 def test_a_stage_with_nothing_to_train_is_refused() -> None:

@@ -90,7 +90,7 @@ def test_chunks_train_as_a_whole_does(world: int) -> None:
             for mine, wanted in zip(other[0], one[0], strict=True):
                 assert mine == pytest.approx(wanted, rel=1e-9), layout
             assert other[2] == pytest.approx(one[2], rel=1e-12), layout
-            for name, gradient in one[1].items():
+            for name, gradient in ((n, g) for n, g in one[1].items() if g.size):
                 far = abs(other[1][name] - gradient).max()
                 assert far <= 1e-9 * max(abs(gradient).max(), 1e-3), (layout, name)
 
@@ -130,8 +130,8 @@ def test_ranks_with_different_numbers_of_chunks_move_the_same() -> None:
     one, other = run_ranks(2, _moved, layout, task)
     assert (one[2], other[2]) == (7, 2)
     assert one[1] == other[1]
-    assert one[1]["head.weight"] == 1, "forward alone reads it"
-    assert one[1]["head.weight.grad"] == 1
+    assert one[1]["lm_head.weight"] == 1, "forward alone reads it"
+    assert one[1]["lm_head.weight.grad"] == 1
     for numbers, _, _ in (one, other):
         for mine, expected in zip(numbers, wanted, strict=True):
             assert mine == pytest.approx(expected, rel=1e-9)

@@ -19,7 +19,7 @@ TASK = Task(model=ModelConfig(num_heads=4, num_kv_heads=2, qkv_bias=True, **SIZE
 
 
 def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
-    """The sums of a step's micro-batches, and how many tensors of the shape of w13 were made."""
+    """The sums of a step's micro-batches, and how many tensors of the shape of gate were made."""
     layout = Layout(mode=Mode.MTP, micro=micro)
     run = make_run(Mesh(layout.topology(), 0), layout, TASK, dtype=torch.float32)
     step: TrainStep = run.step
@@ -27,7 +27,7 @@ def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
         for linear in step.built.linears:
             linear.weight_gradients = None
     work = step.start([TASK.batch(1, place) for place in range(micro)])
-    with Made((2 * 56, 24)) as made:
+    with Made((56, 24)) as made:
         for index in range(micro):
             step.backward(step.forward(work, index), last=index == micro - 1)
     step.gradients.reduce()

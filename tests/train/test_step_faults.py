@@ -93,10 +93,11 @@ def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
     if run.layout.mode is Mode.ISP:
         batch = slice_sequence(batch, step.mesh[Axis.TENSOR])
     x = batch.tokens
-    if not chunk.is_first:
+    parts = chunk.parts()
+    if "model.embed_tokens" not in parts:
         x = torch.ones(*x.shape, MODEL.hidden_size, dtype=torch.float64, requires_grad=True)
     seen: list[Tensor] = []
-    block = next(chunk.blocks())
+    block = next(part for name, part in parts.items() if ".layers." in name)
 
     def see(module: object, args: object, y: Tensor) -> Tensor | None:
         seen.append(y)
@@ -110,12 +111,12 @@ def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
 def _go_backward(run: Run, *, refused: bool) -> None:
     """Backward passes for some gradients, for all, and one that fails midway."""
     run.weights()  # published
-    linear = next(run.step.chunks[0].blocks()).feed_forward.w2
+    weight = next(i.parameter for i in run.parameters if i.name.endswith("mlp.down_proj.weight"))
     loss, h = _loss(run)
     torch.autograd.grad(loss, h)
     loss, h = _loss(run)
     loss.backward(inputs=[h])
-    (found,) = torch.autograd.grad(_loss(run)[0], linear.weight)
+    (found,) = torch.autograd.grad(_loss(run)[0], weight)
     assert found.count_nonzero() > 0
     for fails in (False, True):
         expected: AbstractContextManager[object] = nullcontext()

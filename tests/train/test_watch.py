@@ -19,11 +19,11 @@ from isp.config import load_config
 from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
+from isp.traced.chunk import TracedChunk
 from isp.train import main
 from isp.train.meter import StepMeter
 from isp.train.step import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
-from model.decoder import Decoder
 from tests.ranks import run_programs
 from tests.train.jobs import run_folders, write_job
 
@@ -118,15 +118,15 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
-    forward, loss = Decoder.forward, Decoder.loss
+    forward, loss = TracedChunk.__call__, TracedChunk.loss
     end_step, own = StepMeter.end_step, []
 
-    def slow_forward(self: Decoder, *args: Tensor) -> Tensor:
+    def slow_forward(self: TracedChunk, *args: Tensor) -> Tensor:
         if os.environ["RANK"] == "1":
             time.sleep(SLEEP_SECONDS)
         return forward(self, *args)
 
-    def spiking(self: Decoder, *args: Tensor) -> Tensor:
+    def spiking(self: TracedChunk, *args: Tensor) -> Tensor:
         return loss(self, *args) * (4 if len(own) == 23 else 1)
 
     def told(self: StepMeter) -> PhaseTimes:
@@ -135,8 +135,8 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         self.own_seconds = 1.6 if os.environ["RANK"] == "1" else 1.0
         return times
 
-    monkeypatch.setattr(Decoder, "forward", slow_forward)
-    monkeypatch.setattr(Decoder, "loss", spiking)
+    monkeypatch.setattr(TracedChunk, "__call__", slow_forward)
+    monkeypatch.setattr(TracedChunk, "loss", spiking)
     monkeypatch.setattr(StepMeter, "end_step", told)
     job = write_job(tmp_path)
     words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]
