@@ -5,8 +5,8 @@ recomputed around it, except its input if that is said to be dropped: that is co
 the part. Of the results only those are kept on whose values something depends that the recompute
 is for; in place of another it finds tensors of NaN.
 
-[Note: Watched] Which results these are, and which of them the part writes into, shows the first
-pass through a part, by the operations that it makes. Later passes make the same.
+[Note: Watched] The operations of the first pass through a part show which results these are, and
+which of them the part writes into. Later passes make the same operations.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models that were not written for isp: traced once, then driven as they are."""
+"""Models that were not written for isp: traced once, then run as they are."""

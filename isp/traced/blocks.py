@@ -89,7 +89,7 @@ class BlockRecomputer:
 
     @property
     def learns(self) -> bool:
-        """Whether a first forward tells what later ones need not keep [Note: Watched]."""
+        """Whether a first forward shows what later ones need not keep [Note: Watched]."""
         return bool(self._of_recomputed or self.between_linears)
 
     def begin(self, first: str) -> None:

@@ -80,7 +80,7 @@ class Call(NamedTuple):
     sizes: AttentionSizes | None = None
     """Of attention."""
     route: int | None = None
-    """To how many of the experts a token goes; None: the call does not tell."""
+    """To how many of the experts a token goes; None: the call does not show it."""
     written: bool = False
     """Whether the model writes into the result, of attention."""
     flops: int = 0

@@ -78,7 +78,7 @@ class TracedChunk:
 
     @property
     def learns(self) -> bool:
-        """Whether a first forward tells what later ones need not keep."""
+        """Whether a first forward shows what later ones need not keep."""
         return self._follower.blocks.learns
 
     # -- what the runtime asks ---------------------------------------------------------------

@@ -57,7 +57,7 @@ class ExpertPlace(NamedTuple):
 
 
 class SwappedExperts:
-    """A module that holds experts; `called` hears of each call, `place` tells where it comes."""
+    """A module that holds experts; `called` is called with each, `place` gives where it comes."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _Graph(NamedTuple):
         return False
 
     def backward(self, dy: Tensor, needs: Sequence[NeedsGrad]) -> list[Tensor | None]:
-        """The gradients that are wanted, in the order of `begins`; None of what was not used."""
+        """The gradients that are needed, in the order of `begins`; None of what was not used."""
         if self.ends is None:
             return [None] * len(needs)
         begins = [b for b, needs in zip(self.begins, needs, strict=True) if needs and b is not None]

@@ -24,7 +24,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 _FILE_BYTES = 5 << 30
-"""Size from which weights go on in a further file, as transformers has it."""
+"""Size of a file, beyond which a further one begins, as in transformers."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -111,7 +111,7 @@ class FusedLinears:
         weight: ShardedParameter,
         bias: ShardedParameter | None,
     ) -> None:
-        """`called` hears of each call, `weight` and `bias` are those of all, one behind another."""
+        """`called` is given the name of each that is called; `weight` and `bias`: those of all."""
         self._names = [*linears]
         self.name = _name(self._names)
         self.communicator, self.moves = communicator, Moves()

@@ -6,7 +6,7 @@ B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,86 +17,60 @@ from isp.traced.own_attention import check_dropout
 from isp.traced.positions import at_positions, give_positions
 from isp.traced.registered import use_registered_mixers
 
-__all__ = ["Host", "HuggingFace", "OwnModule", "check_row", "host_of"]
+__all__ = ["Host", "HuggingFace", "check_row", "host_of"]
 
 _COUNTS = "create_position_ids_from_input_ids"
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
-class Host(Protocol):
-    """How a family of models is called. It has no state: attention goes where `attend_by` says."""
+class Host:
+    """How a module is called with tokens and positions, and lets `isp.attention` be isp's.
 
-    def connect(self, model: nn.Module) -> None:
-        """Let the model's calls of attention go where `isp.attention` goes, in place."""
-
-    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        """The logits [B, S', V] of tokens at positions [B, S']."""
-
-    def first_position(self, model: nn.Module) -> int:
-        """The number of the first token of a document, in the model's own count."""
-
-    def without_values(self, model: nn.Module) -> nn.Module:
-        """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
-
-    def config(self, model: nn.Module) -> dict[str, Any]:
-        """The model's `config.json`; empty if it has none."""
-
-    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
-
-    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
-        """Modules called with x and positions that take a row with more tokens otherwise."""
-
-    def most_tokens(self, model: nn.Module) -> int | None:
-        """Tokens of a row from which the model's own count of them matters; None: it has none."""
-
-    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights of a block under the names and in the pieces in which they are saved."""
-
-
-def host_of(model: nn.Module) -> Host:
-    """The manners of this model."""
-    return HuggingFace() if hasattr(model, "set_attn_implementation") else OwnModule()
-
-
-class OwnModule:
-    """A module that is called with tokens and positions, and calls `isp.attention`.
-
-    It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers.
+    It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A host has
+    no state: attention goes where `attend_by` says.
     """
 
     def connect(self, model: nn.Module) -> None:
+        """Let the model's calls of attention go where `isp.attention` goes, in place."""
         use_registered_mixers(model)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """The logits [B, S', V] of tokens at positions [B, S']."""
         with at_positions(positions):
             logits: Tensor = model(ids, positions)
         return logits
 
     def first_position(self, model: nn.Module) -> int:
+        """The number of the first token of a document, in the model's own count."""
         return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
+        """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
+        """The model's `config.json`; empty if it has none."""
         return {}
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
         plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
         return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        """Modules called with x and positions that take a row with more tokens otherwise."""
         return {}
 
     def most_tokens(self, model: nn.Module) -> int | None:
+        """Tokens of a row from which the model's own count of them matters; None: it has none."""
         return None
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights of a block under the names and in the pieces in which they are saved."""
         return weights
 
 
-class HuggingFace:
+class HuggingFace(Host):
     """A causal language model of transformers, by its attention interface.
 
     All have one name in its registry, of which the masks' registry does not know, so that no mask
@@ -183,6 +157,11 @@ class HuggingFace:
         return found
 
 
+def host_of(model: nn.Module) -> Host:
+    """How this model is called."""
+    return HuggingFace() if hasattr(model, "set_attn_implementation") else Host()
+
+
 _PLANLESS = frozenset(
     ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
 )
@@ -265,7 +244,7 @@ def _attention_function(
 
 
 def _chunk(module: Any) -> int | None:
-    """Tokens of the chunks in which a layer attends: transformers tells its masks alone."""
+    """Tokens of the chunks in which a layer attends: only transformers' masks know them."""
     kinds = getattr(module.config, "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
         return None

@@ -6,20 +6,17 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isp.attention import AttentionMask, HeadPlan, LocalAttention, make_local_attention
+from isp.attention import HeadPlan, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
-from isp.comm.channel import DryChannel
-from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.layers.module import RowsOf
-from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
 from isp.parallel.distributable import check_distributable
@@ -29,18 +26,16 @@ from isp.settings.recomputation import Recomputation
 from isp.traced.chunk import TracedChunk
 from isp.traced.follow import CallFollower
 from isp.traced.holders import WeightHolders
-from isp.traced.hosts import OwnModule, check_row, host_of
+from isp.traced.hosts import HuggingFace, check_row, host_of
 from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
-from isp.traced.recorder import experts_passed
-from isp.traced.region import OnlyColumnsRead
 from isp.traced.roles import ParameterRole
+from isp.traced.share import run_with_a_share
 from isp.traced.staged import TracedStage
 from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
-from isp.traced.trace import Kind, check_drivable, trace_model
-from isp.weights.wp import LocalWeights
+from isp.traced.trace import Kind, check_supported, trace_model
 
 __all__ = ["TracedModel"]
 
@@ -77,16 +72,16 @@ class TracedModel:
         self._rehearsed: set[int] = set()
         self._cut: set[int] = set()
         """Numbers of pipeline stages that have been compared with the whole model."""
-        check_drivable(model)
+        check_supported(model)
         self._shape = self.host.without_values(on_meta(model))
-        """Of the same structure and without memory, for those who plan."""
-        shape = copy.deepcopy(self._shape)
-        self.host.connect(shape)
+        """Of the same structure and without memory, for those who plan; connected."""
+        self.host.connect(self._shape)
+        shape = self._empty()  # a forward may leave something in a module
         self.trace = trace_model(shape, self.host.forward)
         self._check_recomputation()
         self._leave_alone(self.trace.unused)
         probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
-        if not (probed or self.trace.reads_positions or isinstance(self.host, OwnModule)):
+        if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} does not look at position_ids: it would count the tokens"
                 f" of each rank, and of packed documents, from the wrong place"
@@ -97,6 +92,10 @@ class TracedModel:
                 " sees the answer (models of transformers: is_decoder=True in the configuration)",
                 type(model).__name__,
             )
+
+    def _empty(self) -> nn.Module:
+        """The model without memory, connected; shards may take the place of its parameters."""
+        return copy.deepcopy(self._shape, {id(p): p for p in self._shape.parameters()})
 
     def computed(self, **keys: Any) -> TracedModel:
         """The same model, computed as these `keys` of its making say; what is known is shared."""
@@ -267,9 +266,8 @@ class TracedModel:
         try:
             stages = stages_of(self._shape, self.trace, num_stages)
             if num_stages not in self._cut:
-                shape = copy.deepcopy(self._shape)
-                self.host.connect(shape)
-                check_stages(shape, self.model.buffers(), self.trace, self.host.forward, stages)
+                buffers = self.model.buffers()
+                check_stages(self._shape, buffers, self.trace, self.host.forward, stages)
             for rank in range(pipeline.size):
                 own = PipelineOrder(pipeline).stages_of(rank)
                 names = frozenset[str]().union(*(stages[number].parameters for number in own))
@@ -294,42 +292,12 @@ class TracedModel:
             raise self._not_split(error) from None
 
     def _rehearse(self, size: int) -> None:
-        """Raise ValueError if the model's code does not run with a rank's share of the features.
-
-        In msp, whichever mode is asked for: there tokens are other than those of a region in shape.
-        """
+        """Raise ValueError if the model's code does not run with a rank's share of the features."""
         if size == 1 or size in self._rehearsed:
             return
-        tensor, tokens = DryChannel("tensor", size, 0, _Deaf()), 8 * size
-        layers = LayerFactory(
-            mode=Mode.MSP,
-            tensor=tensor,
-            weight=tensor,
-            communicator=LocalWeights(),
-            device=torch.device("meta"),
-            dtype=torch.float32,
-        )
-        attentions = (call for call in self.trace.calls if call.sizes is not None)
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
-        ) -> Tensor:
-            call = next(attentions)
-            assert call.sizes is not None
-            parts = self._tensor_plan.head_parts(call.block, size)
-            heads, kv_heads = call.sizes.num_heads // parts, call.sizes.num_kv_heads // parts
-            wanted = [(tokens, heads), (tokens, kv_heads), (tokens, kv_heads)]
-            found = [tuple(x.shape[1:3]) for x in (q, k, v)]
-            if found != wanted or (sinks is not None and len(sinks) != heads):
-                raise ValueError(f"{call.block} attends with other heads than its rank's")
-            return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-        chunk = self._chunk(layers, stages_of(self._shape, self.trace, 1), attend)
-        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        build = partial(self._chunk, stages=stages_of(self._shape, self.trace, 1))
         try:
-            reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
-            with experts_passed(chunk.model), reads, torch.no_grad():
-                chunk.logits(chunk(ids, ids, None))
+            run_with_a_share(build, self.trace, self._tensor_plan, size)
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
             raise self._not_split(error) from None
         self._rehearsed.add(size)
@@ -338,7 +306,7 @@ class TracedModel:
         reason = next(iter(str(why).splitlines()), "")
         return ValueError(
             f"parallel.tensor.mode splits the features of {type(self.model).__name__} by its"
-            f" tensor-parallel plan, which does not do: {reason}; use mode isp, which drives a"
+            f" tensor-parallel plan, which does not do: {reason}; use mode isp, which runs a"
             f" model as it is"
         )
 
@@ -357,16 +325,17 @@ class TracedModel:
         """
         every = stages_of(self._shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)
-        chunk = self._chunk(layers, own, attention)
+        chunk = self._chunk(layers, attention, own)
         return (chunk,) if num_stages == 1 else tuple(TracedStage(chunk, s) for s in own)
 
     def _chunk(
-        self, layers: LayerFactory, stages: tuple[Stage, ...], attention: LocalAttention | None
+        self, layers: LayerFactory, attention: LocalAttention | None, stages: tuple[Stage, ...]
     ) -> TracedChunk:
-        if layers.device.type == "meta":  # shards take the place of the parameters, without copies
-            model = copy.deepcopy(self._shape, {id(p): p for p in self._shape.parameters()})
+        if layers.device.type == "meta":
+            model = self._empty()
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
+            self.host.connect(model)
 
         def local(
             scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
@@ -392,7 +361,6 @@ class TracedModel:
                 f" distance, for which isp has no cache of keys: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
-        self.host.connect(model)
         follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
         chunk = TracedChunk(
             self.host,
@@ -410,13 +378,6 @@ class TracedModel:
                 self.loss_chunk_tokens,
             )
         return chunk
-
-
-class _Deaf:
-    """Hears of no transfer."""
-
-    def launched(self, transfer: Transfer) -> Callable[[], object]:
-        return lambda: None
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ def with_sizes(
 ) -> dict[str, Any]:
     """A `model` section with the sizes of the folder that its key `hf` names.
 
-    A size that neither config.json nor its type tells has its default. Raises ValueError for a
+    A size that neither config.json nor its type has is the default. Raises ValueError for a
     folder without config.json, and for keys that are not `free` and say other than the folder.
     """
     folder = section["hf"]

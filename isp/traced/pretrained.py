@@ -38,7 +38,7 @@ def folder_model(folder: str, dtype: str, *, trains: bool = True, **keys: Any) -
     model that does not train may have dropout.
 
     In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
-    does not hold such a model, or one that cannot be driven.
+    does not hold such a model, or one that is not supported.
     """
     return _read_and_traced(folder, dtype, trains).computed(**keys)
 

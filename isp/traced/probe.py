@@ -1,4 +1,4 @@
-"""A few forwards on a few tokens, which tell whether a model mixes or counts tokens by itself.
+"""A few forwards on a few tokens, which show whether a model mixes or counts tokens by itself.
 
 [Note: Locality] A rank has a part of a sequence, and a packed sequence has several documents. What
 one token sees of others is known of attention alone; everything else must be a function of a token
@@ -12,7 +12,7 @@ The model runs as in training, without dropout; as in evaluation where it draws 
 its own. What begins beyond these tokens is not seen: `isp.check` compares longer sequences.
 
 [Note: Weights without memory] Weights that are cut are read by linears and by lookups of rows alone
-(`isp.traced.reads`), and any other function of a token's features tells as much. So they get no
+(`isp.traced.reads`), and any other function of a token's features shows as much. So they get no
 memory, and a model of any size is run as a whole.
 
 S sequence, H heads, K KV heads, d and e sizes of heads, V vocabulary, N tokens of experts
@@ -66,7 +66,7 @@ def check_local(
 ) -> bool:
     """Raise ValueError, naming the module, if tokens are mixed other than by attention.
 
-    Whether the model ran on random weights, without which nobody knows.
+    Returns whether the model ran on random weights; if it did not, this is not known.
 
     `shape`: the traced model, on meta, whose calls of attention go where `attend_by` says;
     `buffers`: the model's own, in the order of its. See [Note: Locality].

@@ -39,7 +39,7 @@ class InitialWeights(Protocol):
 
 
 Called = Callable[[], Callable[[Tensor], Tensor] | None]
-"""Hears of each call, and gives what is called in its place; None: nothing."""
+"""Called first in each call; gives what is called in its place, None: nothing."""
 
 
 class _Swapped:

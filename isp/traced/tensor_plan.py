@@ -184,7 +184,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
 def _own_vectors(
     regions: Iterable[Region], trace: ModelTrace, styles: Mapping[str, str]
 ) -> Iterator[str]:
-    """Vectors that lie in a region beside the modules called there: nobody sees where one is read.
+    """Vectors that lie in a region beside the modules called there: no call shows who reads one.
 
     Raises ValueError for one that the plan does not cut.
     """

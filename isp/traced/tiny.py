@@ -351,7 +351,7 @@ def _is_dense(config: Any, index: int) -> bool:
 
 
 _widening: ContextVar[bool] = ContextVar("widening", default=False)
-"""Whether a forward runs in `_Widened`: one inside of another would do all again."""
+"""Whether a forward runs in `_Widened`: one inside of another would repeat its work."""
 
 
 class _Widened(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""One forward on meta tensors, which tells what a model is made of, and in which order.
+"""One forward on meta tensors, which shows what a model is made of, and in which order.
 
 Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
 `nn.ModuleList` that calls attention.
@@ -33,8 +33,8 @@ __all__ = [
     "Call",
     "Kind",
     "ModelTrace",
-    "check_drivable",
     "check_not_compiled",
+    "check_supported",
     "trace_model",
 ]
 
@@ -101,10 +101,10 @@ class ModelTrace(NamedTuple):
         return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
 
 
-def check_drivable(model: nn.Module) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
 
-    A forward of an instance's own would go on calling that instance from a copy. Scalar parameters
+    In a copy, a forward of an instance's own would still call that instance. Scalar parameters
     and DoRA are refused, too.
     """
     for name, module in model.named_modules():
@@ -131,7 +131,7 @@ def check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) was compiled: isp drives modules"
+                f"{name or 'the model'} ({type(module).__name__}) was compiled: isp runs modules"
                 f" one by one. Leave out compile(), before isp.parallelize and behind it"
             )
 
@@ -142,7 +142,7 @@ def trace_model(
     """The trace of `model`, all of whose parameters and buffers are on the meta device.
 
     `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
-    for a model that cannot be driven: a parameter of a kind that nobody would cut or sum, a block
+    for a model that is not supported: a parameter of a kind that nobody would cut or sum, a block
     that is called twice, tokens that are mixed outside of blocks, weights that are read where they
     are not whole.
     """
