@@ -1,11 +1,12 @@
-"""`TracedChunk`: a traced model on one rank, its calls followed through every pass.
+"""`TracedChunk`: a traced model on one rank, or a pipeline stage of it.
 
 B batch, S sequence, D hidden size, V vocabulary; S' the tokens of this rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import copy
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class TracedChunk:
         """
         self.left_out = frozenset[str]()
         """Blocks that hand on what they are given."""
+        self._stage: Stage | None = None
+        """None: the whole model."""
         self.model, self.trace = holders.model, follower.trace
         self.splits_logits = holders.layers.splits_logits
         self._host, self._layers = host, holders.layers
@@ -83,24 +86,28 @@ class TracedChunk:
 
     # -- what the runtime asks ---------------------------------------------------------------
 
+    def of_stage(self, stage: Stage) -> TracedChunk:
+        """The same chunk, of which one stage is run and has parameters."""
+        other = copy.copy(self)
+        other._stage = stage
+        return other
+
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """This rank's logits: x and positions [B, S'] -> [B, S', V'], or what the head is given.
 
-        All positions, [B, S], where the table leaves a rank its tokens.
+        Of a stage, what the next one is given, [B, S', D]; of a later stage x is that, too. All
+        positions, [B, S], where the table leaves a rank its tokens.
         """
-        return self._forward(x, positions, cu_seqlens, Instead(self.left_out, calls=self._ends))
-
-    def through_stage(
-        self, stage: Stage, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None
-    ) -> Tensor:
-        """As a call, through a stage alone: x [B, S'] on the first one, [B, S', D] on others."""
-        instead = Instead(
-            left_out=frozenset(self.trace.blocks) - stage.parts,
-            received=None if stage.is_first else x,
-            last_block=None if stage.is_last else stage.blocks[-1],
-            calls={**self.holders.zeros_of(self._outside - stage.parts), **self._ends},
-        )
-        x = x if stage.is_first else torch.zeros_like(positions)
+        stage, instead = self._stage, Instead(self.left_out, calls=self._ends)
+        if stage is not None:
+            outside = self._outside - stage.parts
+            instead = Instead(
+                left_out=frozenset(self.trace.blocks) - stage.parts,
+                received=None if stage.is_first else x,
+                last_block=None if stage.is_last else stage.blocks[-1],
+                calls={**self.holders.zeros_of(outside), **self._ends},
+            )
+            x = x if stage.is_first else torch.zeros_like(positions)
         return self._forward(x, positions, cu_seqlens, instead)
 
     def logits(self, output: Tensor) -> Tensor:
@@ -143,25 +150,29 @@ class TracedChunk:
         return self._loss.each(output, labels)
 
     def shards(self) -> Iterator[ShardedParameter]:
-        """The parameters, each once, with their names in the model."""
-        yield from self.holders.named
+        """The parameters, each once, with their names in the model; of a stage, those it reads."""
+        own = self._stage and self._stage.parameters
+        return (item for item in self.holders.named if own is None or item.name in own)
 
-    def init_weights(self, seed: int | None, names: Collection[str] | None = None) -> None:
-        """The initial weights are the model's own, or come from their source.
+    def init_weights(self, seed: int | None) -> None:
+        """As `Chunk.init_weights`: the model's own weights, or those of their source.
 
-        `names`: of the parameters that are filled; None: all.
+        A weight that two stages of a rank have is filled twice.
         """
         if self._weights is not None:
-            shards = [item for item in self.shards() if names is None or item.name in names]
-            self._weights.fill(self.model, () if seed is None else shards, seed or 0)
+            self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """As `WeightHolders.parts`."""
-        return self.holders.parts()
+        """As `WeightHolders.parts`; of a stage, those that have parameters of it."""
+        every = self.holders.parts()
+        if self._stage is None:
+            return every
+        own = {item.parameter for item in self.shards()}
+        return {name: part for name, part in every.items() if not own.isdisjoint(part.parameters())}
 
-    def weight_blocks(self, stage: Stage | None = None) -> tuple[DeclaredBlock, ...]:
-        """As `WeightHolders.weight_blocks`."""
-        return self.holders.weight_blocks(stage)
+    def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
+        """As `WeightHolders.weight_blocks`, of the stage if it is one."""
+        return self.holders.weight_blocks(self._stage)
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from isp.traced.model_folder import check_layout, check_model_config
 from isp.traced.probe import check_local
 from isp.traced.roles import ParameterRole
 from isp.traced.share import run_with_a_share
-from isp.traced.staged import TracedStage
 from isp.traced.stages import Stage, check_stages, stages_of, tied_weight
 from isp.traced.swap import InitialWeights
 from isp.traced.tensor_plan import TensorPlan, tensor_plan
@@ -317,7 +316,7 @@ class TracedModel:
         num_stages: int = 1,
         *,
         attention: LocalAttention | None = None,
-    ) -> tuple[TracedChunk, ...] | tuple[TracedStage, ...]:
+    ) -> tuple[TracedChunk, ...]:
         """As `isp.models.protocol.LanguageModel.build`.
 
         The model itself is sharded if that was asked for, else a copy of it; on the meta device
@@ -326,7 +325,7 @@ class TracedModel:
         every = stages_of(self._shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)
         chunk = self._chunk(layers, attention, own)
-        return (chunk,) if num_stages == 1 else tuple(TracedStage(chunk, s) for s in own)
+        return (chunk,) if num_stages == 1 else tuple(map(chunk.of_stage, own))
 
     def _chunk(
         self, layers: LayerFactory, attention: LocalAttention | None, stages: tuple[Stage, ...]
