@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.mixers.call import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
-from isp.traced.indexers import causal_mask, has_indexers
+from isp.traced.indexers import PLACE, causal_mask, has_indexers
 
 __all__ = ["wrap_free_functions"]
 
@@ -39,7 +39,7 @@ _STATES = (
 def wrap_free_functions(model: nn.Module) -> None:
     """Let the model's convolutions and scans go where `mix_by` says, while it says so."""
     for space in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
-        names = vars(sys.modules[space]) if space.startswith("transformers.models.") else {}
+        names = vars(sys.modules[space]) if space.startswith(PLACE) else {}
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
             function = names.get(name)

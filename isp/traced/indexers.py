@@ -24,8 +24,10 @@ from isp.mixers.call import current_mixers
 __all__ = [
     "COMPRESSORS",
     "INDEXERS",
+    "PLACE",
     "causal_mask",
     "chosen_by",
+    "class_names",
     "has_indexers",
     "indexer_parameters",
 ]
@@ -190,8 +192,13 @@ INDEXERS = {
 }
 """What takes the place of a forward, by the name of the class in `transformers.models`."""
 
-_PLACE = "transformers.models."
-_SPACES = {f"{_PLACE}{name.rpartition('.')[0]}" for name in INDEXERS}
+PLACE = "transformers.models."
+_SPACES = {f"{PLACE}{name.rpartition('.')[0]}" for name in INDEXERS}
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """The full names of a module's class and of those that it is made of."""
+    return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
 
 
 def has_indexers(space: str) -> bool:
@@ -202,8 +209,7 @@ def has_indexers(space: str) -> bool:
 def indexer_parameters(model: nn.Module) -> Iterator[str]:
     """The parameters by which keys are chosen: no gradient reaches them."""
     for name, module in model.named_modules():
-        names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
-        if any(own.removeprefix(_PLACE) in INDEXERS for own in names):
+        if any(own.removeprefix(PLACE) in INDEXERS for own in class_names(module)):
             yield from (f"{name}.{local}" for local, _ in module.named_parameters())
 
 

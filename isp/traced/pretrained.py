@@ -221,7 +221,7 @@ class _Files:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `isp.traced.chunk.InitialWeights`; in hand is one shard at a time."""
+        """As `InitialWeights`; in hand is one shard at a time."""
         if shards:
             logger.info("weights     of %s", self._files.folder)
         for item in shards:
@@ -250,7 +250,7 @@ class _Random:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `isp.traced.chunk.InitialWeights`; in hand is one module's own at a time.
+        """As `InitialWeights`; in hand is one module's own at a time.
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """

@@ -11,21 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from isp.traced.indexers import COMPRESSORS, INDEXERS
+from isp.traced.indexers import COMPRESSORS, INDEXERS, PLACE, class_names
 from isp.traced.own_attention import OWN_FORWARDS, OWN_METHODS
 from isp.traced.own_mixers import OWN_MIXERS
 
 __all__ = ["register_mixer", "use_registered_mixers"]
 
-_PLACE = "transformers.models."
-
 _forwards: dict[str, Callable[..., Any]] = {
-    _PLACE + name: forward
+    PLACE + name: forward
     for name, forward in (OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS).items()
 }
 """By the name of the class: its modules need not be imported."""
 
-_methods = {_PLACE + name: instead for name, instead in OWN_METHODS.items()}
+_methods = {PLACE + name: instead for name, instead in OWN_METHODS.items()}
 
 
 def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
@@ -35,7 +33,7 @@ def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -
     by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and `isp.state_space_scan`
     alone. For subclasses, too. Other models of the process keep their own forward.
     """
-    _forwards[_name(module_class)] = forward
+    _forwards[f"{module_class.__module__}.{module_class.__qualname__}"] = forward
 
 
 def use_registered_mixers(model: nn.Module) -> bool:
@@ -43,13 +41,9 @@ def use_registered_mixers(model: nn.Module) -> bool:
     found = False
     for module in model.modules():
         for method, registered in (("forward", _forwards), ("_attn", _methods)):
-            names = (_name(cls) for cls in type(module).__mro__)
-            instead = next((registered[name] for name in names if name in registered), None)
+            names = (name for name in class_names(module) if name in registered)
+            instead = next((registered[name] for name in names), None)
             if instead is not None:
                 setattr(module, method, partial(instead, module))
                 found = True
     return found
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
