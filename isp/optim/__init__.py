@@ -1,8 +1,7 @@
 """From gradients to weights: main gradients, their reduction, the sharded optimizer."""
 
-from isp.optim.buckets import BucketManager
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager
 from isp.optim.main_grads import MainGradients
-from isp.optim.rows import DEFAULT_BUCKET_BYTES
 from isp.optim.update_rules import check_groups, learning_rate, update_rule
 from isp.optim.zero1 import StepResult, Zero1Optimizer
 

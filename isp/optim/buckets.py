@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
+from isp.comm import Channel, Pending, streams
 from isp.comm.tag import Purpose, Tag
-from isp.optim.rows import DEFAULT_BUCKET_BYTES, owned_rows, pads_little
 from isp.parallel import Axis
+from isp.parallel.partition import chunk_range
 from isp.weights.parameter import ShardedParameter, by_whole
 
-__all__ = ["BucketManager", "Channels", "Place", "master_dtype"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Bucket",
+    "BucketManager",
+    "Channels",
+    "Gradient",
+    "grouped",
+    "master_dtype",
+    "pads_little",
+]
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+T = TypeVar("T")
 
 
 class Channels(Protocol):
@@ -30,24 +43,47 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(slots=True, eq=False)
-class Place:
-    """The place of a parameter's gradient."""
-
-    view: Tensor
-    """In its bucket, of the parameter's shape."""
-    part: Tensor
-    """This rank's part of it, with its padding, [w]; of a whole that has members, none."""
-    bucket: _GradientBucket
-    ready: bool = False
-    """Whether the gradient is final: it may be travelling, hands off."""
+def pads_little(num_rows: int, parts: int) -> bool:
+    """Whether `parts` as long as the first have at most an eighth more rows."""
+    return 8 * parts * math.ceil(num_rows / parts) <= 9 * num_rows
 
 
-@dataclass(eq=False)
-class _GradientBucket:
-    """Gradients that travel together: parameters one behind the other, each in p equal parts.
+class Bucket:
+    """Parameters that travel together, each in `parts` of equal width, the last ones padded.
 
-    p is the number of ranks that have the sums of some rows each, and 1 where all have all.
+    What a rank has of all of them is a piece: its part of each, one behind the other.
+
+    [Note: Arrival on streams] On CUDA the first stream to wait brings what has arrived to its
+    place, perhaps that of the weight gathers. Whoever waits later, on whatever stream, waits for
+    the end of that.
+    """
+
+    def __init__(
+        self, purpose: Purpose, members: list[ShardedParameter], channel: Channel, parts: int
+    ) -> None:
+        self.members, self.channel, self.parts = members, channel, parts
+        shapes = [member.parameter.shape for member in members]
+        self.widths = [math.ceil(shape[0] / parts) * math.prod(shape[1:]) for shape in shapes]
+        """Elements of a part of each member."""
+        what = "gradients" if purpose is Purpose.REPLICA_GRADIENT else "weights"
+        self.tag = Tag(purpose, tensor=f"{what} {members[0].name} .. {members[-1].name}")
+        self.pending: Pending | None = None
+        """The transfer, from its launch until it is first waited for."""
+        self._arrived: streams.Event | None = None
+
+    def wait(self) -> None:
+        """Wait until what was launched is there, for this stream too; free if it is."""
+        if self.pending is not None:
+            found, self.pending = self.pending.wait(), None
+            self._arrived = streams.mark(found.device)
+        if self._arrived is not None:
+            self._arrived.wait()
+
+
+class GradientBucket(Bucket):
+    """Main gradients in one piece of memory, one behind the other, each in its parts.
+
+    There is one part of each where all ranks have all sums, else one for each rank.
 
     [Note: Packed in place] A reduce-scatter gives a rank one piece, which has to hold its part of
     every parameter. A bucket of several is brought into that order in its own memory before it
@@ -55,23 +91,21 @@ class _GradientBucket:
     and is sent as it lies. The sum of a rank's piece takes the place of the piece.
     """
 
-    flat: Tensor
-    channel: Channel
-    tag: Tag
-    widths: list[int]
-    """Elements of a part of each parameter, in order."""
-    parts: int
-    num_gradients: int
-    """As many as have to be final: of parameters that travel as one, one."""
-    awaited: int = 0
-    """Gradients that are not final yet."""
-    pending: Pending | None = None
-    """The reduction, from its launch until the next `reset`."""
+    def __init__(
+        self, members: list[ShardedParameter], channel: Channel, parts: int, num_gradients: int
+    ) -> None:
+        super().__init__(Purpose.REPLICA_GRADIENT, members, channel, parts)
+        first = members[0].parameter
+        self.flat = torch.zeros(
+            parts * sum(self.widths), dtype=master_dtype(first.dtype), device=first.device
+        )
+        self.num_gradients = self.awaited = num_gradients
+        """As many as have to be final: of parameters that travel as one, one; and those not yet."""
 
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of all parts of each parameter, with their padding."""
-        return [self.parts * width for width in self.widths]
+    def padded(self) -> tuple[Tensor, ...]:
+        """All parts of each member, [p w]."""
+        found: tuple[Tensor, ...] = self.flat.split([self.parts * width for width in self.widths])
+        return found
 
     def launch(self, index: int) -> None:
         """Set the sum on its way, of part `index` where it is cut."""
@@ -80,9 +114,50 @@ class _GradientBucket:
             return
         pieces = self.flat.view(self.parts, -1)  # [p, L]
         if len(self.widths) > 1:
-            members = [x.view(self.parts, -1) for x in self.flat.split(self.sizes)]
-            pieces.copy_(torch.cat(members, dim=1))
+            pieces.copy_(torch.cat([x.view(self.parts, -1) for x in self.padded()], dim=1))
         self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, tag=self.tag)
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """The main gradient of a parameter, or of several that travel as one."""
+
+    name: str
+    view: Tensor
+    """In its bucket, of the parameter's shape."""
+    part: Tensor
+    """This rank's part of it, with its padding, [w]; of a whole that has members, none."""
+    bucket: GradientBucket
+    ready: bool = False
+    """Whether the gradient is final: it may be travelling, hands off."""
+    untouched: bool = True
+    """Whether the buffer holds the last step's values: the first gradient overwrites."""
+    owed: int = 0
+    """Gradients that were promised and have not come."""
+    passed: bool = False
+    """Whether the last backward pass is through with it."""
+    lent: bool = False
+    """Whether a promised gradient is being received in the buffer."""
+    waiting: Tensor | None = None
+    """The sum of what has come meanwhile."""
+
+    def open(self) -> Tensor:
+        """The buffer, from here on with a gradient of this step."""
+        self.untouched = False
+        return self.view
+
+    def sum_in(self) -> tuple[Tensor, bool]:
+        """The tensor to add the next gradient to, and whether it is the first one there."""
+        if not self.lent:
+            fresh = self.untouched
+            return self.open(), fresh
+        if fresh := self.waiting is None:
+            self.waiting = torch.empty_like(self.view)
+        return self.waiting, fresh
+
+    def value(self) -> Tensor:
+        """The gradient so far, zeros if none has come."""
+        return self.open().zero_() if self.untouched else self.view
 
 
 class BucketManager:
@@ -93,9 +168,10 @@ class BucketManager:
     may travel once all of them are `mark_ready`, and the rest goes in `finish`. Parameters that
     travel as one lie one behind the other, and their whole has a place, too.
 
-    With `rows_of`, a channel, each of its ranks needs the sums of its `owned_rows` alone. What is
-    reduced over these very ranks is reduce-scattered then, which moves half the bytes; but for
-    parameters of so few rows that equal parts of them would take much more memory.
+    With `rows_of`, a channel, each of its ranks needs the sums of its own rows alone, its
+    `chunk_range`. What is reduced over these very ranks is reduce-scattered then, which moves half
+    the bytes; but for parameters of so few rows that equal parts of them would take much more
+    memory.
 
     [Note: Some of the replicas] Where `rows_of` are not all the ranks that are summed over, all get
     all sums. A reduce-scatter among some and an all-reduce across them would move less, too, but
@@ -118,19 +194,31 @@ class BucketManager:
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} must be at least 0 (0: one parameter a bucket)"
             )
-        self._buckets: list[_GradientBucket] = []
-        self._places: dict[int, Place] = {}
+        self._buckets: list[GradientBucket] = []
+        self._of: dict[int, Gradient] = {}
         """By the id of the parameter."""
         self._launched = 0
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
             self._rows_of = rows_of  # [Note: Some of the replicas]
-        of_kinds = [
-            (self._parts_of(members, channels), whole, members)
+        units = [
+            (whole, members, self._parts_of(members, channels))
             for whole, members in by_whole(parameters).items()
         ]
-        for parts, units in _grouped(of_kinds, bucket_bytes):
-            self._open(units, parts, channels)
+
+        def kind(unit: _Unit) -> Hashable:
+            whole, _, parts = unit
+            dtype, device = master_dtype(whole.parameter.dtype), whole.parameter.device
+            return parts, whole.layout.reduce_over, dtype, device
+
+        def num_bytes(unit: _Unit) -> int:
+            parameter = unit[0].parameter
+            return parameter.numel() * master_dtype(parameter.dtype).itemsize
+
+        for found in grouped(reversed(units), kind, num_bytes, bucket_bytes):
+            self._open(found, channels)
+        self.gradients = [self._of[id(whole.parameter)] for whole, *_ in units]
+        """As many as come: one of those that travel as one."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -153,32 +241,32 @@ class BucketManager:
         """Whether ranks may have the sums of their own rows alone; the same on all ranks."""
         return self._rows_of.size > 1
 
-    def place(self, parameter: nn.Parameter) -> Place:
-        """The place of the gradient of `parameter`, or of what several travel in."""
-        return self._places[id(parameter)]
+    def of(self, parameter: nn.Parameter) -> Gradient:
+        """The gradient of `parameter`, or of what several travel in."""
+        return self._of[id(parameter)]
 
-    def rows(self, place: Place) -> Tensor:
+    def rows(self, gradient: Gradient) -> Tensor:
         """The sums of the rows that this rank owns, once they are there: [n, ..]."""
-        count, *rest = place.view.shape
-        start, stop = owned_rows(count, self._rows_of.size, self._rows_of.rank)
-        if place.bucket.parts == 1:
-            return place.view[start:stop]
-        own = (stop - start, *rest)
-        return place.part[: math.prod(own)].view(own)
+        count, *rest = gradient.view.shape
+        rows = chunk_range(count, self._rows_of.size, self._rows_of.rank)
+        if gradient.bucket.parts == 1:
+            return gradient.view[rows.start : rows.stop]
+        own = (len(rows), *rest)
+        return gradient.part[: math.prod(own)].view(own)
 
-    def whole(self, place: Place) -> Tensor:
+    def all_rows(self, gradient: Gradient) -> Tensor:
         """All sums, those of other ranks' rows from them: a collective."""
-        bucket, view = place.bucket, place.view
+        bucket, view = gradient.bucket, gradient.view
         if bucket.parts == 1:
             return view
-        gathered = bucket.channel.all_gather(place.part, tag=bucket.tag).wait()
+        gathered = bucket.channel.all_gather(gradient.part, tag=bucket.tag).wait()
         return gathered[: view.numel()].view(view.shape)
 
-    def mark_ready(self, place: Place) -> None:
+    def mark_ready(self, gradient: Gradient) -> None:
         """The gradient is final; launches every bucket whose turn it is [Note: Launch order]."""
-        if not place.ready:
-            place.ready = True
-            place.bucket.awaited -= 1
+        if not gradient.ready:
+            gradient.ready = True
+            gradient.bucket.awaited -= 1
         while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
             self._launch_next()
 
@@ -191,17 +279,16 @@ class BucketManager:
     def wait(self) -> None:
         """Wait for the reductions in flight."""
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            bucket.wait()
 
     def reset(self) -> None:
-        """Await every gradient anew; the values stay."""
+        """Await every gradient anew; the values stay until the first comes."""
         self.wait()
         self._launched = 0
         for bucket in self._buckets:
-            bucket.pending, bucket.awaited = None, bucket.num_gradients
-        for place in self._places.values():
-            place.ready = False
+            bucket.awaited = bucket.num_gradients
+        for gradient in self.gradients:
+            gradient.ready, gradient.untouched, gradient.passed = False, True, False
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
@@ -218,66 +305,46 @@ class BucketManager:
         few = pads_little(rows[0], size) if len(rows) == 1 else not any(n % size for n in rows)
         return size if size == self._rows_of.size and few else 1
 
-    def _open(self, units: list[_Unit], parts: int, channels: Channels) -> None:
-        members = [item for _, of_one in units for item in of_one]
-        first = members[0]
-        channel = channels[first.layout.reduce_over]
-        shapes = [item.parameter.shape for item in members]
-        widths = [math.ceil(shape[0] / parts) * math.prod(shape[1:]) for shape in shapes]
-        bucket = _GradientBucket(
-            flat=torch.zeros(
-                parts * sum(widths),
-                dtype=master_dtype(first.parameter.dtype),
-                device=first.parameter.device,
-            ),
-            channel=channel,
-            tag=Tag(
-                Purpose.REPLICA_GRADIENT, tensor=f"gradients {first.name} .. {members[-1].name}"
-            ),
-            widths=widths,
-            parts=parts,
-            num_gradients=len(units),
-            awaited=len(units),
-        )
+    def _open(self, units: list[_Unit], channels: Channels) -> None:
+        members = [item for _, of_one, _ in units for item in of_one]
+        parts, channel = units[0][2], channels[members[0].layout.reduce_over]
+        bucket = GradientBucket(members, channel, parts, len(units))
         piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
-        cut = zip(members, bucket.flat.split(bucket.sizes), piece.split(widths), strict=True)
+        cut = zip(members, bucket.padded(), piece.split(bucket.widths), strict=True)
         for item, padded, part in cut:
-            self._places[id(item.parameter)] = Place(_shaped(padded, item), part, bucket)
-        for whole, of_one in units:
+            self._place(item, padded, part, bucket)
+        for whole, of_one, _ in units:
             if whole not in of_one:
-                begin = self._places[id(of_one[0].parameter)].view.storage_offset()
-                view = _shaped(bucket.flat[begin:], whole)
-                self._places[id(whole.parameter)] = Place(view, view[:0], bucket)
+                begin = self.of(of_one[0].parameter).view.storage_offset()
+                self._place(whole, bucket.flat[begin:], bucket.flat[:0], bucket)
         self._buckets.append(bucket)
 
-
-def _shaped(numbers: Tensor, item: ShardedParameter) -> Tensor:
-    """The first of them, in the shape of a parameter."""
-    return numbers[: item.parameter.numel()].view(item.parameter.shape)
-
-
-_Unit = tuple[ShardedParameter, list[ShardedParameter]]
-"""What has one gradient, and the parameters that it consists of."""
-_Bucket = tuple[int, list[_Unit]]
-"""Ranks that have sums of some rows each, and what has gradients."""
+    def _place(
+        self, item: ShardedParameter, flat: Tensor, part: Tensor, bucket: GradientBucket
+    ) -> None:
+        """Let the gradient of a parameter begin where `flat` does."""
+        view = flat[: item.parameter.numel()].view(item.parameter.shape)
+        self._of[id(item.parameter)] = Gradient(item.name, view, part, bucket)
 
 
-def _grouped(
-    parameters: list[tuple[int, ShardedParameter, list[ShardedParameter]]], bucket_bytes: int
-) -> list[_Bucket]:
-    """The gradients of each bucket; buckets in the order in which their last gradients come."""
-    _Kind = tuple[int, Axis, torch.dtype, torch.device]
-    open_buckets: dict[_Kind, list[_Unit]] = {}
-    num_bytes: dict[_Kind, int] = {}
-    closed: list[_Bucket] = []
-    for parts, item, members in reversed(parameters):
-        dtype = master_dtype(item.parameter.dtype)
-        key = (parts, item.layout.reduce_over, dtype, item.parameter.device)
-        open_buckets.setdefault(key, []).append((item, members))
-        num_bytes[key] = num_bytes.get(key, 0) + item.parameter.numel() * dtype.itemsize
-        if num_bytes[key] >= bucket_bytes:
-            closed.append((parts, open_buckets.pop(key)))
-            del num_bytes[key]
-    place = {item.parameter: i for i, (_, item, _) in enumerate(reversed(parameters))}
-    rest = [(key[0], units) for key, units in open_buckets.items()]
-    return closed + sorted(rest, key=lambda bucket: place[bucket[1][-1][0].parameter])
+_Unit = tuple[ShardedParameter, list[ShardedParameter], int]
+"""What has one gradient, the parameters that it consists of, and the ranks that have sums of some
+rows each."""
+
+
+def grouped(
+    items: Iterable[T],
+    kind: Callable[[T], Hashable],
+    num_bytes: Callable[[T], int],
+    bucket_bytes: int,
+) -> list[list[T]]:
+    """Items of one kind together, until they are `bucket_bytes`: first what is that much, and both
+    this and the rest in the order of the last item of each."""
+    opened: dict[Hashable, list[T]] = {}
+    closed: list[list[T]] = []
+    for item in items:
+        key = kind(item)
+        members = opened[key] = [*opened.pop(key, ()), item]
+        if sum(map(num_bytes, members)) >= bucket_bytes:
+            closed.append(opened.pop(key))
+    return closed + list(opened.values())

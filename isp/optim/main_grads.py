@@ -4,55 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from isp.autograd import after_gradients
 from isp.comm import Channel
-from isp.optim.buckets import BucketManager, Channels, Place
-from isp.optim.rows import DEFAULT_BUCKET_BYTES
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Channels, Gradient
 from isp.weights.parameter import ShardedParameter, by_whole
 from isp.weights.transfers import WriteGradient
 
 __all__ = ["MainGradients"]
-
-
-@dataclass(slots=True, eq=False)
-class _Gradient:
-    """What is known of the gradient of one parameter, or of several that travel as one."""
-
-    name: str
-    place: Place
-    untouched: bool = True
-    """Whether the buffer holds the last step's values: the first gradient overwrites."""
-    owed: int = 0
-    """Gradients that were promised and have not come."""
-    passed: bool = False
-    """Whether the last backward pass is through with it."""
-    lent: bool = False
-    """Whether a promised gradient is being received in the buffer."""
-    waiting: Tensor | None = None
-    """The sum of what has come meanwhile."""
-
-    def open(self) -> Tensor:
-        """The buffer, from here on with a gradient of this step."""
-        self.untouched = False
-        return self.place.view
-
-    def sum_in(self) -> tuple[Tensor, bool]:
-        """The tensor to add the next gradient to, and whether it is the first one there."""
-        if not self.lent:
-            fresh = self.untouched
-            return self.open(), fresh
-        if fresh := self.waiting is None:
-            self.waiting = torch.empty_like(self.place.view)
-        return self.waiting, fresh
-
-    def value(self) -> Tensor:
-        """The gradient so far, zeros if none has come."""
-        return self.open().zero_() if self.untouched else self.place.view
 
 
 class MainGradients:
@@ -96,14 +58,14 @@ class MainGradients:
         self._buckets = BucketManager(
             self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of
         )
+        self._gradients = self._buckets.gradients
         wholes = by_whole(self.parameters)
-        self._gradients = [_Gradient(w.name, self._buckets.place(w.parameter)) for w in wholes]
         self._of = {
-            id(item.parameter): gradient
-            for gradient, (whole, members) in zip(self._gradients, wholes.items(), strict=True)
+            id(item.parameter): self._buckets.of(whole.parameter)
+            for whole, members in wholes.items()
             for item in (whole, *members)
         }
-        """Also of each of several parameters that travel as one."""
+        """By the id of a parameter, also of each of several that travel as one."""
         self._last = False
         self._reduced = False
         self._leaves = [whole.parameter for whole in wholes]
@@ -135,8 +97,6 @@ class MainGradients:
         self._buckets.reset()
         for leaf in self._leaves:
             leaf.grad = None
-        for gradient in self._gradients:
-            gradient.untouched, gradient.passed = True, False
         self._last = self._reduced = False
 
     @property
@@ -175,7 +135,7 @@ class MainGradients:
         gradient = self._of[id(parameter)]
         self._require_open(gradient)
         gradient.owed += 1
-        if not gradient.untouched or gradient.place.view.dtype != dtype:
+        if not gradient.untouched or gradient.view.dtype != dtype:
             return None
         gradient.lent = True
         return gradient.open()
@@ -187,7 +147,7 @@ class MainGradients:
         """
         found = self._of[id(parameter)]
         new: Tensor | None = gradient
-        if found.lent and gradient is found.place.view:
+        if found.lent and gradient is found.view:
             new, found.waiting, found.lent = found.waiting, None, False
         if new is not None:
             self._accumulate(found, new)
@@ -232,12 +192,12 @@ class MainGradients:
         """The sums that this rank needs, once reduced: its rows if it `scatters`, else `grad`."""
         if not self.scatters:
             return self.grad(parameter)
-        return self._buckets.rows(self._buckets.place(parameter))
+        return self._buckets.rows(self._buckets.of(parameter))
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
         assert self._reduced, "sums are there after reduce()"
-        return self._buckets.whole(self._buckets.place(parameter))
+        return self._buckets.all_rows(self._buckets.of(parameter))
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient, of the shape of the local shard; a view that later steps reuse.
@@ -248,7 +208,7 @@ class MainGradients:
         gradient = self._of[id(parameter)]
         assert not gradient.lent, f"a gradient of {gradient.name} was promised, and is on its way"
         gradient.value()
-        return self._buckets.place(parameter).view
+        return self._buckets.of(parameter).view
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -256,7 +216,7 @@ class MainGradients:
             hook.remove()
         self._hooks.clear()
 
-    def _accumulate(self, gradient: _Gradient, value: Tensor) -> None:
+    def _accumulate(self, gradient: Gradient, value: Tensor) -> None:
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
         if fresh:
@@ -264,8 +224,8 @@ class MainGradients:
         else:
             buffer.add_(value)
 
-    def _require_open(self, gradient: _Gradient) -> None:
-        if self._reduced or gradient.place.ready:
+    def _require_open(self, gradient: Gradient) -> None:
+        if self._reduced or gradient.ready:
             raise RuntimeError(
                 f"a gradient of {gradient.name} came after its last one: zero() begins a"
                 f" new step, expect_last() belongs before the last backward pass of a step, and"
@@ -273,16 +233,16 @@ class MainGradients:
                 f" torch.autograd.grad gives gradients that are not kept"
             )
 
-    def _keep_promise(self, gradient: _Gradient) -> None:
+    def _keep_promise(self, gradient: Gradient) -> None:
         if gradient.owed:
             gradient.owed -= 1
         self._settle(gradient)
 
-    def _settle(self, gradient: _Gradient) -> None:
+    def _settle(self, gradient: Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.owed and not gradient.lent:
             gradient.value()
-            self._buckets.mark_ready(gradient.place)
+            self._buckets.mark_ready(gradient)
 
     def _owed_names(self) -> list[str]:
         return [found.name for found in self._gradients if found.owed or found.lent]

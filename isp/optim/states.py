@@ -81,6 +81,14 @@ class StateMemory:
                 f" ranks to share them (parallel.weight.size, parallel.zero1.size)"
             ) from None
 
+    def resting(
+        self, rows: range, weights: Tensor, grad: Tensor, kinds: Mapping[str, torch.dtype]
+    ) -> Resting:
+        """Rows of a parameter with states of these dtypes, which are zero, and masters."""
+        states = {name: self.take(weights.shape, dtype) for name, dtype in kinds.items()}
+        master = states.pop(MASTER).copy_(weights) if MASTER in states else weights
+        return Resting(rows, weights, grad, master, states)
+
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Zeros."""
         if self._left is None:
@@ -91,8 +99,9 @@ class StateMemory:
 
 @dataclass(frozen=True, eq=False)
 class Resting:
-    """Rows of one parameter, with their states at rest."""
+    """Rows of one parameter's shard, with their states at rest."""
 
+    rows: range
     weights: Tensor
     grad: Tensor
     master: Tensor
@@ -120,7 +129,7 @@ class Resting:
         weights = self.weights[rows]
         master = weights if self.master is self.weights else self.master[rows]
         states = {name: state[rows] for name, state in self.states.items()}
-        return Resting(weights, self.grad[rows], master, states)
+        return Resting(self.rows[rows], weights, self.grad[rows], master, states)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -13,14 +12,15 @@ from torch import Tensor, nn
 
 from isp.comm import Pending
 from isp.comm.tag import Tag
-from isp.optim.buckets import Channels
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
-from isp.optim.rows import DEFAULT_BUCKET_BYTES, Publisher, owned_rows
+from isp.optim.publisher import Publisher
 from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept
 from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
 from isp.parallel import Axis
-from isp.parallel.layout import Interval, ParameterLayout
+from isp.parallel.layout import ParameterLayout
+from isp.parallel.partition import chunk_range
 from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
@@ -57,27 +57,11 @@ class OptimizerState(TypedDict):
     """By the parameter's name, also where this rank has none of its rows."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Shard:
-    """The rows of a parameter that this rank updates, and what it keeps of them."""
-
-    item: ShardedParameter
-    rows: Interval
-    resting: Resting
-
-    def state(self) -> ShardState:
-        return {
-            "rows": list(self.rows),
-            "layout": _as_plain(self.item.layout),
-            "tensors": {**self.resting.states, MASTER: self.resting.master},
-        }
-
-
 class Zero1Optimizer:
     """An update rule on float32 master weights (float64 for float64), split over the zero1 group.
 
     Of each parameter's local shard a rank of the zero1 group owns the rows of dim 0 that
-    `owned_rows` gives it: it alone keeps their master weights and states and updates them, and
+    `chunk_range` gives it: it alone keeps their master weights and states and updates them, and
     `publish` brings them to the others. Parameters must not be moved or replaced afterwards. Where
     others write them (`weights_may_change`) masters follow [Note: Written weights].
 
@@ -118,15 +102,15 @@ class Zero1Optimizer:
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
         owned = {
-            item.name: owned_rows(item.parameter.shape[0], zero1.size, zero1.rank)
+            item: chunk_range(item.parameter.shape[0], zero1.size, zero1.rank)
             for item in gradients.parameters
         }
         device = gradients.parameters[0].parameter.device
         kinds = {dtype: kept(self.rule, dtype) for dtype in dtypes}
         memory = StateMemory(
             (
-                (kind, (stop - start) * math.prod(item.parameter.shape[1:]))
-                for item, (start, stop) in zip(gradients.parameters, owned.values(), strict=True)
+                (kind, len(rows) * math.prod(item.parameter.shape[1:]))
+                for item, rows in owned.items()
                 for kind in kinds[item.parameter.dtype].values()
             ),
             device,
@@ -134,21 +118,17 @@ class Zero1Optimizer:
         )
         self.host_bytes = memory.host_bytes
         """Bytes of master weights and states in the memory of the host."""
-        self._shards = [
-            _Shard(
-                item,
-                owned[item.name],
-                _resting(
-                    item.parameter.detach()[slice(*owned[item.name])],
-                    gradients.summed(item.parameter)
-                    if gradients.scatters
-                    else gradients.grad(item.parameter)[slice(*owned[item.name])],
-                    kinds[item.parameter.dtype],
-                    memory,
-                ),
-            )
-            for item in gradients.parameters
-        ]
+
+        def resting(item: ShardedParameter, rows: range) -> Resting:
+            weights, own = item.parameter.detach(), slice(rows.start, rows.stop)
+            scatters = gradients.scatters
+            summed = gradients.summed if scatters else gradients.grad
+            grad = summed(item.parameter)
+            grad = grad if scatters else grad[own]
+            return memory.resting(rows, weights[own], grad, kinds[weights.dtype])
+
+        self._shards = {item: resting(item, rows) for item, rows in owned.items()}
+        """The rows of each parameter that this rank updates, and what it keeps of them."""
         self._stream = StateStream(
             _groups(self._shards, config),
             device,
@@ -209,11 +189,11 @@ class Zero1Optimizer:
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
         first = channels[Axis.WEIGHT].rank == 0
         counted = [
-            shard.resting.grad
-            for shard in (self._shards if updates_first else ())
-            if (first or shard.item.layout.sharded)
-            and shard.item.name not in self._counted_elsewhere
-            and shard.resting.grad.numel()
+            shard.grad
+            for item, shard in (self._shards.items() if updates_first else ())
+            if (first or item.layout.sharded)
+            and item.name not in self._counted_elsewhere
+            and shard.grad.numel()
         ]
         squares = torch.zeros(
             (), dtype=torch.float64, device=self._gradients.parameters[0].parameter.device
@@ -248,7 +228,14 @@ class Zero1Optimizer:
         self._stream.settle()
         return {
             "step": self._num_updates,
-            "parameters": {shard.item.name: shard.state() for shard in self._shards},
+            "parameters": {
+                item.name: ShardState(
+                    rows=[shard.rows.start, shard.rows.stop],
+                    layout=_as_plain(item.layout),
+                    tensors={**shard.states, MASTER: shard.master},
+                )
+                for item, shard in self._shards.items()
+            },
         }
 
     @torch.no_grad()
@@ -267,8 +254,8 @@ class Zero1Optimizer:
         for name, mine in own.items():
             for kind, tensor in mine["tensors"].items():
                 tensor.copy_(saved[name]["tensors"][kind])
-        for shard in self._shards:
-            shard.resting.weights.copy_(shard.resting.master)
+        for shard in self._shards.values():
+            shard.weights.copy_(shard.master)
         self._num_updates = state["step"]
         self.publish()
         self._publisher.wait()
@@ -278,9 +265,9 @@ class Zero1Optimizer:
         """Let master weights be the weights, which others have written, alike on all ranks."""
         self._publisher.wait()
         self._stream.settle()
-        for shard in self._shards:
-            if shard.resting.master is not shard.resting.weights:
-                shard.resting.master.copy_(shard.resting.weights)
+        for shard in self._shards.values():
+            if shard.master is not shard.weights:
+                shard.master.copy_(shard.weights)
 
     def skip_state(self) -> dict[str, Any]:
         """The state that skipped steps change; checkpoints keep it beside `state_dict`.
@@ -322,7 +309,7 @@ class Zero1Optimizer:
             factor *= min(1.0, self._max_norm / (norm + 1e-6))
         if factor == 1:
             return
-        torch._foreach_mul_([shard.resting.grad for shard in self._shards], factor)
+        torch._foreach_mul_([shard.grad for shard in self._shards.values()], factor)
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
@@ -342,23 +329,15 @@ class Zero1Optimizer:
             self.scaler.update(overflow=False)
 
 
-def _resting(
-    weights: Tensor, grad: Tensor, kinds: Mapping[str, torch.dtype], memory: StateMemory
-) -> Resting:
-    """Rows of a parameter with states of these dtypes, which are zero, and masters."""
-    states = {name: memory.take(weights.shape, dtype) for name, dtype in kinds.items()}
-    master = states.pop(MASTER).copy_(weights) if MASTER in states else weights
-    return Resting(weights, grad, master, states)
-
-
-def _groups(shards: list[_Shard], config: OptimizerConfig) -> dict[GroupValues, list[Resting]]:
+def _groups(
+    shards: Mapping[ShardedParameter, Resting], config: OptimizerConfig
+) -> dict[GroupValues, list[Resting]]:
     """The rows of this rank by what holds for their parameters."""
     groups: dict[GroupValues, list[Resting]] = {}
-    for shard in shards:
-        if shard.resting.weights.numel():
-            num_dims = len(shard.item.layout.global_shape)
-            values = group_values(shard.item.name, num_dims, config)
-            groups.setdefault(values, []).append(shard.resting)
+    for item, shard in shards.items():
+        if shard.weights.numel():
+            values = group_values(item.name, len(item.layout.global_shape), config)
+            groups.setdefault(values, []).append(shard)
     return groups
 
 

@@ -26,7 +26,8 @@ from math import prod
 from typing import NamedTuple
 
 from isp.optim import Zero1Optimizer
-from isp.optim.rows import owned_rows, pads_little
+from isp.optim.buckets import pads_little
+from isp.parallel.partition import chunk_range
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.counts import between_stages, neighbours_of
 from isp.planner.declared import local_parameters, shape_of, trained_parameters
@@ -121,8 +122,8 @@ def _is_scattered(case: PlanCase, item: ShardedParameter) -> bool:
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
-    start, stop = owned_rows(shape[0], parts, index)
-    return (stop - start) * prod(shape[1:])
+    rows = chunk_range(shape[0], parts, index)
+    return len(rows) * prod(shape[1:])
 
 
 # -- moments of a step -----------------------------------------------------------------------

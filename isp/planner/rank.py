@@ -15,7 +15,7 @@ import torch
 from isp.comm.channel import DryChannel, Listener
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.optim.main_grads import MainGradients
-from isp.optim.rows import Publisher
+from isp.optim.publisher import Publisher
 from isp.parallel import Axis
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters

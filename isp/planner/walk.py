@@ -289,8 +289,8 @@ class Walk:
     def _publish(self) -> None:
         """The weights of the step before are on their way when a step begins."""
         self.dry.publisher.launch()
-        buckets = enumerate(self.dry.publisher.members, start=1)  # numbered as they are launched
-        keys = {item.name: number for number, bucket in buckets for item in bucket}
+        buckets = enumerate(self.dry.publisher.buckets, start=1)  # numbered as they are launched
+        keys = {item.name: number for number, bucket in buckets for item in bucket.members}
         for block in (block for chunk in self.chunks for block in chunk):
             weights = [use.weight for use in block.uses if use.weight is not None]
             self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))

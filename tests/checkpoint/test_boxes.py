@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard, boxes_of
 from isp.layers.module import RowsOf
-from isp.optim.rows import owned_rows
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.partition import chunk_range
 
 CASES = {
     "rows": ((7, 3), 0, ()),
@@ -46,8 +46,9 @@ def _shards(case: str, parts: int, zero1: int) -> list[Shard]:
     for index, rank in itertools.product(range(parts), range(zero1)):
         layout = _layout(case, parts, index)
         local = layout.shard(whole)
-        rows = owned_rows(local.shape[0], zero1, rank)
-        shards.append(Shard.of_rows("x", local[rows[0] : rows[1]], layout, rows))
+        own = chunk_range(local.shape[0], zero1, rank)
+        rows = own.start, own.stop
+        shards.append(Shard.of_rows("x", local[slice(*rows)], layout, rows))
     return shards
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from isp.optim.rows import Publisher
+from isp.optim.publisher import Publisher
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.weights.parameter import ShardedParameter

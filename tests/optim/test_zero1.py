@@ -13,7 +13,6 @@ from torch import Tensor
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
-from isp.optim.rows import owned_rows
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.config import PipelineConfig, TensorConfig, WeightConfig, Zero1Config
 from isp.settings import OptimizerConfig
@@ -389,12 +388,3 @@ def test_misuse_is_refused():
         solo(SPECS)[2].step(0.1)
     with pytest.raises(ValueError, match="max_norm=-1"):
         solo(SPECS, max_norm=-1)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (5, 4), (3, 4), (1, 2), (0, 2), (7, 1)])
-def test_rows_are_cut_as_chunk_cuts(rows: int, parts: int):
-    """Catches rows that two ranks own, or none."""
-    cuts = [owned_rows(rows, parts, i) for i in range(parts)]
-    expected = [c.tolist() for c in torch.arange(rows).chunk(parts)] if rows else []
-    expected += [[]] * (parts - len(expected))
-    assert [list(range(*cut)) for cut in cuts] == expected
