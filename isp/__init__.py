@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from isp.attention.distributed import DistributedAttention
     from isp.attention.exchange import SeqAllToAll
     from isp.mixers.call import causal_conv1d, gated_delta_rule, state_space_scan
+    from isp.models.registered import register_mixer
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
-    from isp.traced.registered import register_mixer
     from isp.train.check_model import check
     from isp.train.parallelize import parallelize
     from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
@@ -39,7 +39,7 @@ _HOMES = {
     "WPCommunicator": "isp.weights.wp",
     "causal_conv1d": "isp.mixers.call",
     "gated_delta_rule": "isp.mixers.call",
-    "register_mixer": "isp.traced.registered",
+    "register_mixer": "isp.models.registered",
     "check": "isp.train.check_model",
     "parallelize": "isp.train.parallelize",
     "state_space_scan": "isp.mixers.call",

@@ -19,8 +19,8 @@ from isp.settings import GradScalerConfig, OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 from tests.host_syncs import HostSyncs, syncs_on_cuda
+from tests.models.models import job, packed_rows, tiny
 from tests.ranks import run_each, run_ranks
-from tests.traced.models import job, packed_rows, tiny
 from tests.train.runs import OPTIMIZER, Layout, Meshes, Task, make_run
 
 CPU = torch.device("cpu")

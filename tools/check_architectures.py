@@ -1,7 +1,7 @@
 """Check the architectures of transformers in every layout, or write which are supported.
 
 python tools/check_architectures.py [NAME ...]    # all layouts, packed or not, recomputed or not
-python tools/check_architectures.py --write [NAME ...]    # their rows of isp/traced/README.md
+python tools/check_architectures.py --write [NAME ...]    # their rows of isp/models/README.md
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from isp.models.model import TracedModel
+from isp.models.own_attention import ALIBI_FEATURES
+from isp.models.roles import ParameterRole
+from isp.models.tiny import tiny_model
+from isp.models.trace import AttentionSizes, Kind, ModelTrace
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
-from isp.traced.model import TracedModel
-from isp.traced.own_attention import ALIBI_FEATURES
-from isp.traced.roles import ParameterRole
-from isp.traced.tiny import tiny_model
-from isp.traced.trace import AttentionSizes, Kind, ModelTrace
 from isp.train.check import Check, Verdict
 from isp.train.check_layouts import Layout, fault_of
 from isp.train.check_subjects import HuggingFaceSubject
 
-README = Path(__file__).parents[1] / "isp" / "traced" / "README.md"
+README = Path(__file__).parents[1] / "isp" / "models" / "README.md"
 
 LAYOUTS = (
     *(Layout(tensor, weight) for tensor in (1, 2, 4) for weight in (1, 2, 4)),
@@ -255,7 +255,7 @@ def _attention(sizes: AttentionSizes) -> str:
 
 
 def table(names: list[str]) -> str:
-    """The text of isp/traced/README.md, with the rows of these as they are now."""
+    """The text of isp/models/README.md, with the rows of these as they are now."""
     before = {line.split(" | ")[0]: line for line in README.read_text().splitlines()}
     new = {*names, *(name for name in ARCHITECTURES if f"| {name}" not in before)}
     rows = [

@@ -18,6 +18,7 @@ from isp.config.keys import KeyTable
 from isp.config.models import language_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
+from isp.models.model_folder import check_layout, check_model_folder, with_sizes
 from isp.models.protocol import LanguageModel
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
@@ -35,7 +36,6 @@ from isp.settings import (
 )
 from isp.settings.packages import require_hf
 from isp.settings.section import KeyRole, defaults_of, section
-from isp.traced.model_folder import check_layout, check_model_folder, with_sizes
 from model.config import ModelConfig
 from model.huggingface import with_init_from
 from model.presets import with_preset

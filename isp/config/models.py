@@ -12,7 +12,7 @@ from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
 
 if TYPE_CHECKING:  # a configuration is read without torch
-    from isp.traced.model import TracedModel
+    from isp.models.model import TracedModel
 
 __all__ = ["language_model"]
 
@@ -32,7 +32,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
         own = replace(model, **{**plain, "init_std": model.init_std, "compile": model.compile})
         return _decoder(own).computed(**_how(model))
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
-    from isp.traced.pretrained import folder_model
+    from isp.models.pretrained import folder_model
 
     return folder_model(model.hf, dtype, trains=trains, **_how(model))
 
@@ -47,8 +47,8 @@ def _decoder(model: ModelConfig) -> TracedModel:
     """The plain decoder of these sizes, traced once for all ways of computing it."""
     import torch
 
-    from isp.traced.model import TracedModel
-    from isp.traced.pretrained import begun_by_the_model
+    from isp.models.model import TracedModel
+    from isp.models.pretrained import begun_by_the_model
     from model.plain import Decoder
     from model.weight_names import earlier_names
 

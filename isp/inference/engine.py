@@ -25,10 +25,10 @@ from isp.comm import Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
+from isp.models.chunk import TracedChunk
 from isp.models.decoding import decoding_layout
 from isp.models.protocol import LanguageModel
 from isp.parallel import Axis, ParallelConfig, Topology
-from isp.traced.chunk import TracedChunk
 from isp.weights.trace import sequential_actions
 from model.decoder import Decoder
 from model.inference import InferenceDecoder

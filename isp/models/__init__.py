@@ -1,1 +1,1 @@
-"""Models as the runtime sees them, and how one is built for a rank."""
+"""Models in plain PyTorch, made parallel: traced once, then run as they are, for each rank."""

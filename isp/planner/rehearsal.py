@@ -33,6 +33,7 @@ from isp.config.models import language_model
 from isp.layers.head import num_chunks
 from isp.layers.linear import linears_of
 from isp.layers.sequence import SequenceRanks
+from isp.models.chunk import TracedChunk
 from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
 from isp.parallel.context import Windows
@@ -51,7 +52,6 @@ from isp.planner.dry import (
 )
 from isp.planner.made import Made
 from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
-from isp.traced.chunk import TracedChunk
 from isp.weights.declare import as_chunks
 from isp.weights.parameter import by_whole
 from isp.weights.trace import Block

@@ -10,14 +10,14 @@ from isp.checkpoint.state import TrainState, weight_shards
 from isp.config.models import language_model
 from isp.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
+from isp.models.model_folder import of_text
 from isp.settings.json_file import read_json
-from isp.traced.model_folder import of_text
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, model_values, trained_positions
 from model.weight_names import WeightTable
 
 if TYPE_CHECKING:  # most runs need no safetensors
-    from isp.traced.folder import WeightFiles
+    from isp.models.folder import WeightFiles
 
 __all__ = ["beyond_positions", "check_folder", "load_folder"]
 
@@ -73,7 +73,7 @@ def load_folder(state: TrainState, model: ModelConfig) -> None:
 
 
 def _opened(model: ModelConfig) -> _Folder:
-    from isp.traced.folder import WeightFiles
+    from isp.models.folder import WeightFiles
 
     assert model.init_from is not None
     path = Path(model.init_from)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.models.build import build_model
+from isp.models.folder import read_json
+from isp.models.hosts import Host
+from isp.models.model import TracedModel
+from isp.models.tiny import kept_in_float64, tiny_model
 from isp.parallel import ParallelConfig
 from isp.parallel.topology import Topology
 from isp.settings.recomputation import Recomputation
-from isp.traced.folder import read_json
-from isp.traced.hosts import Host
-from isp.traced.model import TracedModel
-from isp.traced.tiny import kept_in_float64, tiny_model
 from isp.train.check_reference import modules_of
 from model import plain
 from model.config import ModelConfig

@@ -48,7 +48,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     CheckpointError if it is damaged.
     """
     require_hf("isp checkpoint export", "safetensors")
-    from isp.traced.folder import WeightWriter
+    from isp.models.folder import WeightWriter
 
     if describe_contents(folder) not in ("is empty", "does not exist"):
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
@@ -150,7 +150,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
 def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     """Of a run of `model.hf`, as transformers saves such a model."""
     require_hf("an export of model.hf", "transformers", "safetensors")
-    from isp.traced.pretrained import saved_again
+    from isp.models.pretrained import saved_again
 
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
     described.pop("dtype", None)
@@ -178,7 +178,7 @@ def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
 
 def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
     """Copy tokenizer and model code. Returns whether there was a tokenizer."""
-    from isp.traced.folder import copy_tokenizer
+    from isp.models.folder import copy_tokenizer
 
     if source is not None:
         for code in source.glob("*.py"):  # of models that are not in transformers

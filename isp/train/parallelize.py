@@ -29,11 +29,11 @@ from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch, document_bounds
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
+from isp.models.folder import WeightWriter
+from isp.models.model import TracedModel
+from isp.models.pretrained import begun_by_the_model
 from isp.parallel import Axis, Topology
 from isp.settings.section import section
-from isp.traced.folder import WeightWriter
-from isp.traced.model import TracedModel
-from isp.traced.pretrained import begun_by_the_model
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.run import make_world

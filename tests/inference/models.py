@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.traced.tiny import kept_in_float64, tiny_model
+from isp.models.tiny import kept_in_float64, tiny_model
 from tests.model.folders import in_float64
 from tools.check_architectures import ARCHITECTURES
 

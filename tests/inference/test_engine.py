@@ -12,9 +12,9 @@ from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh
 from isp.inference.engine import Engine
 from isp.models.build import BuiltModel, build_model
+from isp.models.model import TracedModel
 from isp.parallel import ParallelConfig, Topology
 from isp.parallel.config import Mode, TensorConfig, WeightConfig
-from isp.traced.model import TracedModel
 from tests.inference.models import FAMILIES, HYBRIDS, PROMPTS, Written, made, written
 from tests.ranks import run_each
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.traced.tiny import kept_in_float64
+from isp.models.tiny import kept_in_float64
 from tests.model.internlm2 import PlainInternLM2
 
 __all__ = ["FAMILIES", "Logits", "in_float64", "loaded", "make_folder"]

@@ -24,9 +24,9 @@ from isp.planner.memory import memory, states
 from isp.planner.record import Compute, Work
 from isp.train.data import share_micro_batches, stacked
 from isp.train.step import TrainStep, make_train_step
+from tests.models.folders import small_config, write_folder, write_job
 from tests.planner.live import LiveBytes, tensors_here
 from tests.ranks import run_ranks
-from tests.traced.folders import small_config, write_folder, write_job
 
 WORLD = 4
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from isp.cli import main
 ROOT = Path(__file__).parents[2]
 READMES = [
     ROOT / folder / "README.md"
-    for folder in ("", "configs", "isp", "isp/metrics", "isp/profile", "isp/traced", "tools")
+    for folder in ("", "configs", "isp", "isp/metrics", "isp/profile", "isp/models", "tools")
 ]
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from isp.metrics import read_metrics
-from tests.traced.folders import write_folder
+from tests.models.folders import write_folder
 from tests.train.jobs import run_forked
 
 __all__ = ["LAYOUTS", "RECORD", "TOLERANCES", "difference", "recorded", "trained"]

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 import isp
 from isp.cli import main
+from isp.models import forward_pass
+from isp.models.tiles import TiledModule
+from isp.models.tiny import tiny_config
 from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
 from isp.settings.recomputation import Recomputation
-from isp.traced import forward_pass
-from isp.traced.tiles import TiledModule
-from isp.traced.tiny import tiny_config
 from isp.train.check import Check
 from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
 from isp.weights.plan import PlanCursor
-from tests.traced.own import Own
+from tests.models.own import Own
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")

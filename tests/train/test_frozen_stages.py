@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from isp.models.model import TracedModel
+from isp.models.pretrained import begun_by_the_model
 from isp.parallel import Mode, PipelineSchedule
-from isp.traced.model import TracedModel
-from isp.traced.pretrained import begun_by_the_model
 from model.plain import Decoder
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run

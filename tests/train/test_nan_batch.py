@@ -16,8 +16,8 @@ from isp.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.metrics import read_metrics
+from isp.models.chunk import TracedChunk
 from isp.parallel import Mode
-from isp.traced.chunk import TracedChunk
 from isp.train.data import StepData
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -17,9 +17,9 @@ from isp.comm import CommLog
 from isp.comm.tag import UNNAMED
 from isp.config import load_config
 from isp.metrics.phases import PhaseClock, PhaseTimes
+from isp.models.chunk import TracedChunk
 from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
-from isp.traced.chunk import TracedChunk
 from isp.train import main
 from isp.train.meter import StepMeter
 from isp.train.step import StepOutcome

@@ -1,0 +1,113 @@
+"""What the blocks of a traced model keep for backward, and what of them is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.kept_calls import KeptCalls, Needs
+from isp.layers.factory import LayerFactory
+from isp.models.calls import Kind
+from isp.models.stages import Stage
+from isp.recompute import Recomputer
+from isp.rng import RngStatesTracker
+from isp.settings.recomputation import Recomputation
+from isp.weights.trace import inputs_kept, recomputed_blocks
+
+__all__ = ["BlockCalls", "BlockRecomputer"]
+
+
+class BlockCalls:
+    """The calls of a block in one forward, and in what computes it again."""
+
+    def __init__(self, kept: KeptCalls | None = None, kinds: Collection[Kind] = ()) -> None:
+        """`kinds`: of the calls that are `kept`."""
+        self._kept, self._kinds = kept, kinds
+
+    def keeps(self, kind: Kind) -> bool:
+        """Whether calls of this kind are kept; none is where a block is run for what it gives."""
+        return kind in self._kinds and torch.is_grad_enabled()
+
+    def skips(self, kind: Kind) -> bool:
+        """Whether a call of this kind that comes now is one that is not made again."""
+        return self._kept is not None and self._kept.again and self.keeps(kind)
+
+    def __call__(
+        self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None
+    ) -> Tensor:
+        """`call()`, or what it gave; `dropped`: its input, which is not kept."""
+        if self._kept is None or not self.keeps(kind):
+            return call()
+        return self._kept(call, dropped)
+
+    def passing(self) -> AbstractContextManager[None]:
+        """A pass through the block."""
+        if self._kept is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._kept.passing()
+
+
+class BlockRecomputer:
+    """Computes blocks, and in backward again what of them is not kept."""
+
+    def __init__(
+        self,
+        recomputation: Recomputation,
+        blocks: tuple[str, ...],
+        stages: Iterable[Stage],
+        layers: LayerFactory,
+    ) -> None:
+        """`blocks`: of the model; `stages`: those that the rank has."""
+        what, tracker = recomputation, RngStatesTracker(layers.device)
+        recomputed = recomputed_blocks(len(blocks), what.checkpoint)
+        self.recomputed = dict(zip(blocks, recomputed, strict=True))
+        """Whether a block is computed again as a whole, or all of it but attention."""
+        self.input_kept: dict[str, bool] = {}
+        """Of the blocks of the rank's stages: whether its input is there for that."""
+        self._whole: dict[str, Recomputer] = {}
+        """Of each block, that of its stage."""
+        for stage in stages:
+            recomputer = Recomputer(
+                tracker=tracker,
+                announce=layers.recomputing,
+                distribute_over=layers.tensor if what.distributed else None,
+                offload_to=layers.host if what.offload else None,
+                segment=what.segment,
+            )
+            self._whole |= dict.fromkeys(stage.blocks, recomputer)
+            kept = inputs_kept(tuple(self.recomputed[b] for b in stage.blocks), what.segment)
+            self.input_kept |= dict(zip(stage.blocks, kept, strict=True))
+        self.between_linears = what.between_linears
+        tiled = (Kind.TILED,) if what.mlp_tile_tokens else ()
+        self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
+        self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
+        self._known: dict[Hashable, Needs] = {}
+
+    @property
+    def learns(self) -> bool:
+        """Whether a first forward shows what later ones need not keep [Note: Watched]."""
+        return bool(self._of_recomputed or self.between_linears)
+
+    def begin(self, first: str) -> None:
+        """A forward pass through the stage of this first block begins."""
+        self._whole[first].begin()
+
+    def calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> BlockCalls:
+        """For one forward of a block that is called with `args`, before that begins."""
+        kinds = self._of_recomputed if self.recomputed[block] else tuple(Kind)
+        on = self.recomputed[block] or self.between_linears
+        if not on or not kinds or not torch.is_grad_enabled():
+            return BlockCalls()
+        tensors = (*args, *module.parameters())
+        trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
+        return BlockCalls(KeptCalls(self._known, (block, module.training, trained)), kinds)
+
+    def __call__(self, block: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`run(*args)`, a pass through the block."""
+        if self.recomputed[block] and torch.is_grad_enabled():
+            return self._whole[block](run, *args)
+        return self._between(run, *args) if self.between_linears else run(*args)

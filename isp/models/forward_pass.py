@@ -1,0 +1,148 @@
+"""A model's calls next to its trace: a call that comes in another order is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from isp.attention import AttentionMask
+from isp.comm import Channel
+from isp.layers.sequence import SequenceRanks
+from isp.mixers.placement import Placement
+from isp.models.blocks import BlockCalls
+from isp.models.trace import Call, Kind, ModelTrace
+
+__all__ = ["ForwardPass", "Instead", "Masks", "outer_calls"]
+
+
+class Masks:
+    """The masks of one micro-batch, each made once."""
+
+    def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
+        """`lengths` [B, S'] of the documents in which the tokens lie, where somebody asks."""
+        self.lengths = lengths
+        self._cu_seqlens = cu_seqlens
+        self._made: dict[tuple[Any, ...], AttentionMask] = {}
+        self._placement: Placement | None = None
+
+    def __call__(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        """The mask of rows of this `shape`, [B, S]; the documents are cut into chunks."""
+        key = causal, window, chunk, shape
+        if key not in self._made:
+            self._made[key] = self._make(causal, window, chunk, shape)
+        return self._made[key]
+
+    def _make(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        if chunk is None:
+            return AttentionMask(causal=causal, window=window, cu_seqlens=self._cu_seqlens)
+        rows, tokens = shape
+        ends = self._cu_seqlens
+        lengths = [tokens] * rows if ends is None else ends.diff().tolist()
+        parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
+        return AttentionMask.of_documents(parts, causal=causal, window=window)
+
+    def placement(
+        self, sequence: SequenceRanks, channel: Channel, x: Tensor, *, alone: bool = False
+    ) -> Placement:
+        """Which rank of `channel` has which tokens; x [B, S', ..] are this rank's.
+
+        `alone`: each token is one of a document of its own.
+        """
+        if self._placement is None:
+            cu = self._cu_seqlens
+            rows = x.shape[0], x.shape[1] * channel.size
+            if cu is not None and sequence.context.size > 1:  # sequences are joined
+                rows = 1, int(cu[-1])
+            bounds: Sequence[int] = () if cu is None else cu.tolist()
+            bounds = range(rows[0] * rows[1] + 1) if alone else bounds
+            self._placement = Placement.of(sequence, channel, rows, bounds)
+        return self._placement
+
+
+class Instead(NamedTuple):
+    """What a forward computes in place of parts of the model."""
+
+    left_out: frozenset[str] = frozenset()
+    """Blocks that hand on `received`, or what they are given."""
+    received: Tensor | None = None
+    last_block: str | None = None
+    """The block behind which the forward ends."""
+    calls: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """Called in place of linears and tables outside of the blocks."""
+
+
+_AS_TRACED = Instead()
+
+
+class ForwardPass:
+    """One way through a block, or through what is outside of the blocks, next to its trace."""
+
+    def __init__(
+        self,
+        name: str,
+        calls: tuple[Call, ...],
+        masks: Masks,
+        *,
+        kept: BlockCalls | None = None,
+        instead: Instead = _AS_TRACED,
+    ) -> None:
+        self.name = name
+        self.masks = masks
+        self.kept = kept or BlockCalls()
+        self.instead = instead
+        self._calls = calls
+        self._next = 0
+
+    @property
+    def passed(self) -> int:
+        """The calls that have come."""
+        return self._next
+
+    def arrive(self, kind: Kind, module: str) -> Call:
+        """The call of the trace that has come.  Raises RuntimeError if another was the next."""
+        if self._next < len(self._calls):
+            expected = self._calls[self._next]
+            if expected.kind is kind and expected.module == module:
+                self._next += 1
+                return expected
+        raise self._error(f"{kind} of {module} was called")
+
+    def skip(self, module: str, calls: tuple[Call, ...]) -> None:
+        """These come, in a module.  Raises RuntimeError if others were the next."""
+        if self._calls[self._next : self._next + len(calls)] != calls:
+            raise self._error(f"{module} was called")
+        self._next += len(calls)
+
+    def end(self) -> None:
+        """No further call comes."""
+        self._next = len(self._calls)
+
+    def finish(self) -> None:
+        """The end.  Raises RuntimeError if calls of the trace are missing."""
+        if self._next < len(self._calls):
+            raise self._error("the end was reached")
+
+    def _error(self, found: str) -> RuntimeError:
+        rest = self._calls[self._next :]
+        expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
+        return RuntimeError(
+            f"in {self.name}, {found} where {expected} came when the model was traced: isp"
+            f" supports models whose calls come in one order"
+        )
+
+
+def outer_calls(trace: ModelTrace) -> Iterator[Call]:
+    """The calls outside of the blocks, and those of the blocks as wholes."""
+    for block, calls in groupby(trace.calls, key=lambda call: call.block):
+        if block is None:
+            yield from calls
+        else:
+            yield Call(Kind.BLOCK, block, block)

@@ -1,0 +1,145 @@
+"""The free functions by which models of transformers convolve and scan, sent to `isp.mixers`.
+
+A modeling module calls functions of its own namespace: `causal_conv1d_fn`, a scan, and a fused form
+of both, which gives None where no kernel is installed. They are wrapped there once. In a
+parallelised model's forward a wrapper calls `isp.mixers`; outside of one, as in every other model
+of the process, the function that it wraps.
+
+B batch, T tokens, C channels, K taps, N numbers of a state
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.mixers.call import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
+from isp.models.indexers import PLACE, causal_mask, has_indexers
+
+__all__ = ["wrap_free_functions"]
+
+_STATES = (
+    "initial_state",
+    "initial_states",
+    "conv_states",
+    "output_final_state",
+    "return_final_states",
+    "return_last_state",
+    "cu_seqlens",
+    "seq_idx",
+)
+"""Arguments with which a scan begins or ends elsewhere than its documents do."""
+
+
+def wrap_free_functions(model: nn.Module) -> None:
+    """Let the model's convolutions and scans go where `mix_by` says, while it says so."""
+    for space in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
+        names = vars(sys.modules[space]) if space.startswith(PLACE) else {}
+        masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
+        for name, ours in (_OURS | masks).items():
+            function = names.get(name)
+            if function is not None and not isinstance(function, _Wrapped):
+                names[name] = _Wrapped(name, function, ours)
+
+
+class _Wrapped:
+    """A free function, and what takes its place in a parallelised model."""
+
+    def __init__(self, name: str, function: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        self._name = name
+        self._function = function
+        self._ours = ours
+        wraps(function)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_mixers() is None:
+            return self._function(*args, **kwargs)
+        for given in _STATES:
+            if kwargs.pop(given, None) not in (None, False):
+                raise ValueError(f"{self._name} is called with {given}: isp knows the documents")
+        return self._ours(*args, **kwargs)
+
+
+def _convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """hidden_states [B, C, T], weight [C, K] -> [B, C, T]."""
+    x = hidden_states.transpose(1, 2)
+    return causal_conv1d(x, weight, bias, activation=activation).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    normalise = use_qk_l2norm_in_kernel
+    return gated_delta_rule(query, key, value, g, beta, normalise=normalise), None
+
+
+def _mamba2(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    if z is not None:
+        raise ValueError("mamba2_chunk_scan is called with a gate, z: isp has none")
+    options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    return state_space_scan(hidden_states, dt, A, B, C, D=D, **options)
+
+
+def _selective(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """hidden_states, dt and z [B, C, T], B and C [B, N, T] -> [B, C, T]."""
+    x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
+    out = state_space_scan(x, dt, A, B, C, D=D, dt_bias=delta_bias, dt_softplus=delta_softplus)
+    out = out.transpose(1, 2)
+    return out if z is None else out * F.silu(z)
+
+
+def _fused(*_: Any, **__: Any) -> None:
+    """No kernel for all at once: the model takes its other way."""
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _selective,
+    "mamba2_split_conv1d_scan_combined": _fused,
+    "mamba_inner_fn": _fused,
+}

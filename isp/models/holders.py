@@ -1,0 +1,176 @@
+"""`WeightHolders`: a model's parameters on a rank, and the modules that read them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import Moves, Role, moves_for
+from isp.models.calls import Kind
+from isp.models.experts import SwappedExperts
+from isp.models.follow import CallFollower
+from isp.models.fused import FusedLinears, groups_of, rows_of
+from isp.models.region import Entrance
+from isp.models.stages import Stage
+from isp.models.swap import SwappedLinear, SwappedTable, shard_parameters
+from isp.models.tensor_plan import TensorPlan, in_features
+from isp.models.tiles import Holder
+from isp.models.uses import parts_of, uses_of
+from isp.weights.declare import DeclaredBlock
+
+__all__ = ["WeightHolders"]
+
+
+class WeightHolders:
+    """The weights of a traced model on a rank, in the modules that have them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerFactory,
+        follower: CallFollower,
+        plan: TensorPlan | None,
+        stages: Iterable[Stage],
+    ) -> None:
+        """`model`: its parameters become shards, in place, and its calls go through `follower`.
+
+        `plan`: of the modes that split features; None: of isp. `stages`: those that the rank has;
+        nothing of others is there.
+        """
+        self.model, self.follower, self.layers = model, follower, layers
+        self._plan = plan
+        self.entrances: dict[str, Entrance] = {}
+        """Those of the plan's regions, by column."""
+        self._of: dict[str, Holder] = {}
+        """By module."""
+        trace = follower.trace
+        own = frozenset[str]().union(*(stage.parameters for stage in stages))
+        groups = groups_of(model, trace) if plan is None else ()
+        rows = rows_of(model, groups)
+        self.named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
+        """The parameters, each once, with their names in the model."""
+        self._enter_regions()
+        self._fuse(groups)
+        self._swap()
+        self._give_layouts()
+        follower.follow(model, self._of)
+
+    def linear(self, name: str) -> SwappedLinear:
+        """The holder of a linear that is not fused with others."""
+        found = self._of[name]
+        assert isinstance(found, SwappedLinear)
+        return found
+
+    def zeros_of(self, names: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Zeros in place of what these linears and tables give."""
+        found = dict[str, Callable[[Tensor], Tensor]]()
+        for name in names:
+            holder = self._of[name]
+            assert isinstance(holder, SwappedLinear | SwappedTable)
+            found[name] = partial(_zeros, holder.width, self.layers.dtype)
+        return found
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The blocks, and what has parameters outside of them.
+
+        The whole model is among them if it has some that lie in no module that is called.
+        """
+        model, trace = self.model, self.follower.trace
+        parts = {block: model.get_submodule(block) for block in trace.blocks}
+        inside = tuple(f"{block}." for block in parts)
+        for name, module in model.named_modules():
+            outside = name not in parts and not name.startswith(inside)
+            if outside and any(True for _ in module.parameters(recurse=False)):
+                called = name in trace.called
+                parts[name if called else ""] = module if called else model
+        return parts
+
+    def weight_blocks(self, stage: Stage | None = None) -> tuple[DeclaredBlock, ...]:
+        """The weights gathered in a forward, in order; of one stage, or of the whole model."""
+        trace, blocks, holders = self.follower.trace, self.follower.blocks, self._gathered
+        unused = (name.rpartition(".")[0] for name in trace.unused)
+        forward_only = {*unused, trace.head or ""}
+        points, tiled = self.follower.points, self.follower.tiled
+        return tuple(
+            DeclaredBlock(
+                name=name,
+                module=self.model.get_submodule(name),
+                uses=tuple(uses_of(self.model, calls, holders, points, forward_only, tiled)),
+                recomputed=blocks.recomputed.get(name, False),
+                input_kept=blocks.input_kept.get(name, True),
+            )
+            for name, calls in parts_of(trace)
+            if stage is None or name in stage.parts
+        )
+
+    @property
+    def _gathered(self) -> Mapping[str, Holder]:
+        """Those that a plan of features cuts, or all; it leaves experts whole."""
+        if self._plan is None:
+            return self._of
+        return {
+            n: holder for n, holder in self._of.items() if not isinstance(holder, SwappedExperts)
+        }
+
+    def _enter_regions(self) -> None:
+        tensor = self.layers.tensor
+        for region in () if self._plan is None or tensor.size == 1 else self._plan.regions:
+            module = self.model.get_submodule(region.module)
+            width = in_features(self.model.get_submodule(region.columns[0]))
+            mode = self.layers.mode
+            entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
+            self.entrances |= dict.fromkeys(region.columns, entrance)
+
+    def _fuse(self, groups: Iterable[tuple[str, ...]]) -> None:
+        """Let linears of a group be computed as one."""
+        named = {item.name: item for item in self.named}
+        for group in groups:
+            weight, bias = (named.get(f"{group[0]}.{local}") for local in ("weight", "bias"))
+            if weight is None or weight.whole is None:  # of another stage
+                continue
+            linears = {name: self.model.get_submodule(name) for name in group}
+            called = partial(self.follower.arrive, Kind.LINEAR)
+            whole = weight.whole, None if bias is None else bias.whole
+            fused = FusedLinears(linears, self.layers.communicator, called, *whole)
+            self._of |= dict.fromkeys(group, fused)
+
+    def _swap(self) -> None:
+        """Let other linears, tables and experts read their shards as whole values."""
+        follower, layers, plan = self.follower, self.layers, self._plan
+        own = {None, *follower.blocks.input_kept}
+        here = (call for call in follower.trace.calls if call.block in own)
+        for kind, name in dict.fromkeys((call.kind, call.module) for call in here):
+            if name in self._of or kind.mixes:
+                continue
+            module, called = self.model.get_submodule(name), partial(follower.arrive, kind, name)
+            if kind is Kind.LINEAR:
+                entrance = self.entrances.get(name)
+                self._of[name] = SwappedLinear(module, name, layers, called, plan, entrance)
+            elif kind is Kind.TABLE:
+                moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
+                self._of[name] = SwappedTable(module, name, layers, called, moves)
+            else:
+                place = follower.place
+                self._of[name] = SwappedExperts(module, name, layers.communicator, called, place)
+
+    def _give_layouts(self) -> None:
+        layouts = {item.parameter: item.layout for item in self.named}
+        for weight in (w for holder in self._of.values() for w in holder.weights):
+            if not isinstance(weight, FusedLinears):
+                own = {weight.weight_name: weight.weight, "bias": weight.bias}
+                weight.layouts = {
+                    local: layouts[parameter]
+                    for local, parameter in own.items()
+                    if parameter in layouts
+                }
+
+
+def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Of the shape that a linear or table of this width would give."""
+    if x.is_floating_point():
+        return x.new_zeros(*x.shape[:-1], width)
+    return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)

@@ -1,0 +1,252 @@
+"""The ways in which a model is called and in which it calls attention.
+
+B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from isp.attention.call import AttentionOptions, current_attend
+from isp.models.free_functions import wrap_free_functions
+from isp.models.indexers import chosen_by
+from isp.models.own_attention import check_dropout
+from isp.models.positions import at_positions, give_positions
+from isp.models.registered import use_registered_mixers
+
+__all__ = ["Host", "HuggingFace", "check_row", "host_of"]
+
+_COUNTS = "create_position_ids_from_input_ids"
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class Host:
+    """How a module is called with tokens and positions, and lets `isp.attention` be isp's.
+
+    It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A host has
+    no state: attention goes where `attend_by` says.
+    """
+
+    def connect(self, model: nn.Module) -> None:
+        """Let the model's calls of attention go where `isp.attention` goes, in place."""
+        use_registered_mixers(model)
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """The logits [B, S', V] of tokens at positions [B, S']."""
+        with at_positions(positions):
+            logits: Tensor = model(ids, positions)
+        return logits
+
+    def first_position(self, model: nn.Module) -> int:
+        """The number of the first token of a document, in the model's own count."""
+        return 0
+
+    def without_values(self, model: nn.Module) -> nn.Module:
+        """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
+        return model
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """The model's `config.json`; empty if it has none."""
+        return {}
+
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
+        plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+        return plan
+
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        """Modules called with x and positions that take a row with more tokens otherwise."""
+        return {}
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        """Tokens of a row from which the model's own count of them matters; None: it has none."""
+        return None
+
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights of a block under the names and in the pieces in which they are saved."""
+        return weights
+
+
+class HuggingFace(Host):
+    """A causal language model of transformers, by its attention interface.
+
+    All have one name in its registry, of which the masks' registry does not know, so that no mask
+    of S x S is ever made.
+    """
+
+    def connect(self, model: nn.Module) -> None:
+        _check_options(model)
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
+        whole: Any = model
+        text = whole.config.get_text_config(decoder=True)
+        registered = use_registered_mixers(model)
+        if registered and not whole._can_set_attn_implementation():
+            text._attn_implementation = "isp"  # for what makes masks: its modules do not ask
+        else:
+            parts = (n for n in whole.config.sub_configs if getattr(whole.config, n) is text)
+            whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
+        if text._attn_implementation != "isp":
+            raise ValueError(
+                f"{type(model).__name__} attends by code of its own, not by transformers' attention"
+                f" interface, so that isp cannot split its sequence"
+            )
+        wrap_free_functions(model)
+        give_positions(model)
+        for part in model.modules():  # it looks at the tokens, to warn of what is not so here
+            if hasattr(part, _WARNING):
+                setattr(part, _WARNING, lambda *_: None)
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        first = self.first_position(model)
+        with at_positions(positions):
+            own = positions + first if first else positions
+            output = model(input_ids=ids, position_ids=own, use_cache=False)
+        logits: Tensor = output.logits
+        return logits
+
+    def first_position(self, model: nn.Module) -> int:
+        for module in model.modules():  # RoBERTa and its kind count from behind that of padding
+            if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
+                return int(module.padding_idx) + 1  # type: ignore[arg-type]
+        return 0
+
+    def without_values(self, model: nn.Module) -> nn.Module:
+        whole: Any = model
+        for part in model.modules():  # some kinds of rotary positions look at the largest one
+            if isinstance(getattr(part, "rope_type", None), str):
+                setattr(part, "rope_type", "default")  # noqa: B010
+                rope = getattr(whole.config, "rope_parameters", None) or {}
+                rope |= {"rope_type": "default"} if "rope_type" in rope else {}
+        with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
+            whole.set_experts_implementation("grouped_mm")
+        return model
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        whole: Any = model
+        found: dict[str, Any] = whole.config.get_text_config(decoder=True).to_dict()
+        return found
+
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        whole: Any = model
+        more = _ATTENTION_PLAN if whole.config.model_type in _PLANLESS else {}
+        return {**more, **(whole.tp_plan or {})}
+
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        found: dict[nn.Module, int] = {}
+        for part in model.modules():
+            if getattr(part, "rope_type", None) == "longrope":
+                owner: Any = part
+                found[part] = owner.config.rope_parameters["original_max_position_embeddings"]
+        return found
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        config = self.config(model)
+        tuned = config.get("attn_temperature_tuning") and 0 in config.get("no_rope_layers", ())
+        return int(config["floor_scale"]) if tuned else None
+
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole: Any = model
+        found: dict[str, Tensor] = revert_weight_conversion(whole, weights)
+        return found
+
+
+def host_of(model: nn.Module) -> Host:
+    """How this model is called."""
+    return HuggingFace() if hasattr(model, "set_attn_implementation") else Host()
+
+
+_PLANLESS = frozenset(
+    ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
+)
+"""Types whose plan in transformers leaves out their attention, which is as that of others."""
+
+_ATTENTION_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.gate_proj": "colwise",
+    "model.layers.*.self_attn.sinks": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+
+
+def check_row(most: int | None, tokens: int) -> None:
+    """Raise ValueError for rows of as many `tokens` as `Host.most_tokens` or more."""
+    if most is not None and tokens >= most:
+        raise ValueError(
+            f"attn_temperature_tuning in the model's configuration counts the tokens that a rank"
+            f" has, which matters in rows of {tokens} tokens: use fewer than {most}, or set it to"
+            f" false"
+        )
+
+
+def _check_options(model: Any) -> None:
+    """Raise ValueError for what was asked of a model and would not happen."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
+            " model.checkpoint, the fraction of blocks that isp recomputes"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True asks for a loss that balances experts, which isp does not"
+            " have: set it to False in the model's configuration"
+        )
+
+
+_BIASES = ("position_bias", "indices", "block_indices")
+"""Further arguments by which a few models say what is attended."""
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    chosen = chosen_by(module, others)
+    foreign = [name for name in _BIASES if others.get(name) is not None]
+    if foreign and chosen is None:
+        raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
+    if attention_mask is not None and chosen is None:
+        raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
+    check_dropout(module, dropout)
+    attend = current_attend()
+    if attend is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called outside of the forward that isp runs: a"
+            f" parallelised model is called by the run's `loss` alone"
+        )
+    causal = is_causal
+    if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal
+        causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    chunk = _chunk(module)
+    options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk, chosen)
+    return attend(q, k, v, options), None
+
+
+def _chunk(module: Any) -> int | None:
+    """Tokens of the chunks in which a layer attends: only transformers' masks know them."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    size: int = module.config.attention_chunk_size
+    return size

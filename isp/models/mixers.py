@@ -1,0 +1,143 @@
+"""`TracedMixers`: what mixes tokens in a traced model, on one rank.
+
+B batch, S' the tokens of this rank, C channels
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from isp.attention import DistributedAttention, LocalAttention
+from isp.attention.call import AttentionOptions
+from isp.comm.tag import Purpose, Tag
+from isp.layers.factory import LayerFactory
+from isp.layers.sequence import SequenceRanks
+from isp.mixers.choice import Indexer, choose, choose_next
+from isp.mixers.convolution import Convolution, convolve
+from isp.mixers.placement import Placement
+from isp.mixers.recurrence import Inputs, Recurrence, Stateful
+from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
+from isp.models.calls import Kind
+from isp.parallel.config import SequenceScan
+
+if TYPE_CHECKING:
+    from isp.models.follow import CallFollower
+
+__all__ = ["LocalOf", "TracedMixers"]
+
+logger = logging.getLogger(__name__)
+
+LocalOf = Callable[[float | None, float | None, bool, int, int], LocalAttention]
+"""Attention by scale, soft cap, whether its probabilities are needed, size of a head, and query
+heads of a KV head."""
+
+
+class TracedMixers:
+    """Where a traced model's calls of `isp.attention` and `isp.mixers` go; a `Mixers`.
+
+    A recompute may take the results of those that it has made before.
+    """
+
+    def __init__(
+        self, layers: LayerFactory, follower: CallFollower, local_attention: LocalOf
+    ) -> None:
+        self._layers = layers
+        self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)
+        self._follower = follower
+        self._local_attention = local_attention
+        self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
+        self._reported = False
+
+    def attend(self, *given: Any) -> Tensor:
+        """As `isp.attention.call.Attend`."""
+        return self._follower.kept(Kind.ATTENTION, None, partial(self._attend, *given))
+
+    def convolve(self, *given: Any) -> Tensor:
+        """As `Mixers.convolve`."""
+        return self._follower.kept(Kind.CONVOLUTION, None, partial(self._convolve, *given))
+
+    def scan(self, *given: Any) -> Tensor:
+        """As `Mixers.scan`."""
+        return self._follower.kept(Kind.SCAN, None, partial(self._scan, *given))
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """As `Mixers.choose`; goes with attention, and is not followed."""
+        calls = self._follower.under_way("an indexer").kept
+        return calls(Kind.ATTENTION, partial(self._choose, indexer))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        causal, window, scale, softcap, _, chunk, chosen, _ = options
+        forward_pass, call = self._follower.mix(Kind.ATTENTION, q)
+        sinks = options.of_heads(q.shape[2])
+        explicit = sinks is not None or chosen is not None
+        key = scale, softcap, explicit, q.shape[-1], q.shape[2] // k.shape[2]
+        if key not in self._cores:
+            local = self._local_attention(*key)
+            self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
+        parts = 1 if self._layers.splits_features else self._layers.tensor.size
+        mask = forward_pass.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
+        out = self._cores[key](q, k, v, mask=mask, sinks=sinks, chosen=chosen)
+        return out.clone() if call.written else out.contiguous()
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        placement = self._placement(Kind.CONVOLUTION, x)
+        if self._keeps_states:
+            inputs = Inputs((x.flatten(0, 1),), (), (weight, bias))
+            return self._resume(Convolution(dilation), inputs, placement).view(x.shape)
+        return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
+
+    def _scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        x, flat = inputs.of_heads[0], inputs.flat()
+        placement = self._placement(Kind.SCAN, x)
+        if self._keeps_states:
+            return self._resume(recurrence, flat, placement).view(x.shape)
+        way = self._sequence.scan
+        if way is SequenceScan.AUTO:
+            way = cheaper_way(recurrence, flat, placement)
+            if not self._reported and placement.channel.size > 1:
+                self._reported = True
+                logger.info("scans: by %s (auto, by the bytes that a rank receives)", way)
+        scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
+        return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
+
+    def _choose(self, indexer: Indexer) -> Tensor:
+        """Raises ValueError in modes that split features."""
+        keys, forward_pass = indexer.keys, self._follower.under_way("an indexer")
+        layers = self._layers
+        if layers.splits_features:
+            raise ValueError(f"{forward_pass.name} chooses the keys that its attention sees")
+        cache, tensor = layers.cache, layers.tensor
+        documents = []
+        if cache is not None and cache.keeps:
+            tag = Tag(Purpose.KEYS, tensor="indexer.k")
+            documents = cache.index_keys(tensor.all_gather(keys, 1, tag=tag).wait())
+        if cache is not None and cache.decodes:
+            numbers = choose_next(indexer, documents, tensor.rank * keys.shape[1])
+        else:
+            placement = forward_pass.masks.placement(self._sequence, tensor, keys)
+            numbers = choose(indexer, placement, on_cpu=layers.on_cpu, tiles=layers.tiles)
+        return numbers.view(*keys.shape[:2], indexer.num_choices, -1)
+
+    def _placement(self, kind: Kind, x: Tensor) -> Placement:
+        """That of the micro-batch."""
+        forward_pass, _ = self._follower.mix(kind, x)
+        cache = self._layers.cache
+        alone = cache is not None and cache.decodes
+        return forward_pass.masks.placement(
+            self._sequence, self._layers.token_ranks, x, alone=alone
+        )
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self._layers.cache is not None and self._layers.cache.keeps
+
+    def _resume(self, by: Stateful, inputs: Inputs, placement: Placement) -> Tensor:
+        """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
+        assert self._layers.cache is not None
+        copies = None if self._layers.mode.facts.splits_sequence else self._layers.tensor
+        return self._layers.cache.go_on(partial(scan_on, by, inputs, placement, copies=copies))

@@ -1,0 +1,388 @@
+"""`TracedModel`: somebody else's model as a `LanguageModel`, known by its trace."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from isp.attention import HeadPlan, LocalAttention, make_local_attention
+from isp.attention.explicit import ExplicitAttention
+from isp.layers.factory import LayerFactory
+from isp.layers.module import RowsOf
+from isp.models.chunk import TracedChunk
+from isp.models.follow import CallFollower
+from isp.models.holders import WeightHolders
+from isp.models.hosts import HuggingFace, check_row, host_of
+from isp.models.model_folder import check_layout, check_model_config
+from isp.models.probe import check_local
+from isp.models.roles import ParameterRole
+from isp.models.share import run_with_a_share
+from isp.models.stages import Stage, check_stages, stages_of, tied_weight
+from isp.models.swap import InitialWeights
+from isp.models.tensor_plan import TensorPlan, tensor_plan
+from isp.models.trace import Kind, check_supported, trace_model
+from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.context import Windows
+from isp.parallel.distributable import check_distributable
+from isp.pipeline import PipelineOrder
+from isp.settings.attention_backend import AttentionBackend
+from isp.settings.recomputation import Recomputation
+
+__all__ = ["TracedModel"]
+
+logger = logging.getLogger(__name__)
+
+
+class TracedModel:
+    """Somebody else's model, known by its trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        recomputation: Recomputation = Recomputation(),  # noqa: B008
+        attention_backend: AttentionBackend = AttentionBackend.AUTO,
+        weights: InitialWeights | None = None,
+        in_place: bool = True,
+        loss_chunk_tokens: int = 4096,
+        earlier_names: Mapping[str, RowsOf] | None = None,
+    ) -> None:
+        """`weights`: the source of those of a `model` without memory; None: it has them.
+        `earlier_names`: see `LanguageModel`.
+
+        Not `in_place`, `build` takes a copy of the model each time.
+        """
+        self.host = host_of(model)
+        self.recomputation = recomputation
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.attention_backend = attention_backend
+        self.model = model
+        self.earlier_names = earlier_names or {}
+        self._weights = weights
+        self._in_place = in_place
+        self._rehearsed: set[int] = set()
+        self._cut: set[int] = set()
+        """Numbers of pipeline stages that have been compared with the whole model."""
+        check_supported(model)
+        self._shape = self.host.without_values(on_meta(model))
+        """Of the same structure and without memory, for those who plan; connected."""
+        self.host.connect(self._shape)
+        shape = self._empty()  # a forward may leave something in a module
+        self.trace = trace_model(shape, self.host.forward)
+        self._check_recomputation()
+        self._leave_alone(self.trace.unused)
+        probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
+        if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
+            raise ValueError(
+                f"{type(model).__name__} does not look at position_ids: it would count the tokens"
+                f" of each rank, and of packed documents, from the wrong place"
+            )
+        if not all(call.sizes.causal for call in self.trace.calls if call.sizes is not None):
+            logger.warning(
+                "%s attends in both directions: where a token's label is the next token, the loss"
+                " sees the answer (models of transformers: is_decoder=True in the configuration)",
+                type(model).__name__,
+            )
+
+    def _empty(self) -> nn.Module:
+        """The model without memory, connected; shards may take the place of its parameters."""
+        return copy.deepcopy(self._shape, {id(p): p for p in self._shape.parameters()})
+
+    def computed(self, **keys: Any) -> TracedModel:
+        """The same model, computed as these `keys` of its making say; what is known is shared."""
+        other = copy.copy(self)
+        assert keys.keys() <= vars(other).keys(), keys
+        vars(other).update(keys)
+        other._check_recomputation()
+        return other
+
+    def _check_recomputation(self) -> None:
+        """Raise ValueError for keys that this model has no use for."""
+        if self.recomputation.mlp_tile_tokens and not self.trace.by_token:
+            raise ValueError(
+                f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
+                f" blocks of {type(self.model).__name__} that takes one tensor of tokens has"
+                f" several linears and no attention: use 0"
+            )
+
+    def _leave_alone(self, unused: tuple[str, ...]) -> None:
+        """Freeze what has no gradient; torch's optimizers would not change it either."""
+        trained = [name for name in unused if self.model.get_parameter(name).requires_grad]
+        for name in trained:
+            self.model.get_parameter(name).requires_grad_(False)
+            self._shape.get_parameter(name).requires_grad_(False)
+        if trained:
+            logger.warning(
+                "no gradient of a forward of tokens reaches %d parameters of %s: they stay as they"
+                " are (%s)",
+                len(trained),
+                type(self.model).__name__,
+                ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a token that blocks give each other."""
+        form = self.trace.outputs.get(self.trace.blocks[0])
+        return self._first_table.embedding_dim if form is None else form.width
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token, fewer or more than `vocab_rows`."""
+        return self.trace.vocab_size
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the first table: tokens that the model takes."""
+        return self._first_table.num_embeddings
+
+    @property
+    def _first_table(self) -> nn.Embedding:
+        tables = (call.module for call in self.trace.calls if call.kind is Kind.TABLE)
+        table = self._shape.get_submodule(next(tables))
+        assert isinstance(table, nn.Embedding)
+        return table
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, shared ones once."""
+        return sum(self.trace.sizes.values())
+
+    @property
+    def flop_rule(self) -> str:
+        """The `flops` rule, in words."""
+        parameters = "linears"
+        if self.trace.elements(ParameterRole.EXPERT):
+            parameters += " and of the experts that a token goes to"
+        scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
+        return (
+            f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
+            f" half the square of each document's length{scans}, recomputation not counted"
+        )
+
+    def flops(self, document_lengths: Iterable[int]) -> int:
+        """FLOPs of forward and backward; of experts, as many count as a token goes to."""
+        lengths = list(document_lengths)
+        total = 6 * self.trace.multiplied * sum(lengths)
+        for call in self.trace.calls:
+            if call.sizes is not None:
+                heads, size = call.sizes.num_heads, call.sizes.head_size + call.sizes.value_size
+                total += 3 * heads * size * sum(map(call.sizes.pairs, lengths))
+            total += 3 * call.flops * sum(lengths)
+        return total
+
+    @cached_property
+    def tied_weight(self) -> str | None:
+        """The weight that the first and the last stage both have, by name, if there is one."""
+        return tied_weight(self._shape, self.trace)
+
+    @property
+    def attention_windows(self) -> Windows:
+        """Of the attentions that the trace met."""
+        windows = (call.sizes.window for call in self.trace.calls if call.sizes is not None)
+        return tuple(Counter(windows).items())
+
+    @property
+    def learned_positions(self) -> int | None:
+        """Rows of the smallest table of positions; None if there is none.
+
+        A table beside that of the tokens, of no fewer rows than config.json says, if there is one:
+        a few models have one of two kinds of tokens, too.
+        """
+        names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
+        tables = [self._shape.get_submodule(name) for name in names][1:]
+        config = self.host.config(self.model)
+        least = config.get("max_position_embeddings") or config.get("n_positions") or 0
+        tables = [table for table in tables if int(table.weight.shape[0]) >= least]  # type: ignore[index]
+        # The first rows of OPT's and RoBERTa's stand for no position.
+        first = self.host.first_position(self.model)
+        rows = (int(t.weight.shape[0]) - int(getattr(t, "offset", first)) for t in tables)  # type: ignore[index]
+        return min(rows, default=None)
+
+    def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
+        """`parallel` with the sizes of heads x context that the heads of all layers allow."""
+        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
+        query = min((s.num_heads for s in sizes), default=1)
+        return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
+
+    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
+        """As `LanguageModel.cache_bytes`. Values are kept as long as keys."""
+        total = 0
+        for call in self.trace.calls:
+            if call.sizes is not None:
+                split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
+                own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
+                heads = HeadPlan.of(*own, ranks).most_attended_kv
+                of_token = heads * 2 * call.sizes.head_size + call.sizes.index_size
+                total += item_bytes * call.sizes.kept(tokens) * of_token
+            if (state := call.state) is not None:
+                heads = max(map(len, HeadPlan.of(*state[:2], parts * ranks).query))
+                wide = max(4, item_bytes) if state.widened else item_bytes
+                total += wide * heads * state.numbers
+        return total
+
+    def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
+        """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
+        check_layout(parallel, seq_len)
+        if self.recomputation.distributed:
+            check_distributable(self.hidden_size, parallel, seq_len)
+        self.with_head_size(parallel)
+        check_model_config(self.host.config(self.model), parallel)
+        check_row(self.host.most_tokens(self.model), seq_len)
+        if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
+            self._check_exchanged(parallel.tensor.size)
+        num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
+        if num_stages > 1:
+            self._check_stages(num_stages, parallel.pipeline)
+        if parallel.tensor.mode.facts.splits_features:
+            self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
+            self._rehearse(parallel.tensor.size)
+
+    def _check_exchanged(self, size: int) -> None:
+        """Raise ValueError if `size` ranks cannot have a part of the logits of all tokens each."""
+        vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
+        if self.trace.head is None:
+            raise ValueError(
+                f"{key}=true needs logits that are made of what the last linear gives alone, and"
+                f" those of {type(self.model).__name__} are made of more: use false"
+            )
+        if vocab % size:
+            raise ValueError(
+                f"parallel.tensor.size={size} must divide the {vocab} logits of a token for {key}:"
+                f" use a divisor, or {key}=false"
+            )
+
+    def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
+        """Raise ValueError if the model cannot be cut into so many pipeline stages."""
+        try:
+            stages = stages_of(self._shape, self.trace, num_stages)
+            if num_stages not in self._cut:
+                buffers = self.model.buffers()
+                check_stages(self._shape, buffers, self.trace, self.host.forward, stages)
+            for rank in range(pipeline.size):
+                own = PipelineOrder(pipeline).stages_of(rank)
+                names = frozenset[str]().union(*(stages[number].parameters for number in own))
+                if not any(self._shape.get_parameter(name).requires_grad for name in names):
+                    raise ValueError(f"no weight of rank {rank} of the pipeline is trained")
+        except ValueError as error:
+            raise ValueError(
+                f"parallel.pipeline.size={pipeline.size} cannot cut {type(self.model).__name__}"
+                f" into {num_stages} stages: {error}"
+                f"{'; use 1' if num_stages <= len(self.trace.blocks) else ''}"
+            ) from None
+        self._cut.add(num_stages)
+
+    @cached_property
+    def _tensor_plan(self) -> TensorPlan:
+        """The cuts of the modes that split features; raises ValueError if it has none."""
+        try:
+            if hasattr(self.model, "peft_config"):
+                raise ValueError("it does not name adapters")
+            return tensor_plan(self._shape, self.trace, self.host.tensor_styles(self._shape))
+        except ValueError as error:
+            raise self._not_split(error) from None
+
+    def _rehearse(self, size: int) -> None:
+        """Raise ValueError if the model's code does not run with a rank's share of the features."""
+        if size == 1 or size in self._rehearsed:
+            return
+        build = partial(self._chunk, stages=stages_of(self._shape, self.trace, 1))
+        try:
+            run_with_a_share(build, self.trace, self._tensor_plan, size)
+        except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
+            raise self._not_split(error) from None
+        self._rehearsed.add(size)
+
+    def _not_split(self, why: Exception) -> ValueError:
+        reason = next(iter(str(why).splitlines()), "")
+        return ValueError(
+            f"parallel.tensor.mode splits the features of {type(self.model).__name__} by its"
+            f" tensor-parallel plan, which does not do: {reason}; use mode isp, which runs a"
+            f" model as it is"
+        )
+
+    def build(
+        self,
+        layers: LayerFactory,
+        stages: Iterable[int] = (0,),
+        num_stages: int = 1,
+        *,
+        attention: LocalAttention | None = None,
+    ) -> tuple[TracedChunk, ...]:
+        """As `isp.models.protocol.LanguageModel.build`.
+
+        The model itself is sharded if that was asked for, else a copy of it; on the meta device
+        one without memory.
+        """
+        every = stages_of(self._shape, self.trace, num_stages)
+        own = tuple(every[number] for number in stages)
+        chunk = self._chunk(layers, attention, own)
+        return (chunk,) if num_stages == 1 else tuple(map(chunk.of_stage, own))
+
+    def _chunk(
+        self, layers: LayerFactory, attention: LocalAttention | None, stages: tuple[Stage, ...]
+    ) -> TracedChunk:
+        if layers.device.type == "meta":
+            model = self._empty()
+        else:
+            model = self.model if self._in_place else copy.deepcopy(self.model)
+            self.host.connect(model)
+
+        def local(
+            scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
+        ) -> Any:
+            if attention is not None:
+                return attention
+            if explicit or softcap is not None:
+                return ExplicitAttention(scale=scale, softcap=softcap)
+            return make_local_attention(
+                self.attention_backend,
+                device=layers.device,
+                dtype=layers.dtype,
+                head_dim=size,
+                group=group,
+                scale=scale,
+                everyone=layers.everyone,
+            )
+
+        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
+        if layers.cache is not None and any(s.chunk or s.relative for s in sizes):
+            raise ValueError(
+                f"{type(self.model).__name__} attends in chunks of tokens or with a bias by"
+                f" distance, for which isp has no cache of keys: generate with transformers"
+            )
+        plan = self._tensor_plan if layers.splits_features else None
+        follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
+        chunk = TracedChunk(
+            self.host,
+            WeightHolders(model, layers, follower, plan, stages),
+            follower,
+            weights=self._weights,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+        )
+        trains = layers.device.type != "meta" and layers.cache is None
+        if trains and self.loss_chunk_tokens and self.trace.head is None:
+            logger.warning(
+                "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding:"
+                " they are made of more than what its last linear gives",
+                type(self.model).__name__,
+                self.loss_chunk_tokens,
+            )
+        return chunk
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` without memory for its parameters and buffers."""
+    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    for parameter in model.parameters():
+        value = torch.empty_like(parameter, device="meta")
+        empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, empty)

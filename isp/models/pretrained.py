@@ -1,0 +1,363 @@
+"""A folder of Hugging Face as a traced model: made without memory, each rank reads its rows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.layers.module import MasterStream, RowsOf
+from isp.models.converted import ConvertedFiles
+from isp.models.drawn import Drawing, drawings
+from isp.models.make import made, parameters_on_meta, take_out_tower
+from isp.models.model import TracedModel
+from isp.models.swap import InitialWeights
+from isp.models.tiny import kept_in_float64
+from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
+
+__all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_again"]
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=64)
+def folder_model(folder: str, dtype: str, *, trains: bool = True, **keys: Any) -> TracedModel:
+    """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
+
+    `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
+    model that does not train may have dropout.
+
+    In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
+    does not hold such a model, or one that is not supported.
+    """
+    return _read_and_traced(folder, dtype, trains).computed(**keys)
+
+
+@lru_cache(maxsize=8)
+def _read_and_traced(folder: str, dtype: str, trains: bool) -> TracedModel:
+    try:
+        model = _made(folder, getattr(torch, dtype))
+        weights = _weights_of(model, Path(folder))
+        if trains:
+            _check_dropout(model)
+        else:
+            model.eval()
+        return TracedModel(model, weights=weights, in_place=False)
+    except ValueError as error:
+        raise ValueError(f"model.hf={folder}: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"model.hf={folder}: the order of its calls depends on values, so it cannot be traced:"
+            f" {first}"
+        ) from error
+
+
+def saved_again(
+    folder: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """A trained folder's tensors, by the names and in the pieces that `save_pretrained` gives them.
+
+    These are those of the folder's files. `read` gives a parameter, whole, of those with `shapes`;
+    those of one block are in memory at a time. What no step changes is as in the folder: buffers,
+    and a tower of vision. Raises ValueError as `folder_model` does, and for other parameters.
+    """
+    model = _made(folder, torch.float32)
+    weights = _weights_of(model, Path(folder))
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
+        raise ValueError(
+            f"the weights are not of the model in {folder}: {odd[0]} is"
+            f" {shapes.get(odd[0], 'missing')}, not {own.get(odd[0], 'of the model')}"
+        )
+    kept = dict(_kept_buffers(model))
+    if kept:
+        weights.fill(model, (), 0)
+    return chain(_by_block(model, {**dict.fromkeys(own), **kept}, read), weights.untrained())
+
+
+def _by_block(
+    model: Any, kept: Mapping[str, Tensor | None], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `save_pretrained` writes, block by block; `read` gives what is None."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    blocks: dict[str, list[str]] = {}
+    for name in kept:
+        block = re.match(r".*?\.\d+\.", name)
+        blocks.setdefault(block[0] if block else name, []).append(name)
+    for names in blocks.values():
+        whole = {name: read(name) if (x := kept[name]) is None else x for name in names}
+        yield from revert_weight_conversion(model, whole).items()
+
+
+def _made(folder: str, dtype: torch.dtype) -> nn.Module:
+    """A folder's model without memory for its parameters; one that sees is whole."""
+    import transformers
+
+    try:
+        # Not asked, transformers would ask at the terminal, on every rank.
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        with parameters_on_meta():
+            model: Any = made(config, dtype)
+    except Exception as error:  # somebody else's code on somebody's file: anything may come
+        first = next(iter(str(error).strip().splitlines()), "")
+        if "custom code" in first:
+            first += " isp runs no code that a folder brings: give isp.parallelize the model"
+        raise ValueError(
+            f"transformers {transformers.__version__} makes no causal language model of it:"
+            f" {type(error).__name__}: {first}"
+        ) from None
+    if dtype is torch.float64:
+        model = kept_in_float64(model)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _check_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops {module.p:g} of its input, which isp does not do: set the dropout"
+                f" that it is made with to 0 in config.json"
+            )
+
+
+# -- where weights come from -----------------------------------------------------------------
+
+
+def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
+    """The source of a model's weights; raises ValueError for files of another model."""
+    if not any(folder.glob("*.safetensors*")):
+        if others := sorted(path.name for path in folder.glob("*.bin")):
+            raise ValueError(
+                f"its weights are {others[0]}, and isp reads safetensors: save the model once with"
+                f" transformers' save_pretrained"
+            )
+        take_out_tower(model)
+        return _Random(model)
+    _check_whole(model)
+    files = ConvertedFiles(folder, model)
+    tower = tuple(f"{name}." for name in take_out_tower(model))
+    names = _names(model)
+    untrained = {name for name in files.names if name.startswith(tower)}
+    tensors, aliases = {}, {*_ignored(model, files.names), *untrained}
+    for of_one in names.values():
+        there = next((name for name in of_one if name in files.names), of_one[0])
+        tensors[there] = _tensor(model, there)
+        aliases.update(of_one)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    integers = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    files.check(shapes, aliases=aliases, integers=integers)
+    files.close()
+    return _Files(files, names, untrained)
+
+
+def _check_whole(model: Any) -> None:
+    """Raise ValueError if the files are of quantised weights."""
+    if found := getattr(model.config, "quantization_config", None):
+        raise ValueError(
+            f"its weights are quantised (config.json has quantization_config.quant_method="
+            f"{found.get('quant_method')}), and isp reads whole ones: write them by transformers'"
+            f" dequantize and save_pretrained, or leave the entry out if they are whole"
+        )
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Of each parameter and kept buffer, by its first name, all names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {of_one[0]: of_one for of_one in found.values()} | {
+        name: [name] for name, _ in _kept_buffers(model)
+    }
+
+
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = model.state_dict(keep_vars=True).keys()
+    return (item for item in model.named_buffers() if item[0] in kept)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, local = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), local)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
+    """Those that transformers, too, lets lie: also angles that models once kept by layer."""
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (r"rotary_emb\.inv_freq$", *own)
+    return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+class _Files:
+    """Weights in files, read by slices."""
+
+    def __init__(
+        self, files: ConvertedFiles, names: Mapping[str, list[str]], untrained: Iterable[str]
+    ) -> None:
+        self._files = files
+        self._names = names
+        self._untrained = untrained
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a tower of vision, as they are in the files; one is in memory."""
+        for name in self._untrained:
+            yield from self._files.as_they_are(name)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`; in hand is one shard at a time."""
+        if shards:
+            logger.info("weights     of %s", self._files.folder)
+        for item in shards:
+            item.parameter.copy_(self._read(item.name, item.layout))
+        for name, buffer in _kept_buffers(model):
+            buffer.copy_(self._read(name))
+        self._files.close()
+
+    def _read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
+        there = next(alias for alias in self._names[name] if alias in self._files.names)
+        return self._files.read(there, layout)
+
+
+class _Random:
+    """Weights as the model itself begins them; a function of the seed and of modules' names."""
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """None: there are no files."""
+        return iter(())
+
+    def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
+        """`drawn_as`: the parameters of other names whose random numbers some are drawn from."""
+        self._shape = model
+        """On the meta device, but for its buffers; never changed."""
+        self._drawn_as = drawn_as or {}
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`; in hand is one module's own at a time.
+
+        Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
+        """
+        if not shards:
+            return
+        shape: Any = copy.deepcopy(self._shape)
+        if hasattr(shape, "_init_weights"):
+            logger.info("weights     random, as the model begins them")
+        else:
+            logger.warning(
+                "weights     random, as torch begins each module: what else the model's own code"
+                " does to them is not done for a model on the meta device"
+            )
+        drawn: dict[str, Drawing] = {}
+        values: dict[str, Tensor] = {}
+        owner_before: str | None = None
+        for item in shards:
+            name, layout = item.name, item.layout
+            owner, _, local = name.rpartition(".")
+            if owner != owner_before:
+                drawn, values, owner_before = _drawn(shape, owner), {}, owner
+            if drawn[local].known:
+                source = self._drawn_as.get(name, RowsOf(name))
+                own = drawn[local].shard(layout, MasterStream(seed, *source))
+            else:
+                values = values or _begun(shape, owner, seed)
+                own = layout.shard(values[local])
+            if own.isnan().any():
+                raise ValueError(
+                    f"{type(shape).__name__} does not say how {name} begins: give the model with"
+                    f" weights"
+                )
+            item.parameter.copy_(own)
+
+
+def begun_by_the_model(
+    model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
+) -> InitialWeights | None:
+    """The source of the weights of a model on the meta device; None for one that has weights.
+
+    Its buffers get their values, in place. Raises ValueError for a model with only some weights,
+    and for one whose buffers nobody can make.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not empty:
+        return None
+    if len(empty) < sum(1 for _ in model.parameters()):
+        raise ValueError(
+            f"{empty[0]} is on the meta device, other parameters are not: load it, too"
+        )
+    twin, kind = model, type(model)
+    if any(buffer.is_meta for buffer in model.buffers()):
+        config = getattr(model, "config", None)
+        if config is None or hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{kind.__name__} has buffers on the meta device, whose values isp does not know:"
+                f" make it in isp.models.pretrained.parameters_on_meta(), which leaves them alone"
+            )
+        with parameters_on_meta():
+            twin = kind(config)
+        for name, buffer in twin.named_buffers():
+            owner, _, local = name.rpartition(".")
+            setattr(model.get_submodule(owner), local, buffer.clone())
+    return _Random(copy.deepcopy(twin), drawn_as)
+
+
+@contextmanager
+def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, nn.Parameter]]:
+    """In this context the module has other parameters of its own, of NaN in float32; by name."""
+    before = dict(module.named_parameters(recurse=False))
+    own = {}
+    for local, parameter in before.items():
+        value = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
+        own[local] = nn.Parameter(value)
+        module.register_parameter(local, own[local])
+    try:
+        yield own
+    finally:
+        for local, parameter in before.items():
+            module.register_parameter(local, parameter)
+
+
+def _begin(shape: Any, owner: str) -> None:
+    """Let the model, or torch, begin the own parameters of a module.
+
+    Modules around it have a say, too: GPT-2 scales some of their linears.
+    """
+    module = shape.get_submodule(owner)
+    if not hasattr(shape, "_init_weights"):
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        return
+    shape._init_weights(module)
+    while owner:
+        owner = owner.rpartition(".")[0]
+        shape._init_weights(shape.get_submodule(owner))
+
+
+def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
+    """What is done to begin the own parameters of a module, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
+        return drawings(own, lambda: _begin(shape, owner))
+
+
+def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
+    """The own parameters of a module as the model begins them, in float32, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
+        torch.manual_seed(MasterStream(seed, owner).generator_seed)
+        _begin(shape, owner)
+        return {local: getattr(shape.get_submodule(owner), local).detach() for local in own}

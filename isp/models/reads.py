@@ -1,0 +1,137 @@
+"""Who reads the weights of a model: what is cut is gathered for linears and for lookups alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from isp.models.calls import Call, Kind
+from isp.models.indexers import indexer_parameters
+from isp.models.lookup import looked_up
+from isp.models.roles import ParameterRole, holds_experts, is_linear
+
+__all__ = ["Reads", "check_reads", "experts_cut", "small_linears_read", "unused"]
+
+_SIZES = {"shape", "size", "numel", "nelement", "__len__"}
+"""What asks a tensor for its size, which is another for a rank's part of it."""
+
+
+class Reads(TorchFunctionMode):
+    """Notes reads of parameters that are not the way of their own module, and of positions."""
+
+    def __init__(
+        self, model: nn.Module, positions: Tensor, place: Callable[[], tuple[str | None, int]]
+    ) -> None:
+        """`place`: of what is called, in the recorder's terms."""
+        super().__init__()
+        self._place = place
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._positions = positions
+        self.open: list[nn.Module] = []
+        """The modules whose forward runs, the innermost last."""
+        self.foreign: dict[str, str] = {}
+        """The parameters that are read in another way, and by what."""
+        self.places: dict[str, set[tuple[str | None, int]]] = {}
+        """The parameters that are read, and where."""
+        self.reads_positions = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out, name = func(*args, **(kwargs or {})), _name(func)
+        makes_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(out))
+        if not makes_tensor and name not in _SIZES:  # its dtype
+            return out
+        for leaf in tree_leaves((args, kwargs)):
+            if leaf is self._positions:
+                self.reads_positions |= makes_tensor
+            known = self._names.get(id(leaf))
+            if known is not None and makes_tensor:
+                self.places.setdefault(known, set()).add(self._place())
+            if known is not None and not self._expected(leaf, func, args, kwargs):
+                self.foreign[known] = name
+        return out
+
+    def _expected(self, parameter: nn.Parameter, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it is a module's own, read as isp knows how to."""
+        inside = self.open[-1] if self.open else None
+        if inside is None or all(parameter is not own for own in inside.parameters(recurse=False)):
+            return False
+        if isinstance(inside, nn.Embedding):
+            return looked_up(inside, func, args, kwargs) is not None
+        return not is_linear(inside) or func in (F.linear, torch.addmm)
+
+
+def _name(func: Any) -> str:
+    """The name of an operation, or of the attribute that is read."""
+    name = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__ if name == "__get__" else name)
+
+
+_SMALL = 1 << 20
+"""Elements up to which a linear whose weight others read, too, is whole on every rank."""
+
+
+def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
+    """The names of linears that are better whole than refused, as code reads their weights."""
+    owners = {name.rpartition(".")[0] for name in reads}
+    linears = ((name, model.get_submodule(name)) for name in owners)
+    return {
+        name
+        for name, module in linears
+        if is_linear(module) and sum(p.numel() for p in module.parameters()) <= _SMALL
+    }
+
+
+def check_reads(reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
+    """Raise ValueError for a weight that is cut, and read where it is not gathered."""
+    for name, by in reads.items():
+        if roles[name] is ParameterRole.SHARDED:
+            raise ValueError(
+                f"{name} is read by {by}, and a rank has a part of it, which is gathered where its"
+                f" nn.Linear is called, or where its nn.Embedding looks up the rows of ids"
+                f" (F.embedding with the table's own options, or weight[ids]): call the module (for"
+                f" a tied head, an nn.Linear whose weight is the table's)"
+            )
+
+
+def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
+    """The parameters of modules that are not `called`, and that nobody else has `read`.
+
+    The code of experts is not run: all of theirs count as read; those of indexers do not.
+    """
+    modules = [model.get_submodule(name) for name in called]
+    used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
+    chooses, read = {*indexer_parameters(model)}, {*read}
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if name in chooses or (parameter not in used and name not in read)
+    )
+
+
+def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
+    """The modules of experts that may be cut, as what they do with their weights is known.
+
+    They are called as transformers calls them, with tokens and numbers of experts, in blocks alone,
+    and nobody else reads what is theirs.
+    """
+    experts = [call for call in calls if call.kind is Kind.EXPERTS]
+    others = {call.module for call in experts if call.block is None or call.route is None}
+    others |= {name.rpartition(".")[0] for name in reads}
+    cut = {call.module for call in experts} - others
+    own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
+    while True:
+        held = set[int]().union(
+            *(parameters for name, parameters in own.items() if name not in cut)
+        )
+        left = {name for name in cut if not own[name] & held}
+        if left == cut:
+            return cut
+        cut = left

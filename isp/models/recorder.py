@@ -1,0 +1,259 @@
+"""`CallRecorder`: notes the calls of a model while it runs on meta tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.attention.call import AttentionOptions
+from isp.mixers.choice import Indexer
+from isp.mixers.convolution import Convolution
+from isp.mixers.recurrence import Inputs, Recurrence, Stateful
+from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
+from isp.models.head import HeadFinder
+from isp.models.reads import Reads
+from isp.models.roles import holds_experts, is_linear
+
+__all__ = [
+    "TOKENS",
+    "CallRecorder",
+    "experts_passed",
+    "list_entries",
+    "list_of",
+    "replaced_forward",
+]
+
+TOKENS = 17
+"""Length of the row that a trace runs; no fact depends on it, and few models have as many heads."""
+
+
+class CallRecorder:
+    """Notes the calls of a model while it listens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[Call] = []
+        self._results: dict[int, tuple[Tensor, int]] = {}
+        """Those of attention, and how often each had been written into, by number of the call."""
+        self._index_size = 0
+        """Of the keys of the indexer that was called for the next attention."""
+        self._block: str | None = None
+        self._given: tuple[Tensor, int] | None = None
+        """What the last linear was called with, and how often it had been written into."""
+        self._num_given = 0
+        self.entered = Counter[str]()
+        """How often each block was called."""
+        self.called: dict[str, None] = {}
+        """The modules that were called, in order."""
+        self._open: list[nn.Module] = []
+        """The modules that run, the innermost last."""
+        self.mixing: set[nn.Module] = set()
+        """Those in which tokens were mixed."""
+        self.by_token: dict[str, int] = {}
+        """The modules that are given one tensor [B, S, D] and give one, and how often."""
+        self.finder = HeadFinder()
+        self.outputs: dict[str, BlockOutput] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Note a call of attention; the result has the shape of the true one."""
+        if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
+            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+            turned = q.dim() == 4 and q.shape[2] == TOKENS
+            raise ValueError(
+                f"{self._block or type(self._model).__name__} attends with q, k, v of {shapes} to"
+                f" {TOKENS} tokens: attention takes [B, S, H, d]"
+                f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
+            )
+        _read(options.profiles)
+        self.mixing.update(self._open)
+        heads, size = q.shape[2:]
+        chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
+        reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
+        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, self._index_size)
+        self._index_size = 0
+        result = q.new_zeros(*q.shape[:3], v.shape[3])
+        self._results[len(self._calls)] = result, result._version
+        self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
+        return result
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """Note a convolution; as `isp.mixers.Mixers.convolve`."""
+        inputs = Inputs((x,), (), (weight, bias))
+        return self._mixed(Kind.CONVOLUTION, Convolution(dilation), inputs)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Note a scan; as `isp.mixers.Mixers.scan`."""
+        return self._mixed(Kind.SCAN, recurrence, inputs)
+
+    def _mixed(self, kind: Kind, by: Stateful, inputs: Inputs) -> Tensor:
+        _read(*inputs.constants)
+        self.mixing.update(self._open)
+        flops, state = by.flops(inputs.flat()), by.state_sizes(inputs.flat())
+        self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
+        return torch.zeros_like(inputs.of_heads[0])
+
+    def place(self) -> tuple[str | None, int]:
+        """The entry of a list that runs, if one does, and how many have been entered."""
+        return self._block, len(self.entered)
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """The numbers of any keys; as many as a long document has."""
+        self._index_size = indexer.keys.shape[-1]
+        self.mixing.update(self._open)
+        shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
+        return indexer.keys.new_zeros(shape, dtype=torch.int32)
+
+    @contextmanager
+    def listening(self, reads: Reads) -> Iterator[None]:
+        with ExitStack() as stack:
+
+            def on(register: Callable[..., Any], fn: Callable[..., Any]) -> None:
+                stack.callback(register(fn).remove)
+
+            for name, entry in list_entries(self._model):
+                on(entry.register_forward_pre_hook, self._entering(name))
+                on(entry.register_forward_hook, self._entering(None))
+                on(entry.register_forward_hook, self._leaving(name))
+            stack.enter_context(reads)
+            stack.enter_context(self.finder)
+            self._open = reads.open
+            for name, module in self._model.named_modules():
+                on(partial(module.register_forward_hook, with_kwargs=True), self._gave(name))
+                on(module.register_forward_pre_hook, self._opening(name, reads.open))
+                on(module.register_forward_hook, lambda *_: reads.open.pop() and None)
+                if is_linear(module):
+                    on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
+                    on(module.register_forward_hook, self._called(name))
+                elif isinstance(module, nn.Embedding):
+                    on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
+                elif holds_experts(module):
+                    on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
+            stack.enter_context(experts_passed(self._model))
+            yield
+
+    def calls_in_blocks(self) -> Iterator[Call]:
+        """The calls; those in lists of modules that mix no tokens lie in no block."""
+        lists = {list_of(c.block) for c in self._calls if c.block and c.kind.mixes}
+        for number, call in enumerate(self._calls):
+            if number in self._results:
+                result, version = self._results[number]
+                call = call._replace(written=result._version > version)
+            inside = call.block is not None and list_of(call.block) in lists
+            yield call if inside else call._replace(block=None)
+
+    def _entering(self, block: str | None) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._block = block
+            if block is not None:
+                self.entered[block] += 1
+
+        return enter
+
+    def _leaving(self, block: str) -> Callable[..., None]:
+        def leave(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            self.finder.passed(block, given, output)
+            if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
+                self.outputs[block] = form
+
+        return leave
+
+    def _called(self, name: str) -> Callable[..., None]:
+        return lambda _, __, output: self.finder.called(name, output)
+
+    def _gave(self, name: str) -> Callable[..., None]:
+        def gave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
+            if len(args) == 1 and not kwargs and all(of_tokens):
+                self.by_token[name] = self.by_token.get(name, 0) + 1
+
+        return gave
+
+    def _opening(self, name: str, opened: list[nn.Module]) -> Callable[..., None]:
+        def opening(module: nn.Module, *_: Any) -> None:
+            self.called[name] = None
+            opened.append(module)
+
+        return opening
+
+    def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
+        def called(_: nn.Module, given: tuple[Any, ...]) -> None:
+            route = _route(given) if kind is Kind.EXPERTS else None
+            number = self._number(given) if kind is Kind.LINEAR else None
+            self._calls.append(Call(kind, name, self._block, route=route, given=number))
+
+        return called
+
+    def _number(self, given: tuple[Any, ...]) -> int:
+        """That of a linear's input: of the last one's, if it is the very same tensor."""
+        now = (given[0], given[0]._version) if given else None
+        last, self._given = self._given, now
+        if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
+            self._num_given += 1
+        return self._num_given
+
+
+def _read(*tensors: Tensor | None) -> None:
+    """Let `Reads` see tensors that are handed over as they are."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.sum()
+
+
+def _route(given: tuple[Any, ...]) -> int | None:
+    """To how many experts a token goes, if a call is like transformers': [N, D], then [N, k]."""
+    if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
+        return None
+    tokens, numbers = given[:2]
+    if len(tokens) != len(numbers) or numbers.dtype not in _NUMBERS:
+        return None
+    return int(numbers.shape[1])
+
+
+_NUMBERS = (torch.int32, torch.int64)
+
+
+@contextmanager
+def experts_passed(model: nn.Module) -> Iterator[None]:
+    """In this context experts hand on what they are given: routes depend on values."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if holds_experts(module):
+                stack.enter_context(replaced_forward(module, lambda x, *_, **__: x))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In this context the module's forward is another."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of the outermost lists of modules, with their first names."""
+    outermost: list[str] = []
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(outermost)):
+            outermost.append(f"{name}.")
+            for index, entry in enumerate(module):
+                if entry not in seen:
+                    yield f"{name}.{index}", entry
+                seen.add(entry)
+
+
+def list_of(block: str) -> str:
+    return block.rpartition(".")[0]

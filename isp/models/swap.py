@@ -1,0 +1,272 @@
+"""Somebody else's weights: shards in their places, which linears and tables read as whole values.
+
+The module stays, and so do the names: `module.weight` is this rank's shard, and the instance's
+`forward` multiplies by the whole. O out features, I in features, V vocabulary, D hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from isp.layers.embedding import look_up
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
+from isp.models.fused import FusedRows
+from isp.models.lookup import looked_up
+from isp.models.region import Entrance
+from isp.models.roles import ParameterRole, is_transposed
+from isp.models.tensor_plan import TensorPlan
+from isp.models.trace import Kind, ModelTrace
+from isp.parallel.layout import ParameterLayout
+from isp.weights.parameter import ShardedParameter
+
+__all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
+
+
+Called = Callable[[], Callable[[Tensor], Tensor] | None]
+"""Called first in each call; gives what is called in its place, None: nothing."""
+
+
+class _Swapped:
+    """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
+
+    weight_name = "weight"
+
+    def __init__(self, module: nn.Module, name: str, layers: LayerFactory, moves: Moves) -> None:
+        self.module = module
+        self.name = name
+        self.communicator = layers.communicator
+        self.moves = moves
+        self._stays = moves == Moves() and not self.communicator.gathers_weights
+        """Whether nothing travels: without gradients the module's own forward is all there is."""
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    @property
+    def weights(self) -> tuple[Self]:
+        """The weights that one call reads."""
+        return (self,)
+
+    @property
+    def width(self) -> int:
+        """Features that it gives for a token, over all ranks."""
+        of: Any = self.module
+        if isinstance(of, nn.Embedding):
+            return of.embedding_dim
+        return int(of.nf if is_transposed(of) else of.out_features)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+class SwappedLinear(_Swapped):
+    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
+
+    A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
+    is added to that.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        layers: LayerFactory,
+        called: Called,
+        plan: TensorPlan | None,
+        entrance: Entrance | None,
+    ) -> None:
+        moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
+        super().__init__(module, name, layers, moves)
+        self.transposed = is_transposed(module)
+        self.weight_gradients: WeightGradientRoute | None = None
+        original, stays = module.forward, self._stays and entrance is None
+        bias_after_move = plan is not None and plan.is_row(name)
+
+        def forward(x: Tensor) -> Tensor:
+            instead = called()
+            if instead is not None:
+                return instead(x)
+            if stays and not torch.is_grad_enabled():
+                own: Tensor = original(x)
+                return own
+            with nullcontext() if entrance is None else entrance.column(x):
+                y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
+            return y + self.bias.to(y.dtype) if bias_after_move and self.bias is not None else y
+
+        module.forward = forward
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        bias = self.module.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
+
+
+class SwappedTable(_Swapped):
+    """An `nn.Embedding`, or a class made of it, whose own lookup is replaced and nothing else."""
+
+    bias: nn.Parameter | None = None
+    deterministic = False
+
+    def __init__(
+        self, module: nn.Module, name: str, layers: LayerFactory, called: Called, moves: Moves
+    ) -> None:
+        super().__init__(module, name, layers, moves)
+        original, look_up_own = module.forward, partial(_look_up, self)
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
+            instead = called()
+            stays = self._stays and instead is None and not torch.is_grad_enabled()
+            with nullcontext() if stays else _Lookup(module, instead or look_up_own):
+                y: Tensor = original(*args, **kwargs)
+            return y
+
+        module.forward = forward
+
+    @property
+    def padding_idx(self) -> int:
+        """The row that takes no gradient, of those that backward adds up; -1: none."""
+        row = self.module.padding_idx
+        if not isinstance(row, int):
+            return -1
+        if self.communicator.gathers_weights:
+            return row
+        ((start, stop),) = self.layouts["weight"].intervals()
+        return row - start if start <= row < stop else -1
+
+
+def _look_up(table: SwappedTable, ids: Tensor) -> Tensor:
+    return look_up(ids, table.weight, table)
+
+
+class _Lookup(TorchFunctionMode):
+    """Calls `instead` with the ids that are looked up in one table."""
+
+    def __init__(self, table: nn.Module, instead: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._table, self._instead = table, instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        ids = looked_up(self._table, func, args, kwargs)
+        return func(*args, **(kwargs or {})) if ids is None else self._instead(ids)
+
+
+def shard_parameters(
+    model: nn.Module,
+    trace: ModelTrace,
+    layers: LayerFactory,
+    plan: TensorPlan | None,
+    own: frozenset[str],
+    rows: Mapping[str, FusedRows],
+) -> Iterator[ShardedParameter]:
+    """Put this rank's shard in the place of every parameter, wherever it is used.
+
+    Of those that travel with others it has `rows`. Those that are not its `own`, by name, are not a
+    number, and have the memory of one: what lies before the blocks runs on every pipeline stage.
+    """
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    wholes: dict[str, ShardedParameter] = {}
+    for module in model.modules():
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append((module, local))
+    for name in [name for name, _ in model.named_parameters()]:
+        parameter = model.get_parameter(name)
+        if name not in own:
+            nan = torch.full((), torch.nan, device=layers.device, dtype=layers.dtype)
+            nothing = nn.Parameter(nan.expand(parameter.shape), requires_grad=False)
+            for module, local in uses.pop(id(parameter)):
+                setattr(module, local, nothing)
+            del parameter
+            continue
+        layout, whole = _layout(model, name, parameter, trace, layers, plan), None
+        if (among := rows.get(name)) is not None:
+            whole = wholes.get(among.whole) or _whole(among, parameter, layers)
+            wholes[whole.name] = whole
+            layout = replace(layout, ahead=among.ahead, behind=among.behind)
+        shard = nn.Parameter(
+            _own_part(parameter, layout, layers, whole), requires_grad=parameter.requires_grad
+        )
+        for module, local in uses.pop(id(parameter)):
+            setattr(module, local, shard)
+        del parameter  # nobody else holds it: whole weights go one by one
+        yield ShardedParameter(name, shard, layout, whole)
+    for module in model.modules():
+        for local, buffer in module.named_buffers(recurse=False):
+            if layers.device.type != "meta":
+                setattr(module, local, buffer.to(layers.device))
+
+
+def _layout(
+    model: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    trace: ModelTrace,
+    layers: LayerFactory,
+    plan: TensorPlan | None,
+) -> ParameterLayout:
+    """The cut of a parameter: by rows over the weight group, or as the plan has it.
+
+    Tables may be asked to be cut by hidden features.
+    """
+    shape = tuple(parameter.shape)
+    if plan is None:
+        if trace.roles[name] not in (ParameterRole.SHARDED, ParameterRole.EXPERT):
+            return layers.replicated_layout(shape)
+        tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
+        is_table = any(parameter is model.get_submodule(table).weight for table in tables)
+        return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
+    owner, _, local = name.rpartition(".")
+    if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
+        return layers.sharded_layout(shape, dim=0)
+    cut = plan.cuts.get(owner)
+    if cut is None or (cut.role is Role.ROW and local == "bias"):
+        return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
+    turned = local == "weight" and is_transposed(model.get_submodule(owner))
+    return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
+
+
+def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> ShardedParameter:
+    """What `parameter` travels in, with this rank's rows of it and of others."""
+    shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
+    layout = layers.sharded_layout(shape, dim=0)
+    shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    return ShardedParameter(
+        among.whole, nn.Parameter(shard, requires_grad=parameter.requires_grad), layout
+    )
+
+
+def _own_part(
+    parameter: nn.Parameter,
+    layout: ParameterLayout,
+    layers: LayerFactory,
+    whole: ShardedParameter | None,
+) -> Tensor:
+    """This rank's shard, in the memory of the `whole` that it travels in."""
+    if whole is None:
+        part = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    else:
+        ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
+        begin = max(layout.ahead + start - first, 0)
+        part = whole.parameter.detach()[begin : begin + stop - start]
+    if not (parameter.is_meta or part.is_meta):
+        part.copy_(layout.shard(parameter.detach()))
+    return part

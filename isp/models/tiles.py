@@ -1,0 +1,195 @@
+"""`TiledModule`: a module of a block whose tokens are independent, in tiles of them.
+
+B batch, S' the tokens of this rank, T those of a tile, D and E features
+
+    x [B, S', D] -> y [B, S', E]; what lies inside exists for the [B, T, D] of one tile at a time
+
+The weights are there for all tiles (in isp gathered once in forward and once in backward), and
+their gradients are sums over the tiles, delivered once. Only x is kept; backward computes each tile
+again ([Note: Kept input] in `isp.layers.parts`). Where features are split, a tile of the rank's
+tokens is gathered from all tensor ranks; ranks have as many tokens each, hence as many tiles.
+
+Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.autograd import Function, once_differentiable
+from isp.layers.factory import LayerFactory
+from isp.layers.linear import NeedsGrad, needs_grad
+from isp.layers.parts import SummedGradient, keep, kept
+from isp.models.experts import SwappedExperts
+from isp.models.fused import FusedLinears
+from isp.models.swap import SwappedLinear, SwappedTable
+from isp.parallel.phase import Phase
+from isp.rng import RngStatesTracker
+from isp.weights.wp import FullWeights, WPCommunicator
+
+__all__ = ["Holder", "TiledModule"]
+
+Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
+
+
+class TiledModule:
+    """A module's forward, in tiles of `tokens`; `holders`: of weights in it, in order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holders: Sequence[Holder],
+        tokens: int,
+        layers: LayerFactory,
+    ) -> None:
+        """`tokens`: of all rows of the batch together; a tile has one of each row at least."""
+        self._forward = module.forward
+        self.tokens, self.layers = tokens, layers
+        self._holders = holders if layers.communicator.gathers_weights else ()
+        self.weights = [weight for holder in self._holders for weight in holder.weights]
+        own = dict.fromkeys(module.parameters())
+        fused = (holder for holder in holders if isinstance(holder, FusedLinears))
+        own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
+        self.parameters = tuple(own)
+        self.tracker = RngStatesTracker(layers.device)
+
+    def __call__(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """x [B, S', D] -> [B, S', E]; each tile is computed in the context `inside`."""
+        if not torch.is_grad_enabled():
+            with self.unsharded(Phase.FORWARD):
+                return self.computed(x, inside)
+        x, node = keep(x, *self.parameters)
+        out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, node)
+        return out
+
+    def tiles(self, x: Tensor) -> Iterable[slice]:
+        """The tiles of x, as slices of S'."""
+        length = max(1, self.tokens // x.shape[0])
+        return self.layers.each_tile([slice(i, i + length) for i in range(0, x.shape[1], length)])
+
+    def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """Of one tile: [B, T, D] -> [B, T, E]."""
+        with inside():
+            y: Tensor = self._forward(x)
+        return y
+
+    def computed(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """All tiles, without a graph."""
+        out: Tensor | None = None
+        for tile in self.tiles(x):
+            y = self.tile(x[:, tile].contiguous(), inside)
+            if out is None:
+                out = y.new_empty(*x.shape[:2], y.shape[-1])
+            out[:, tile] = y
+        assert out is not None
+        return out
+
+    @contextmanager
+    def unsharded(self, phase: Phase) -> Iterator[_Sums]:
+        """In this context the weights are there, and their gradients are summed."""
+        turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
+        communicator = self.layers.communicator
+        with ExitStack() as stack:
+            full: dict[int, FullWeights] = {}
+            for weight in self.weights[turn]:
+                use = communicator.unshard(weight, phase, weight.weight, weight.bias)
+                full[id(weight)] = stack.enter_context(use)
+            sums = _Sums(communicator, full)
+            for holder in self._holders:
+                stack.callback(setattr, holder, "communicator", holder.communicator)
+                holder.communicator = sums
+            yield sums
+
+
+class _Sums(WPCommunicator):
+    """Gives weights that are there, and adds up their gradients."""
+
+    gathers_weights = True
+
+    def __init__(self, communicator: WPCommunicator, full: dict[int, FullWeights]) -> None:
+        self._communicator, self._full = communicator, full
+        self._sums: dict[tuple[int, bool], SummedGradient] = {}
+
+    @property
+    def communication_mode(self) -> str:
+        return self._communicator.communication_mode
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def unshard(
+        self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return nullcontext(self._full[id(module)])
+
+    def grad_hook(
+        self, grad: Tensor, *, module: Any, is_bias: bool = False, returned: bool = False
+    ) -> None:
+        key = id(module), is_bias
+        self._sums.setdefault(key, SummedGradient(NeedsGrad.FLOW)).add(grad)
+
+    def deliver(
+        self, weight: Any, dtype: torch.dtype, *, is_bias: bool, needs: NeedsGrad
+    ) -> Tensor | None:
+        """The gradient of a shard for autograd, or None if the communicator brings it."""
+        found = self._sums.pop((id(weight), is_bias), None)
+        gradient = None if found is None else found.take()
+        if gradient is None or not needs:
+            return None
+        gradient = gradient.to(self._communicator.gradient_dtype(dtype))
+        returned = needs is NeedsGrad.VALUE
+        return self._communicator.grad_hook(
+            gradient, module=weight, is_bias=is_bias, returned=returned
+        )
+
+
+class _InTiles(Function):
+    """forward   y of each tile
+    backward   of each tile: y again, dx, and the gradients of all parameters, added up
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        *_, tiled, inside, node = given
+        ctx.tiled, ctx.inside, ctx.node = tiled, inside, node
+        ctx.snapshot = tiled.tracker.snapshot()
+        with tiled.unsharded(Phase.FORWARD):
+            y: Tensor = tiled.computed(x, inside)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        tiled: TiledModule = ctx.tiled
+        need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
+        x = kept(ctx.node)  # ahead of the uses: what is recomputed for it has uses of its own
+        trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
+        sums = {parameter: SummedGradient(NeedsGrad.FLOW) for parameter in trained}
+        dx = torch.empty_like(x) if need_x else None
+        with tiled.unsharded(Phase.BACKWARD) as weights, tiled.tracker.replaying(ctx.snapshot):
+            for tile in tiled.tiles(x):
+                leaf = x[:, tile].detach().contiguous().requires_grad_()
+                with torch.enable_grad():
+                    y = tiled.tile(leaf, ctx.inside)
+                d_leaf, *found = torch.autograd.grad(
+                    y, [leaf, *trained], dy[:, tile].contiguous(), allow_unused=True
+                )
+                for parameter, gradient in zip(trained, found, strict=True):
+                    if gradient is not None:
+                        sums[parameter].add(gradient)
+                if dx is not None:
+                    dx[:, tile] = 0 if d_leaf is None else d_leaf
+        need_of = dict(zip(tiled.parameters, needs, strict=True))
+        gradients = {parameter: total.take() for parameter, total in sums.items()}
+        for weight in reversed(tiled.weights):
+            for is_bias, p in enumerate((weight.weight, weight.bias)):
+                if p in need_of:
+                    gradients[p] = weights.deliver(
+                        weight, dy.dtype, is_bias=bool(is_bias), needs=need_of[p]
+                    )
+        return dx, *(gradients.get(p) for p in tiled.parameters), None, None, None

@@ -1,0 +1,299 @@
+"""One forward on meta tensors, which shows what a model is made of, and in which order.
+
+Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
+`nn.ModuleList` that calls attention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.attention.call import attend_by
+from isp.mixers.call import mix_by
+from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
+from isp.models.head import HeadFinder
+from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused
+from isp.models.recorder import TOKENS, CallRecorder, list_entries, list_of
+from isp.models.roles import (
+    ParameterRole,
+    holds_experts,
+    is_transposed,
+    roles_of,
+)
+from isp.models.untraced import untraced
+
+__all__ = [
+    "BEHIND",
+    "AttentionSizes",
+    "Call",
+    "Kind",
+    "ModelTrace",
+    "check_not_compiled",
+    "check_supported",
+    "trace_model",
+]
+
+
+BEHIND = ""
+"""The place behind all blocks; others are named by the block that they lie in or before."""
+
+
+class ModelTrace(NamedTuple):
+    """The calls of a forward, and the roles of the parameters."""
+
+    calls: tuple[Call, ...]
+    roles: dict[str, ParameterRole]
+    """By name; of a shared parameter under its first."""
+    sizes: dict[str, int]
+    """Elements of each of them."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks, in order."""
+        return tuple(dict.fromkeys(call.block for call in self.calls if call.block is not None))
+
+    multiplied_in: dict[str | None, int]
+    """Elements of the weights that a token is multiplied by in each block, and outside of them: of
+    experts, those that it goes to."""
+    outputs: dict[str, BlockOutput]
+    """The form of what each block gives, if it has a hidden state."""
+    read_at: dict[str, set[str]]
+    """The places where each parameter is read, other than those of experts."""
+    called: tuple[str, ...]
+    """The modules that are called, in order; others only hold what is read elsewhere."""
+    unused: tuple[str, ...]
+    """The parameters that a forward of tokens does not read, such as those of a vision tower, or
+    reads to choose keys: no gradient reaches them."""
+    vocab_size: int
+    """Logits of a token."""
+    reads_positions: bool
+    """Whether the positions that it is given count."""
+    by_token: tuple[str, ...]
+    """Modules of blocks, the outermost, with several linears or experts and without attention."""
+    head: str | None
+    """The linear behind all blocks of whose output alone the logits are made, if there is one."""
+    changes_logits: bool
+    """Whether the model does anything with what its last linear gives."""
+
+    @property
+    def called_at(self) -> dict[str, set[str]]:
+        """The places of the linears and tables that are called outside of the blocks."""
+        found, place = dict[str, set[str]](), BEHIND
+        for call in reversed(self.calls):
+            if call.block is None:
+                found.setdefault(call.module, set()).add(place)
+            else:
+                place = call.block
+        return found
+
+    @property
+    def multiplied(self) -> int:
+        """Elements of all weights that a token is multiplied by."""
+        return sum(self.multiplied_in.values())
+
+    def elements(self, role: ParameterRole) -> int:
+        """Elements of all parameters of this role."""
+        return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
+
+    In a copy, a forward of an instance's own would still call that instance. Scalar parameters
+    and DoRA are refused, too.
+    """
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has a forward of its own beside"
+                f" its class's: it was parallelised before, or another library has wrapped it. Give"
+                f" the model as it was made"
+            )
+    check_not_compiled(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ValueError(f"{name} is a scalar, of which no rank has a row: give it shape [1]")
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        if getattr(adapter, "use_dora", False):
+            raise ValueError(
+                f"the adapter {name!r} is DoRA, which takes the norm of each whole weight, of which"
+                f" a rank has a part: make it with use_dora=False (LoRA)"
+            )
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raise ValueError for a model of which a module was compiled in its place."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) was compiled: isp runs modules"
+                f" one by one. Leave out compile(), before isp.parallelize and behind it"
+            )
+
+
+def trace_model(
+    model: nn.Module, forward: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> ModelTrace:
+    """The trace of `model`, all of whose parameters and buffers are on the meta device.
+
+    `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
+    for a model that is not supported: a parameter of a kind that nobody would cut or sum, a block
+    that is called twice, tokens that are mixed outside of blocks, weights that are read where they
+    are not whole.
+    """
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
+    recorder = CallRecorder(model)
+    reads = Reads(model, positions, recorder.place)
+    try:
+        with (
+            recorder.listening(reads),
+            attend_by(recorder.attend),
+            mix_by(recorder),
+            torch.no_grad(),
+        ):
+            logits = forward(model, ids, positions)
+    except ValueError:
+        raise
+    except Exception as error:
+        inside = reads.open[-1] if reads.open else None
+        raise ValueError(untraced(model, inside, error, TOKENS)) from error
+    _check_logits(model, logits)
+    every = tuple(recorder.calls_in_blocks())
+    cut = experts_cut(model, every, reads.foreign)
+    whole = small_linears_read(model, reads.foreign)
+    calls = tuple(
+        c
+        for c in every
+        if c.module not in whole and (c.kind is not Kind.EXPERTS or c.module in cut)
+    )
+    _check_blocks(model, calls, recorder.entered)
+    parameters = dict(model.named_parameters())
+    roles = roles_of(model, {call.module for call in calls}, whole)
+    check_reads(reads.foreign, roles)
+    return ModelTrace(
+        calls,
+        roles,
+        {name: parameter.numel() for name, parameter in parameters.items()},
+        _multiplied(model, every, roles),
+        recorder.outputs,
+        _read_at(reads, [*recorder.entered], {call.block for call in calls}),
+        tuple(recorder.called),
+        unused(model, recorder.called, reads.foreign),
+        logits.shape[-1],
+        reads.reads_positions,
+        tuple(_by_token(model, calls, recorder)),
+        _head(model, calls, recorder.finder, logits),
+        recorder.finder.used,
+    )
+
+
+def _read_at(
+    reads: Reads, entered: Sequence[str], blocks: Collection[str | None]
+) -> dict[str, set[str]]:
+    """As `ModelTrace.read_at`; `entered`: the entries of lists, in order."""
+
+    def place(inside: str | None, count: int) -> str:
+        if inside in blocks and inside is not None:
+            return inside
+        return next((entry for entry in entered[count:] if entry in blocks), BEHIND)
+
+    return {name: {place(*at) for at in places} for name, places in reads.places.items()}
+
+
+def _check_logits(model: nn.Module, logits: object) -> None:
+    """Raise ValueError for anything but logits [B, S, V]."""
+    if isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[:2] == (1, TOKENS):
+        return
+    found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    raise ValueError(
+        f"{type(model).__name__} gives {found} for tokens [1, {TOKENS}]: isp.parallelize takes a"
+        f" model whose forward gives its logits, one tensor [B, S, V]"
+    )
+
+
+def _head(
+    model: nn.Module, calls: tuple[Call, ...], finder: HeadFinder, logits: Tensor
+) -> str | None:
+    last = calls[-1]
+    blocks = tuple(call.block for call in calls if call.block is not None)
+    if last.kind is not Kind.LINEAR or last.block is not None:
+        return None
+    found = finder.head(logits, blocks)
+    if found != last.module or sum(call.module == found for call in calls) > 1:
+        return None
+    return None if is_transposed(model.get_submodule(found)) else found
+
+
+def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder) -> Iterator[str]:
+    """As `ModelTrace.by_token`."""
+    found: list[str] = []
+    for block in dict.fromkeys(call.block for call in calls if call.block is not None):
+        for name in (n for n in recorder.called if n.startswith(f"{block}.")):
+            inside = [c for c in calls if c.module.startswith(f"{name}.")]
+            several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
+            once = len({c.module for c in inside}) == len(inside)
+            if (
+                several
+                and once
+                and recorder.by_token.get(name) == 1
+                and model.get_submodule(name) not in recorder.mixing
+                and not name.startswith(tuple(f"{outer}." for outer in found))
+            ):
+                found.append(name)
+    yield from found
+
+
+def _multiplied(
+    model: nn.Module, calls: Iterable[Call], roles: dict[str, ParameterRole]
+) -> dict[str | None, int]:
+    """As `ModelTrace.multiplied_in`."""
+    total = Counter[str | None]()
+    blocks = {call.block for call in calls if call.block is not None}
+    for call in calls:
+        for parameter in model.get_submodule(call.module).parameters(recurse=False):
+            if call.kind is Kind.LINEAR and parameter.dim() == 2:
+                total[call.block] += parameter.numel()
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:
+                total[call.block] += parameter[: call.route].numel()
+    for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
+        if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
+            block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            total[block] += model.get_parameter(name).numel()
+    return total
+
+
+def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]) -> None:
+    """Raise ValueError for blocks that the sequence cannot be split in."""
+    mixing = [call for call in calls if call.kind.mixes]
+    if not mixing:
+        raise ValueError(f"{type(model).__name__} mixes tokens by nothing that isp can see: {_HOW}")
+    for call in mixing:
+        if call.block is None:
+            raise ValueError(
+                f"{type(model).__name__} calls {call.kind} outside of the entries of an"
+                f" nn.ModuleList: put its blocks into one"
+            )
+        if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
+            raise ValueError(
+                f"{call.block} attends with values of {call.sizes.value_size} features and keys of"
+                f" {call.sizes.head_size}: no attention of isp takes values larger than keys"
+            )
+    lists = {list_of(call.block) for call in mixing if call.block}
+    for name, entry in list_entries(model):
+        if list_of(name) in lists and entered[name] > 1:
+            raise ValueError(
+                f"{name} ({type(entry).__name__}) is called {entered[name]} times in a forward:"
+                f" isp gathers the weights of a block for one call"
+            )
+
+
+_HOW = (
+    "a layer has to call transformers' attention interface, isp.attention, isp.causal_conv1d,"
+    " isp.gated_delta_rule or isp.state_space_scan"
+)

@@ -1,0 +1,201 @@
+"""Tiny models of transformers, and training them in a plain loop: what the ranks must come to."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.config import JobConfig
+from isp.data.config import DataConfig
+from isp.layers.loss import IGNORED
+from isp.models.tiny import kept_in_float64
+from isp.parallel.config import (
+    Mode,
+    ParallelConfig,
+    Sequence2DConfig,
+    TensorConfig,
+    WeightConfig,
+)
+from isp.settings import OptimizerConfig, TrainingConfig
+from model.config import ModelConfig
+
+VOCAB = 96
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OF_ITS_OWN = {
+    "gpt2": {
+        "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 4,
+        "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "num_key_value_heads": 4,
+    },
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+def tiny(name: str, *, seed: int = 0, **sizes: Any) -> Any:
+    """A model of this architecture in float64, its vectors no longer all ones or zeros."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **{**_SIZES, **_OF_ITS_OWN.get(name, {}), **sizes})
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            if parameter.dim() < 2:
+                parameter += 0.1 * torch.randn_like(parameter)
+            else:
+                parameter *= 3
+    return kept_in_float64(model).train()
+
+
+def job(
+    tensor: int = 1,
+    weight: int = 1,
+    *,
+    mode: Mode = Mode.ISP,
+    context: int = 1,
+    recompute: float = 0.0,
+    dtype: str = "float64",
+    **keys: Any,
+) -> JobConfig:
+    """A configuration of these sizes; `keys` are the optimizer's."""
+    return JobConfig(
+        model=ModelConfig(checkpoint=recompute),
+        data=DataConfig(source="python-stdlib"),
+        parallel=ParallelConfig(
+            tensor=TensorConfig(size=tensor, mode=mode),
+            weight=WeightConfig(size=weight),
+            sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
+        ),
+        training=TrainingConfig(dtype=dtype, max_norm=1.0),
+        optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **keys}),
+    )
+
+
+class Rows(NamedTuple):
+    """Whole rows, [B, S]."""
+
+    input_ids: Tensor
+    labels: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    def part(self, index: int, count: int) -> Rows:
+        """Every `count`-th part of the rows."""
+        return Rows(*(None if x is None else x.chunk(count)[index] for x in self))  # type: ignore[arg-type]
+
+
+def packed_rows(rows: int, length: int, documents: list[list[int]], seed: int = 0) -> Rows:
+    """Random tokens in documents of these lengths, of which a few are not to be predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    labels = ids.masked_fill(positions == 0, IGNORED)
+    labels[:, 5:9] = IGNORED
+    return Rows(ids, labels, positions)
+
+
+class Trained(NamedTuple):
+    """A run in numbers."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
+    """The mean loss of the unmodified model, each document by itself; `total`: the sum."""
+    losses, count = [], 0
+    for row in range(len(rows.input_ids)):
+        for document in _documents(rows, row):
+            ids, labels = rows.input_ids[row, document], rows.input_ids[row, document].clone()
+            labels[0] = IGNORED
+            if rows.labels is not None:
+                labels = rows.labels[row, document]
+            logits = _logits(model, ids)
+            losses.append(
+                F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum")
+            )
+            count += int((labels[1:] != IGNORED).sum())
+    summed = torch.stack(losses).sum()
+    return summed if total else summed / count
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    positions = torch.arange(len(ids)).unsqueeze(0)
+    if not hasattr(model, "config"):
+        found: Tensor = model(ids.unsqueeze(0), positions)[0]
+        return found
+    logits: Tensor = model(
+        input_ids=ids.unsqueeze(0), position_ids=positions, use_cache=False
+    ).logits[0]
+    return logits
+
+
+def _documents(rows: Rows, row: int) -> list[slice]:
+    length = rows.input_ids.shape[1]
+    starts = [0]
+    if rows.position_ids is not None:
+        starts = (rows.position_ids[row] == 0).nonzero().flatten().tolist()
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+
+
+def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
+    """The unmodified model in the plainest loop, by torch's AdamW."""
+    model = copy.deepcopy(model)
+    settings = job(**keys).optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    losses, norms = [], []
+    for rows in data:
+        loss = plain_loss(model, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+
+def worst(found: Trained, expected: Trained) -> float:
+    """The largest difference of two runs, of weights as a part of their largest value."""
+    numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    assert found.weights.keys() == expected.weights.keys()
+    return max(
+        *(abs(a - b) for a, b in numbers),
+        *(
+            ((found.weights[name] - w).abs().max() / w.abs().max().clamp(min=1e-30)).item()
+            for name, w in expected.weights.items()
+        ),
+    )

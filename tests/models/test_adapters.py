@@ -1,0 +1,97 @@
+"""Frozen weights, and adapters that PEFT has put on, on 4 ranks against plain loops."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import isp
+from isp.config import JobConfig
+from tests.models.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
+from tests.models.own import Own
+from tests.ranks import run_each
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+DOCUMENTS = [[64], [20, 44]]
+
+
+def _with_lora(seed: int = 0) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny("llama", seed=seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_alpha=8)
+    adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zeros to begin with, with which A would have no gradient
+            nn.init.normal_(parameter, std=0.1)
+    return adapted.double()
+
+
+def _half_frozen() -> nn.Module:
+    model = Own().double()
+    for part in (model.tokens, model.positions, model.blocks[0], model.blocks[1].up):
+        part.requires_grad_(False)
+    return model
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Path]) -> Any:
+    model, config, data, folder = case
+    run = isp.parallelize(model, config)
+    losses, norms = [], []
+    run.mesh.log.collect()
+    for rows in data:
+        outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    sent = Counter(t.label for t in run.mesh.log.take() if t.kind == "reduce_scatter")
+    weights = {p.name: run._whole(p).clone() for p in run.train_step.built.parameters}
+    run.save_pretrained(folder)
+    return Trained(losses, norms, weights), sent
+
+
+def _together(label: str) -> Iterator[str]:
+    """The parameters whose gradients a transfer carries: `q+k.weight.grad` those of two."""
+    parent, linears, local, _ = label.rsplit(".", 3)
+    yield from (f"{parent}.{linear}.{local}" for linear in linears.split("+"))
+
+
+def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """Catches adapters that each rank trains for itself; frozen weights that decay, or whose
+    gradients travel; a folder that PEFT cannot load, or one with the whole model.
+    """
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    data = [packed_rows(2, 64, DOCUMENTS, seed) for seed in range(3)]
+    models = {"lora": _with_lora(), "half frozen": _half_frozen()}
+    cases = {
+        name: (copy.deepcopy(model), job(2, 4, recompute=0.5), data, tmp_path / name)
+        for name, model in models.items()
+    }
+    expected = {name: trained_plainly(model, data) for name, model in models.items()}
+    for name, of_ranks in run_each(4, _train, cases).items():
+        before = dict(models[name].named_parameters())
+        trained = {n for n, p in before.items() if p.requires_grad}
+        for found, sent in of_ranks:
+            assert worst(found, expected[name]) < TOLERANCE, name
+            changed = {n for n, w in found.weights.items() if not torch.equal(w, before[n])}
+            assert changed == trained
+            matrices = {n for n in trained if before[n].dim() == 2}
+            reduced = {name for label in sent for name in _together(label)}
+            assert matrices <= reduced <= trained
+            assert set(sent.values()) == {len(data)}
+    assert {file.name for file in (tmp_path / "lora").iterdir()} >= {"adapter_config.json"}
+    saved = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert len(saved) == 3 * 2 * 2
+    loaded = PeftModel.from_pretrained(
+        tiny("llama"), tmp_path / "lora", autocast_adapter_dtype=False
+    )
+    for name, weight in loaded.double().named_parameters():
+        assert (weight - expected["lora"].weights[name]).abs().max() < TOLERANCE

@@ -1,0 +1,204 @@
+"""The architectures of transformers against their unmodified models."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.models.tiny import tiny_config
+from isp.train.check import CASES, Check, CheckCase, Differences, worst_of
+from isp.train.check_layouts import Layout
+from isp.train.check_subjects import HuggingFaceSubject
+from tests.models import models
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", minversion="5.23")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import check_architectures as tool  # noqa: E402
+
+THROUGHOUT = ("gpt_oss", "deepseek_v3")
+"""Windows, sinks and experts; latent attention and experts."""
+
+SELECTED = {
+    "llama": "attention and an MLP",
+    "gemma2": "windows, a cap on scores",
+    "gemma4_text": "sizes of their own in each layer",
+    "gpt2": "transposed linears",
+    "opt": "a table of positions with rows that stand for none",
+    "phi3 (longrope)": "positions that know of long rows",
+    "gpt_neox": "queries, keys and values of one linear",
+    "cohere2": "attention beside the MLP, layers without positions",
+    "diffllama": "two values for each key",
+    "llama4_text": "chunked attention",
+    "roc_bert": "an encoder's code as a decoder",
+    "mixtral": "experts",
+    "ernie4_5_moe": "a bias of the router",
+    "granitemoeshared": "shared experts",
+    "longcat_flash": "two attentions in a block, experts of nothing",
+    "deepseek_v2 (groups)": "experts in groups",
+    "lfm2 (conv)": "convolutions",
+    "qwen3_next": "the gated delta rule",
+    "kimi_linear": "the gated delta rule with a decay for each number, beside latent attention",
+    "nemotron_h": "Mamba2, blocks without mixing",
+    "zamba2": "Mamba2, a transformer that several blocks share",
+    "falcon_h1": "Mamba2 and attention in one block",
+    "jamba": "Mamba",
+    "zamba": "Mamba with weights of each head, beside linears",
+    "minimax": "a forward that is registered",
+    "bart": "a table of positions that counts by itself",
+    "bloom": "ALiBi",
+    "inkling2_text": "a bias by distance, sinks of queries, taps of tokens",
+    "gpt_neo": "a method that is registered, windows",
+    "hy_v4": "keys that an indexer chooses, also for the layer behind, and sinks",
+    "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
+}
+"""Architectures, and what each of them is here for."""
+
+NAMES = list(SELECTED)
+GROUPS = [NAMES[start::6] for start in range(6)]
+
+COMBINATIONS = [(layout, packed) for packed, layout in product((True, False), tool.LAYOUTS)]
+
+
+class _Job(NamedTuple):
+    """One step of an architecture."""
+
+    check: Check
+    layout: Layout
+    case: CheckCase
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_alone() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def _chosen(name: str) -> list[tuple[Layout, CheckCase]]:
+    """Two steps of this architecture, packed and not; all occur as the first of one."""
+    number = NAMES.index(name)
+    return [
+        (layout, CheckCase(packed, recomputed=(number // 2 + place) % 2 == 0))
+        for place in (number, number + 11)
+        for layout, packed in [COMBINATIONS[place % len(COMBINATIONS)]]
+    ]
+
+
+def _jobs(name: str, chosen: list[tuple[Layout, CheckCase]]) -> list[_Job]:
+    """The last in a mode that splits features, where the model's plan does."""
+    subject = HuggingFaceSubject(tool.config_of(name))
+    fits = tool.layouts_of(subject)
+    chosen = [(x if x in fits else Layout(x.tensor, x.weight), case) for x, case in chosen]
+    check = Check(subject, fits, cases=list(dict.fromkeys(case for _, case in chosen)))
+    number = [*SELECTED, *THROUGHOUT].index(name)
+    split = (x for x in reversed(tool.SPLIT[2 * (number % 3) :][:2]) if x in fits)
+    *steps, (last, case) = chosen
+    return [_Job(check, *step) for step in (*steps, (next(split, last), case))]
+
+
+def _on_rank(rank: int, jobs: list[_Job]) -> list[Differences]:
+    return [job.check.on_rank(rank, job.layout, [job.case])[0] for job in jobs]
+
+
+def _assert_equal(jobs: list[_Job]) -> None:
+    of_ranks = run_ranks(4, _on_rank, jobs, timeout_seconds=110)
+    wrong = {}
+    for job, found in zip(jobs, map(worst_of, zip(*of_ranks, strict=True)), strict=True):
+        assert len(found.gradients) == len(job.check.references[job.case.packed].gradients)
+        if not found.agree:
+            where = f"{job.check.subject.name}, {job.layout}, {job.case}"
+            wrong[where] = found.loss, found.worst_gradient, found.miscounted
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_every_mechanism_is_its_unmodified_model(names: list[str]) -> None:
+    """Catches a loss, gradient or step that is another in some layout of some mechanism.
+
+    Where the model has a tensor-parallel plan, in one of the modes that follow it, too.
+    """
+    _assert_equal([job for name in names for job in _jobs(name, _chosen(name))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THROUGHOUT)
+def test_two_architectures_in_every_layout(name: str) -> None:
+    """Catches what only one layout of windows, sinks, latent attention or experts gets wrong.
+
+    What one of the two has packed in a layout, the other has not.
+    """
+    first = THROUGHOUT.index(name)
+    chosen = [
+        (layout, CheckCase((first + place) % 2 == 0, place // 2 % 2 == 0))
+        for place, layout in enumerate(tool.LAYOUTS)
+    ]
+    _assert_equal(_jobs(name, [*chosen, chosen[-1]]))
+
+
+LEAKING = ("lfm2 (conv)", "qwen3_next", "nemotron_h", "jamba")
+
+
+@pytest.mark.parametrize("name", ["llama", *LEAKING])
+def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -> None:
+    """Catches documents that no comparison would tell from one: a convolution's, each scan's.
+
+    transformers is given positions, by which its attention alone knows of documents.
+    """
+    case = CheckCase(packed=True, recomputed=False)
+    check = Check(HuggingFaceSubject(tool.config_of(name)), [Layout(2, 1)], cases=[case])
+    reference, plain = check.references[True], check.subject.plain()
+    alone = reference.outputs["lm_head"]  # [R, S, V]
+    batches = reference.rows.micro_batches(0, len(alone), packed=True)
+    with torch.no_grad():
+        joined = torch.cat([plain.logits(b.tokens, b.positions)[0] for b in batches])
+    apart = (joined.view_as(alone) - alone).abs().max() / alone.abs().max()
+    assert apart > 1e-3 if name in LEAKING else apart < 1e-12
+    assert check.run(Layout(2, 1)).agrees
+
+
+def _in_16_bits(rank: int, model: nn.Module, ids: Tensor) -> float:
+    return isp.parallelize(model, models.job(dtype="bfloat16")).loss(ids).item()
+
+
+def test_weights_of_16_bits_are_read_where_transformers_keeps_32() -> None:
+    """Catches a router whose tokens are in float32, and whose weights are not."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(tool.config_of("inkling2_text"))
+    model, ids = AutoModelForCausalLM.from_config(config), torch.randint(3, 90, (1, 24))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    assert run_ranks(1, _in_16_bits, model, ids) == [pytest.approx(expected, rel=1e-3)]
+
+
+def test_the_chosen_steps_cover_all() -> None:
+    """Catches a combination of sizes and packing that nothing runs."""
+    chosen = [_chosen(name)[0] for name in NAMES]
+    assert {(layout, case.packed) for layout, case in chosen} == set(COMBINATIONS)
+    assert {case for _, case in chosen} == {*CASES}
+
+
+def test_the_table_is_up_to_date() -> None:
+    """Catches a type that is not in the README, or of which it says other than a trace does.
+
+    Every fifth is traced: all take a minute.
+    """
+    rows = [line for line in tool.README.read_text().splitlines() if line.startswith("| ")][1:]
+    names = sorted(tool.ARCHITECTURES)
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == names
+    sample = [tool.row(tool.fact(name)) for name in names[::5]]
+    assert sample == rows[::5]

@@ -1,0 +1,63 @@
+"""Several models built of one trace, or one after another, in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from isp.comm import Channel
+from isp.layers.factory import LayerFactory
+from isp.models.chunk import TracedChunk
+from isp.models.model import TracedModel
+from isp.parallel import Mode
+from isp.weights.wp import LocalWeights
+from tests.models.models import tiny
+from tests.models.own import Own
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "own": lambda: Own().double(),
+    "llama": lambda: tiny("llama"),
+}
+
+
+def _build(traced: TracedModel) -> TracedChunk:
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    (chunk,) = traced.build(layers)
+    return chunk
+
+
+@torch.no_grad()
+def _logits(chunk: TracedChunk) -> Tensor:
+    ids = torch.arange(20)[None]
+    return chunk.logits(chunk(ids, ids, None))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_build_leaves_the_first_alone(name: str) -> None:
+    """Catches attention of the first model that is computed by the second."""
+    traced = TracedModel(MODELS[name](), in_place=False)
+    first = _build(traced)
+    expected = _logits(first)
+    second = _build(traced)
+    assert torch.equal(_logits(first), expected)
+    assert torch.equal(_logits(second), expected)
+
+
+def test_models_leave_nothing_in_transformers_registry() -> None:
+    """Catches an entry for each model, held for as long as the process lives."""
+    traced = TracedModel(tiny("llama"), in_place=False)
+    names = set(ALL_ATTENTION_FUNCTIONS.keys())
+    for _ in range(3):
+        _build(traced)
+    assert set(ALL_ATTENTION_FUNCTIONS.keys()) == names

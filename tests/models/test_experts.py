@@ -1,0 +1,243 @@
+"""Experts of others' models: cut over the ranks, and gathered as linears are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+import isp
+from isp.config import JobConfig
+from isp.models.model import TracedModel
+from isp.weights.pool import Lease
+from tests.models.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
+from tests.models.own import VOCAB, Own, OwnBlock
+from tests.ranks import run_each, run_ranks
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
+
+
+class OwnExperts(nn.Module):
+    """Three experts for the tokens whose number is 0; nothing of it is used where none has it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(3, size, size))
+        self.down = nn.Parameter(0.3 * torch.randn(3, 1, size))
+        self.bias = nn.Parameter(torch.randn(3, size))
+        self.norm = nn.LayerNorm(size)
+        self.trouble = ""
+        self.factor: Tensor = torch.ones(())
+
+    def forward(self, x: Tensor, numbers: Tensor, *, weights: Tensor) -> Any:
+        if self.trouble == "writes":
+            weights /= weights.sum()
+        chosen = numbers[:, 0] == 0
+        out = torch.zeros_like(x)
+        if chosen.any():
+            out[chosen] = self._of_all(self.norm(x[chosen])) * weights[chosen] * self.factor
+        if self.trouble == "gives its weights":
+            return self.up[0, :1].expand_as(x)
+        return (out, None) if self.trouble == "two" else out
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        inside = torch.einsum("nd,eid->eni", x, self.up) + self.bias.unsqueeze(1)
+        first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
+        return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
+
+
+class Table(nn.Module):
+    """A stack of matrices, which are no experts: some of it is what it gives."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 4, size))
+
+    def forward(self, x: Tensor, high: Tensor) -> Tensor:
+        assert high.dtype is torch.bool
+        return self.rows[:, 2:3].expand_as(x)
+
+
+class _Block(OwnBlock):
+    def __init__(self, experts: OwnExperts) -> None:
+        super().__init__(32, 4, 2, 0.0)
+        self.experts, self.table, self.gate = experts, Table(32), nn.Linear(32, 1)
+        self.unused = torch.zeros(())
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = x + 0.1 * self.table(x, numbers > 0)
+        tokens, numbers = x.flatten(0, 1), numbers.reshape(-1, 1)
+        weights = torch.sigmoid(self.gate(x)).flatten(0, 1)
+        if self.experts.trouble == "beside":
+            self.experts.factor = weights.sum()
+        y = self.experts(tokens, numbers, weights=weights)
+        self.unused = self.experts(torch.cos(tokens), numbers, weights=weights).detach().mean()
+        y = y + self.experts(torch.sin(tokens), numbers, weights=weights)
+        return x + y.view(x.shape)
+
+
+class Chosen(Own):
+    """Of its blocks the first and the last share their experts, for low tokens alone."""
+
+    def __init__(self, trouble: str = "") -> None:
+        super().__init__()
+        first, second = OwnExperts(32), OwnExperts(32)
+        second.trouble = trouble
+        self.blocks = nn.ModuleList(_Block(experts) for experts in (first, second, first))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x, ids // (VOCAB // 2))
+        return self.head(self.norm(x))
+
+
+def _half_frozen() -> nn.Module:
+    model = tiny("qwen3_moe", **SIZES)
+    model.model.layers[0].mlp.experts.requires_grad_(False)
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
+    return model
+
+
+SIZES = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "uneven": lambda: tiny("qwen3_moe", **SIZES),
+    "half frozen": _half_frozen,
+    "unused on a rank": lambda: Chosen().double(),
+}
+
+
+def _job(recompute: float, **keys: Any) -> JobConfig:
+    """What is read too late is no number."""
+    config = job(1, 2, recompute=recompute)
+    weight = replace(config.parallel.weight, poison_freed_buffers=True, **keys)
+    return replace(config, parallel=replace(config.parallel, weight=weight))
+
+
+def _data() -> list[Rows]:
+    """Rows of two ranks, of which the second has high tokens alone."""
+    data = [packed_rows(2, 64, DOCUMENTS, seed) for seed in (1, 2)]
+    for rows in data:
+        rows.input_ids[1] = VOCAB // 2 + rows.input_ids[1] % (VOCAB // 2)
+    return data
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> tuple[Trained, int]:
+    model, config, data = case
+    run = isp.parallelize(model, config)
+    losses, norms = [], []
+    for rows in data:
+        with torch.no_grad():
+            run.loss(*rows.part(run.dp_rank, run.dp_size))
+        outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    built = run.train_step.built
+    weights = {p.name: run._whole(p).clone() for p in built.parameters}
+    own = sum(p.parameter.numel() for p in built.parameters if _is_cut(p.name, p.parameter))
+    return Trained(losses, norms, weights), own
+
+
+def _is_cut(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 3 and "table" not in name
+
+
+def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
+    """Catches a gradient of experts that is lost, summed twice or of stale weights; ranks that wait
+    for one of whose tokens none goes to an expert; a graph that goes back for another call.
+    """
+    data, models = _data(), {name: make() for name, make in MODELS.items()}
+    expected = {name: trained_plainly(model, data) for name, model in models.items()}
+    cases = {
+        f"{name}, {recompute}": (copy.deepcopy(model), _job(recompute), data)
+        for name, model in models.items()
+        for recompute in (0.0, 0.4, 1.0)
+    }
+    last = models["unused on a rank"]
+    cases["unused on a rank, at once"] = last, _job(0.0, overlap=False), data
+    for case, of_ranks in run_each(2, _train, cases, timeout_seconds=100).items():
+        plain = expected[case.partition(",")[0]]
+        assert max(worst(found, plain) for found, _ in of_ranks) < TOLERANCE, case
+        cut = sum(w.numel() for name, w in plain.weights.items() if _is_cut(name, w))
+        assert [3 * own for _, own in of_ranks] == [2 * cut, cut], case
+
+
+def _between(rank: int, recompute: float) -> tuple[int, int]:
+    """How many whole weights there are between forward and backward, of how many in all."""
+    run = isp.parallelize(tiny("qwen3_moe", **SIZES), _job(recompute, memory_pool=False))
+    communicator, whole = run.train_step.built.communicator, []
+    assert communicator is not None
+    lease = communicator.pool.lease
+
+    def watched(*what: Any) -> Lease:
+        made = lease(*what)
+        whole.append(StorageWeakRef(made.tensor.untyped_storage()))
+        return made
+
+    communicator.pool.lease = watched  # type: ignore[method-assign]
+    loss = run.loss(*_data()[0].part(rank, 2))
+    communicator.drain()
+    alive = sum(not ref.expired() for ref in whole)
+    assert loss.requires_grad
+    return alive, len(whole)
+
+
+def test_no_graph_keeps_a_whole_weight() -> None:
+    """Catches a graph of experts that keeps what it read: all layers' whole weights at once."""
+    for recompute in (0.0, 1.0):
+        for alive, made in run_ranks(2, _between, recompute):
+            assert alive == 0
+            assert made > 12  # those that were launched before it are not counted
+
+
+def test_what_experts_give_is_never_a_weight() -> None:
+    """Catches a result that lies in a buffer which is another weight's by then."""
+    model, data = Chosen("gives its weights").double(), _data()[:1]
+    expected = trained_plainly(model, data)
+    for recompute in (0.0, 1.0):
+        for found, _ in run_ranks(2, _train, (copy.deepcopy(model), _job(recompute), data)):
+            numbers = found.losses + found.norms
+            assert numbers == pytest.approx(expected.losses + expected.norms, rel=TOLERANCE)
+
+
+def _refused(rank: int, trouble: str) -> str:
+    run = isp.parallelize(Chosen(trouble).double(), _job(0.0))
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        run.loss(*_data()[0].part(0, 2))
+    return str(raised.value)
+
+
+def test_experts_that_would_lose_gradients_are_refused() -> None:
+    """Catches gradients that are silently other than the plain model's."""
+    told = {"writes": "writes into", "two": "gives a tuple", "beside": "neither given to it"}
+    for trouble, words in told.items():
+        for found in run_ranks(2, _refused, trouble):
+            assert words in found
+            assert "blocks.1.experts" in found
+
+
+def test_flops_count_the_experts_that_a_token_goes_to() -> None:
+    """Catches a utilisation that is counted of all experts, or of none."""
+    model, tokens = tiny("qwen3_moe", **{**SIZES, "num_experts": 8}), 32
+    traced, ids = TracedModel(model, in_place=False), torch.arange(tokens).unsqueeze(0)
+    attention = 3 * sum(
+        call.sizes.num_heads * 2 * call.sizes.head_size * tokens**2
+        for call in traced.trace.calls
+        if call.sizes is not None
+    )
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, position_ids=ids).logits.sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
+    assert traced.flops([tokens]) - attention == products

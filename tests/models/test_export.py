@@ -1,0 +1,68 @@
+"""Checkpoints of `model.hf` as folders that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from isp.checkpoint.whole import WholeWeights
+from isp.cli import main
+from isp.models.pretrained import saved_again
+from isp.models.tiny import tiny_config
+from tests.models.folders import write_folder, write_job
+from tests.train.jobs import run_folders, run_forked
+from tools.check_architectures import config_of
+
+WITH_EXPERTS = """mixtral qwen2_moe qwen3_moe olmoe gpt_oss deepseek_v2 deepseek_v3 glm4_moe dots1
+qwen3_next minimax"""
+DENSE = "llama gpt2 gpt_neox phi3"
+
+
+@pytest.mark.parametrize("kind", [*WITH_EXPERTS.split(), *DENSE.split()])
+def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str) -> None:
+    """Catches experts under the names that they have in memory, which vLLM does not load."""
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(config_of(kind)))
+    model.save_pretrained(tmp_path)
+    weights = dict(model.named_parameters())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    found = dict(saved_again(str(tmp_path), shapes, lambda name: weights[name].detach()))
+    expected = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("kind", "own_names"), [("qwen3_moe", False), ("deepseek_v3", True)])
+def test_a_trained_folder_is_a_folder_again(tmp_path: Path, kind: str, own_names: bool) -> None:
+    """Buffers that are left behind, and weights of before training."""
+    source = write_folder(tmp_path / "model", kind, own_names=own_names)
+    file = source / "model.safetensors"
+    before = load_file(file)
+    for name, tensor in before.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.arange(tensor.numel()) / 7)
+    save_file(before, file, metadata={"format": "pt"})
+    (source / "tokenizer.json").write_text("{}")
+    job = write_job(tmp_path, source)
+    run_forked(job, "--training.steps=2", "--parallel.tensor.size=2", "--parallel.weight.size=2")
+    (run,) = run_folders(job)
+    assert main(["checkpoint", "export", str(run), "--hf", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == before.keys()
+    weights = WholeWeights(run)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype is torch.float64
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights.read(name)), name
+    kept = dict(loaded.named_buffers())
+    corrections = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == (kind == "deepseek_v3")
+    for name in corrections:
+        assert torch.equal(kept[name].float(), before[name].float())
+        assert kept[name].abs().max() > 0.3
+    norm = "model.norm.weight"
+    assert not torch.equal(weights.read(norm), before[norm].double())

@@ -1,0 +1,185 @@
+"""Linears that are gathered, computed and reduced as one, against the same apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.checkpoint import Checkpointer, TrainState
+from isp.comm.tag import Purpose
+from isp.models.fused import groups_of
+from isp.models.model import TracedModel
+from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
+from isp.settings import CheckpointConfig
+from isp.train.parallelize import ParallelRun
+from tests.models.models import job, packed_rows, tiny
+from tests.models.own import Own
+from tests.ranks import run_ranks
+
+ROWS = packed_rows(12, 24, [[24], [20, 4], [8, 16]] * 4)
+
+
+def _groups(model: nn.Module) -> list[str]:
+    traced = TracedModel(model)
+    return [" ".join(linears) for linears in groups_of(model, traced.trace)]
+
+
+def test_what_is_read_together_is_found() -> None:
+    """Catches linears of another input, of another kind or shared ones among them."""
+    own = Own()
+    _, second, third = own.blocks
+    second.k.requires_grad_(False)  # the bias, too
+    third.q = nn.Linear(32, 32, bias=False)
+    third.q.weight = third.out.weight
+    assert _groups(own) == [
+        "blocks.0.q blocks.0.k blocks.0.v",
+        "blocks.2.k blocks.2.v",
+    ]
+    llama = tiny("llama", num_hidden_layers=1)
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert _groups(llama) == [
+        " ".join(f"{attention}.{name}_proj" for name in "qkv"),
+        f"{mlp}.gate_proj {mlp}.up_proj",
+    ]
+
+
+@pytest.mark.parametrize(("ahead", "behind"), [(0, 9), (4, 5), (8, 1), (9, 0)])
+def test_parts_of_what_is_cut_as_one_are_all_of_it(ahead: int, behind: int) -> None:
+    """Catches rows that two ranks have, or none; the cut is that of 14 rows over 4 ranks."""
+    layouts = [
+        ParameterLayout(
+            global_shape=(5, 2), parts=4, index=i, ahead=ahead, behind=behind,
+            reduce_over=Axis.WEIGHT_DATA,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    rows = torch.arange(10.0).view(5, 2)
+    assert torch.equal(torch.cat([layout.shard(rows) for layout in layouts]), rows)
+    for layout in layouts:
+        ((start, stop),) = layout.intervals()
+        within = range(ahead + start, ahead + stop)
+        assert set(within) <= set(range(4 * layout.index, 4 * layout.index + 4))
+        assert layout.local_shape == (len(within), 2)
+
+
+def _apart(*_: Any) -> tuple[tuple[str, ...], ...]:
+    return ()
+
+
+class _Found(NamedTuple):
+    losses: list[float]
+    weights: dict[str, Tensor]
+    gathered: dict[str, int]
+    """Transfers of the last step by what travels, in order."""
+    reduced: dict[str, int]
+
+
+def _train(run: ParallelRun, steps: int = 2) -> _Found:
+    losses = []
+    for _ in range(steps):
+        run.mesh.log.collect()
+        loss = run.loss(*ROWS.part(run.dp_rank, run.dp_size))
+        losses.append(run.step(loss).loss)
+    counts: list[dict[str, int]] = []
+    transfers = [t.tag for t in run.mesh.log.take()]
+    for purpose in (Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT):
+        names = [f"{c.layer}.{c.tensor}" for c in transfers if c.purpose is purpose]
+        counts.append({name: names.count(name) for name in dict.fromkeys(names)})
+    built = run.train_step.built
+    weights = {item.name: run._whole(item) for item in built.parameters}
+    return _Found(losses, weights, *counts)
+
+
+def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
+    """As one, and apart."""
+    found = []
+    for groups in (groups_of, _apart):
+        config = job(tensor, weight, recompute=0.5)
+        model = Own().double() if name == "own" else tiny(name)
+        with mock.patch("isp.models.holders.groups_of", groups):
+            run = isp.parallelize(model, config)
+        found.append(_train(run))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "weight"), [("llama", 2, 4), ("own", 1, 3), ("own", 2, 2), ("own", 1, 1)]
+)
+def test_as_one_is_what_it_is_apart(name: str, tensor: int, weight: int) -> None:
+    """Catches rows of another linear, a bias that is lost, and sums of other ranks' rows."""
+    ranks = 4 if weight == 4 or tensor == 2 else weight
+    for one, apart in run_ranks(ranks, _compared, name, tensor, weight):
+        assert one.losses == pytest.approx(apart.losses, rel=1e-13)
+        for key, value in apart.weights.items():
+            assert torch.allclose(one.weights[key], value, rtol=0, atol=1e-12), key
+        if weight > 1:
+            assert len(one.gathered) < len(apart.gathered)
+
+
+def test_a_block_of_llama_makes_as_many_transfers_as_with_fused_weights() -> None:
+    """Catches a weight that travels by itself, or again."""
+    for one, _ in run_ranks(2, _compared, "llama", 1, 2):
+        block = "model.layers.1."
+        expected = [
+            "self_attn.q_proj+k_proj+v_proj.weight",
+            "self_attn.o_proj.weight",
+            "mlp.gate_proj+up_proj.weight",
+            "mlp.down_proj.weight",
+        ]
+        gathered, reduced = (
+            {name.removeprefix(block): n for name, n in found.items() if name.startswith(block)}
+            for found in (one.gathered, one.reduced)
+        )
+        assert gathered == dict.fromkeys(expected, 2)
+        assert [*reduced.items()] == [(f"{name}.grad", 1) for name in reversed(expected)]
+
+
+def _resumed(rank: int, folder: Path) -> tuple[list[float], list[float]]:
+    """Two further steps, after a checkpoint of the other way, and without one."""
+    runs = []
+    for groups in (_apart, groups_of):
+        with mock.patch("isp.models.holders.groups_of", groups):
+            runs.append(isp.parallelize(tiny("qwen2"), job(1, 2)))
+    old, new = runs
+    _train(old)
+    states = [
+        TrainState(
+            parameters=run.train_step.built.parameters,
+            optimizer=run.train_step.optimizer,
+            topology=run.mesh.topology,
+        )
+        for run in runs
+    ]
+    with Checkpointer(folder, CheckpointConfig(), world=old.mesh[Axis.WORLD]) as checkpointer:
+        checkpointer.save(1, states[0], tokens=0, wait=True)
+        checkpointer.load(checkpointer.choose(), states[1])
+    new.train_step.weights_changed()
+    return _train(new).losses, _train(old).losses
+
+
+def test_a_checkpoint_of_weights_that_are_apart_loads(tmp_path: Path) -> None:
+    """Catches weights or optimizer states that are bound to one way to cut."""
+    for found, expected in run_ranks(2, _resumed, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-13)
+
+
+def _called_otherwise(rank: int) -> str:
+    model = Own().double()
+    run = isp.parallelize(model, job(1, 2))
+    model.blocks[1].k.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+    with pytest.raises(RuntimeError) as error:
+        run.loss(*ROWS.part(rank, 2))
+    return str(error.value)
+
+
+def test_another_input_than_the_trace_saw_is_refused_by_name() -> None:
+    """Catches outputs of one tensor that are given for another."""
+    for text in run_ranks(2, _called_otherwise):
+        assert text.startswith("blocks.1.k was called with another tensor than blocks.1.q")

@@ -1,0 +1,58 @@
+"""Experts on a GPU, whose neighbours are its mirror images: as on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isp.models.model import TracedModel
+from isp.parallel import Topology
+from isp.settings.recomputation import Recomputation
+from isp.train.parallelize import ParallelRun
+from tests.mirror import MirrorMesh, one_rank
+from tests.models.models import job, packed_rows, tiny
+
+CPU = torch.device("cpu")
+needs_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
+)
+
+
+def _losses(device: torch.device, experts: int, recompute: float, dtype: str) -> list[float]:
+    """Of three steps on the last of two ranks that do the same, then the norms."""
+    config = job(2, 2, recompute=recompute, dtype=dtype)
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = TracedModel(
+        tiny("qwen3_moe", **sizes).to(getattr(torch, dtype)), recomputation=Recomputation(recompute)
+    )
+    numbers = []
+    with one_rank(device):
+        mesh = MirrorMesh(Topology.create(2, config.parallel), 1)
+        run = ParallelRun(model, config, mesh, device)
+        for seed in range(3):
+            rows = packed_rows(1, 64, [[20, 44]], seed)
+            outcome = run.step(run.loss(*rows))
+            numbers += [outcome.loss, outcome.grad_norm]
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("device", "experts", "recompute", "dtype"),
+    [
+        ("cpu", 4, 1.0, "float64"),  # that this world is one
+        *(
+            pytest.param("cuda", *case, dtype, marks=needs_gpu)
+            for case in ((4, 0.0), (4, 1.0), (3, 0.5))
+            for dtype in ("float64", "bfloat16")
+        ),
+    ],
+)
+def test_experts_on_a_gpu(device: str, experts: int, recompute: float, dtype: str) -> None:
+    """Catches whole weights that are read too early or late, and kernels of grouped products that
+    do not take them where they lie: between experts, or, of three, within each.
+    """
+    expected = _losses(CPU, experts, 0.0, dtype)
+    found = _losses(torch.device(device), experts, recompute, dtype)
+    assert len(set(expected)) == len(expected)
+    assert found == pytest.approx(expected, rel=1e-9 if dtype == "float64" else 0.05)

@@ -1,0 +1,389 @@
+"""What happens in loops of training: failed and abandoned steps, evaluation between, dropout."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.config import JobConfig
+from isp.models import swap
+from isp.parallel import Axis
+from isp.rng import generator_states
+from isp.train.parallelize import ParallelRun
+from tests.models.models import (
+    Rows,
+    Trained,
+    job,
+    plain_loss,
+    tiny,
+    trained_plainly,
+    worst,
+)
+from tests.models.own import VOCAB, Own
+from tests.ranks import run_each, run_ranks
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+
+def _data(steps: int = 3, seed: int = 0) -> list[Rows]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Rows(torch.randint(VOCAB, (1, 64), generator=generator)) for _ in range(steps)]
+
+
+def _raised(fn: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as raised:
+        fn(*args)
+    return str(raised.value)
+
+
+def _evaluate(run: ParallelRun, rows: Rows) -> float:
+    with torch.no_grad():
+        return run.loss(*rows).item()
+
+
+Trouble = Callable[[ParallelRun, Rows], None]
+
+
+def _nothing(run: ParallelRun, rows: Rows) -> None:
+    """The loop as it should be."""
+
+
+def _two_losses(run: ParallelRun, rows: Rows) -> None:
+    first = run.loss(*rows)
+    second = run.loss(*rows)
+    assert "last call" in _raised(run.step, first)
+    assert "as it is" in _raised(run.step, 2 * second)
+
+
+def _evaluation_between(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    assert abs(_evaluate(run, rows) - loss.item()) < TOLERANCE
+    assert "last call" in _raised(run.step, loss)
+
+
+def _failing(run: ParallelRun, rows: Rows) -> None:
+    block: Any = run.model.get_submodule("blocks.1")
+    block.trouble = "failure"
+    assert _raised(_loss, run, rows) == "as told"
+    block.trouble = ""
+    _evaluate(run, rows)
+    block.trouble = "failure"
+    assert _raised(_evaluate, run, rows) == "as told"
+    block.trouble = ""
+
+
+def _failing_in_backward(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step(loss)
+
+
+def _other_order(run: ParallelRun, rows: Rows) -> None:
+    block: Any = run.model.get_submodule("blocks.1")
+    block.trouble = "other order"
+    said = _raised(_loss, run, rows)
+    assert "in blocks.1, linear of blocks.1.k was called where linear of blocks.1.q came" in said
+    block.trouble = ""
+
+
+def _direct_call(run: ParallelRun, rows: Rows) -> None:
+    positions = torch.arange(64).unsqueeze(0)
+    assert "by the run's `loss` alone" in _raised(run.model, rows.input_ids, positions)
+
+
+def _backward_by_hand(run: ParallelRun, rows: Rows) -> None:
+    loss = run.loss(*rows)
+    assert "outside of step" in _raised(loss.backward)
+    assert "outside of step" in _raised((2 * run.loss(*rows)).backward)
+
+
+def _frozen_later(run: ParallelRun, rows: Rows) -> None:
+    block = run.model.get_submodule("blocks.1")
+    block.requires_grad_(False)
+    assert "blocks.1.norm1.weight was trained when" in _raised(_loss, run, rows)
+    _evaluate(run, rows)
+    block.requires_grad_(True)
+
+
+def _replaced(run: ParallelRun, rows: Rows) -> None:
+    """What the optimizer would not see is refused by name; what it can be shown goes on."""
+    norm: Any = run.model.get_submodule("blocks.1.norm1")
+    own, values = norm.weight, norm.weight.data
+    own.data = values.float()
+    assert "norm1.weight was float64 [32] on cpu when" in _raised(_loss, run, rows)
+    assert "is float32 [32] on cpu now" in _raised(_evaluate, run, rows)
+    own.data = values
+    norm.weight = nn.Parameter(values.clone())
+    assert "norm1.weight is another parameter than" in _raised(_loss, run, rows)
+    norm.weight = own
+    run.model.to("cpu:0")
+    assert own.data_ptr() != values.data_ptr()
+
+
+def _saving(run: ParallelRun, rows: Rows) -> None:
+    _whole_weights(run)
+
+
+def _loss(run: ParallelRun, rows: Rows) -> Tensor:
+    return run.loss(*rows)
+
+
+TROUBLES: dict[str, Trouble] = {
+    "nothing": _nothing,
+    "two losses": _two_losses,
+    "evaluation between": _evaluation_between,
+    "failing": _failing,
+    "failing in backward": _failing_in_backward,
+    "other order": _other_order,
+    "direct call": _direct_call,
+    "backward by hand": _backward_by_hand,
+    "frozen later": _frozen_later,
+    "replaced": _replaced,
+    "saving": _saving,
+}
+
+
+def _whole_weights(run: ParallelRun) -> dict[str, Tensor]:
+    found = {}
+    run.train_step.drain()
+    for item in run.train_step.built.parameters:
+        found[item.name] = run._whole(item).clone()
+    run.train_step.weights_changed()
+    return found
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Trouble]) -> Trained:
+    model, config, data, trouble = case
+    run = isp.parallelize(model, config)
+    limit, comm = run.mesh[Axis.WEIGHT]._timeout, config.comm
+    assert limit() == timedelta(seconds=comm.init_timeout_seconds)
+    losses, norms = [], []
+    for rows in data:
+        trouble(run, rows)
+        outcome = run.step(run.loss(*rows))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    assert limit() == timedelta(seconds=comm.train_timeout_seconds)
+    return Trained(losses, norms, _whole_weights(run))
+
+
+def test_what_fails_or_is_left_out_changes_nothing() -> None:
+    """Catches a gradient or gathered weight that is left behind, a plan that goes on from amid, and
+    a first step that has torch's time for its collectives.
+    """
+    data, model = _data(), Own().double()
+    wanted = trained_plainly(model, data)
+    cases = {
+        name: (copy.deepcopy(model), job(2, 2, recompute=0.5), data, trouble)
+        for name, trouble in TROUBLES.items()
+    }
+    for name, of_ranks in run_each(2, _train, cases).items():
+        for found in of_ranks:
+            assert worst(found, wanted) < TOLERANCE, name
+
+
+Write = Callable[[nn.Module], None]
+
+
+@torch.no_grad()
+def _in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def _by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _other_storage(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+    model.to("cpu:0")
+
+
+def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
+    """The weights after a step and a write, what is computed with them, and what comes of them."""
+    model, config, data, write = case
+    run = isp.parallelize(model, config)
+    run.step(run.loss(*data[0]))
+    write(model)
+    wanted = [parameter.clone() for parameter in model.parameters()]
+    whole = copy.deepcopy(_whole_weights(run))
+    loss = run.loss(*data[1])
+    model.to("cpu:0")
+    run.step(loss, lr=0.0)
+    for parameter, before in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter, before)
+    run.step(run.loss(*data[2]), lr=0.1)
+    for parameter, before in zip(model.parameters(), wanted, strict=True):
+        assert not parameter.numel() or not torch.equal(parameter, before)
+    return whole, loss.item()
+
+
+LAYOUTS = {
+    "gathered": job(2, 2, dtype="float32"),
+    "zero1": job(1, 1, dtype="float32"),
+    "bfloat16": job(2, 2, dtype="bfloat16"),
+    "bfloat16 zero1": job(1, 1, dtype="bfloat16"),
+    "bfloat16 on the host": job(1, 2, dtype="bfloat16", offload_states=True),
+}
+
+
+@pytest.mark.parametrize("write", [_in_place, _by_data, _other_storage])
+def test_what_is_written_into_weights_counts(write: Write) -> None:
+    """Catches masters and updates under way that undo it, weights gathered before it, and storage
+    that no step updates; after the first step, so that all of these are there.
+    """
+    data, model = _data(), Own(dropout=0.0)
+    cases = {name: (copy.deepcopy(model), config, data, write) for name, config in LAYOUTS.items()}
+    for name, of_ranks in run_each(2, _write, cases).items():
+        weights, loss = of_ranks[0]
+        assert of_ranks[1][1] == loss
+        assert all(torch.equal(x, of_ranks[1][0][n]) for n, x in weights.items()), name
+        plain = copy.deepcopy(model)
+        plain.load_state_dict({n: x.float() for n, x in weights.items()}, strict=False)
+        wanted = plain_loss(plain, data[1]).item()
+        # The second: 8 bits of mantissa, in a few layers
+        tolerance = 1e-5 if "bfloat16" not in name else 5e-3
+        assert abs(loss - wanted) < tolerance * wanted, name
+
+
+def _masks(rank: int, model: Own, config: JobConfig, rows: Rows) -> dict[str, Any]:
+    run = isp.parallelize(model, config)
+    masks: list[Tensor] = []
+    dropout = model.get_submodule("blocks.0.dropout")
+    dropout.register_forward_hook(lambda *found: masks.append((found[-1] != 0).detach()))
+    torch.manual_seed(7)
+    loss = run.loss(*rows)
+    forward = len(masks)
+    norm = run.step(loss).grad_norm
+    after = generator_states(torch.device("cpu"))["cpu"]
+    model.eval()
+    evaluated = [_evaluate(run, rows) for _ in range(2)]
+    return {"masks": masks, "forward": forward, "norm": norm, "after": after, "eval": evaluated}
+
+
+def test_dropout_differs_between_ranks_and_is_drawn_again_in_a_recompute() -> None:
+    """Catches ranks of one sequence that drop the same features of their tokens, a recompute that
+    drops others, a generator of the user's that the ranks no longer share, an evaluation with it.
+    """
+    rows, model = _data(1)[0], Own(dropout=0.5).double()
+    kept, again = (
+        run_ranks(2, _masks, copy.deepcopy(model), job(2, 2, recompute=share), rows)
+        for share in (0.0, 1.0)
+    )
+    for first, second in (kept, again):
+        assert torch.equal(first["after"], second["after"])
+        assert (first["masks"][0] == second["masks"][0]).double().mean() < 0.6
+        assert first["eval"] == [first["eval"][0]] * 2
+    for short, full in zip(kept, again, strict=True):
+        assert (short["forward"], len(short["masks"])) == (2, 2 + 4)  # two evaluations after it
+        assert torch.equal(full["masks"][2], full["masks"][0])  # a recompute ends where it may
+        assert not torch.equal(full["masks"][1], full["masks"][0])
+        assert abs(short["norm"] - full["norm"]) < TOLERANCE
+
+
+def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
+    runs = [
+        isp.parallelize(model, job(2, weight)) for model, weight in zip(models, (2, 1), strict=True)
+    ]
+    losses: list[list[float]] = [[], []]
+    norms: list[list[float]] = [[], []]
+    for rows in data:
+        pending = [run.loss(*rows) for run in runs]  # both under way at once
+        for index, run in enumerate(runs):
+            outcome = run.step(pending[index])
+            losses[index].append(outcome.loss)
+            norms[index].append(outcome.grad_norm)
+    return [Trained(losses[i], norms[i], _whole_weights(run)) for i, run in enumerate(runs)]
+
+
+def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
+    """Catches attention, masks or plans of a model that another model of the process gets."""
+    data, models = _data(2), [tiny("llama"), tiny("llama", seed=1, num_hidden_layers=2)]
+    wanted = [trained_plainly(model, data) for model in models]
+    for of_rank in run_ranks(2, _two, models, data):
+        for found, expected in zip(of_rank, wanted, strict=True):
+            assert worst(found, expected) < TOLERANCE
+
+
+def test_numbers_stay_what_they_are() -> None:
+    """Catches buffers that follow the weights into another dtype."""
+    model = Own()
+    run = isp.parallelize(model, job(dtype="bfloat16"))
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model.head.weight is model.tokens.weight
+    assert (model.precise.dtype, model.passing.dtype) == (torch.float64, torch.float32)
+    assert 0 < run.step(run.loss(*_data(1)[0])).grad_norm < 1e3
+
+
+def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a whole model that stays in memory until all of its shards are there."""
+    model, alive = Own(), []
+    wholes = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def own_part(*args: Any, real: Callable[..., Tensor] = swap._own_part) -> Tensor:
+        alive.append(sum(whole() is not None for whole in wholes))
+        return real(*args)
+
+    monkeypatch.setattr(swap, "_own_part", own_part)
+    isp.parallelize(model, job())
+    assert alive == list(range(len(wholes), 0, -1))
+
+
+def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
+    """Catches updated weights that are read before they have come, as nobody calls their module."""
+    model = Own()
+    parts = isp.parallelize(model, job()).train_step.chunks[0].parts()
+    called = {"tokens", "positions", "norm", "head", "blocks.0", "blocks.1", "blocks.2"}
+    assert parts.keys() == {*called, ""}
+    assert parts[""] is model
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (Rows(torch.zeros(64, dtype=torch.int64)), "[batch, sequence], got [64]"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7)), "labels must be of the"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), None, torch.zeros(2, 8)), "position_ids must"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), -1)), "labels has -1: give"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
+    ],
+)
+def test_wrong_rows_are_refused(rows: Rows, said: str) -> None:
+    """Catches rows that would be broadcast or cut in the middle, and losses of no token."""
+    assert said in _raised(isp.parallelize(Own(), job()).loss, *rows)
+
+
+def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
+    """What is left of a run, and of the weights it trained, once nobody has it."""
+    run = isp.parallelize(make(), job(weight=2))
+    run.step(run.loss(*_data()[0]))
+    run.loss(*_data()[0])  # which nobody steps
+    step = run.train_step
+    left = {
+        "run": weakref.ref(run),
+        "gradients": weakref.ref(step.gradients),
+        "optimizer": weakref.ref(step.optimizer),
+        "weight": weakref.ref(next(run.model.parameters())),
+    }
+    del run, step
+    gc.collect()
+    return [name for name, ref in left.items() if ref() is not None]
+
+
+@pytest.mark.parametrize("make", [Own, lambda: tiny("llama")], ids=["own", "llama"])
+def test_a_run_that_is_dropped_is_freed(make: Callable[[], nn.Module]) -> None:
+    """Catches hooks and registries that keep a model, its gradients and states for good."""
+    assert run_ranks(2, _dropped, make) == [[], []]

@@ -1,0 +1,181 @@
+"""Losses of models of transformers in chunks of tokens, against the unmodified models."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import isp
+from isp.config import JobConfig
+from isp.models.model import TracedModel
+from isp.parallel import Mode, WeightConfig
+from tests.models.models import Rows, job, packed_rows, plain_loss, tiny
+from tests.models.own import Own
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", minversion="5.23")
+CHUNK = 24
+"""Tokens; neither the tokens of a row nor those of a rank divide by their positions."""
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},
+    "gpt2": {},
+}
+"""A plain head, a soft cap, two scales, a head with a bias, and learned positions."""
+
+
+def _tiny(name: str) -> Any:
+    return tiny(name, num_hidden_layers=1, n_layer=1, num_key_value_heads=4, **MODELS[name])
+
+
+class Layout(NamedTuple):
+    """How a model is split."""
+
+    mode: Mode
+    size: int
+    keys: dict[str, bool] = {}  # noqa: RUF012 - read alone
+    """Of `parallel.weight`, in isp."""
+
+    def job(self, chunk: int = CHUNK) -> JobConfig:
+        """A configuration."""
+        config = job(self.size, mode=self.mode)
+        weight = WeightConfig(size=self.size, **self.keys) if self.mode is Mode.ISP else None
+        return replace(
+            config,
+            model=replace(config.model, loss_chunk_tokens=chunk),
+            training=replace(config.training, max_norm=1e9),
+            parallel=replace(config.parallel, weight=weight or config.parallel.weight),
+        )
+
+
+VOCAB_PARALLEL = {"vocab_parallel_loss": True}
+HIDDEN = {"embed_split_hidden": True}
+
+
+def _layouts(size: int) -> list[Layout]:
+    ends = [{}, HIDDEN] if size == 1 else [{}, VOCAB_PARALLEL, VOCAB_PARALLEL | HIDDEN]
+    splitting = [Mode.MTP, Mode.MSP, Mode.FSP] if size > 1 else []
+    return [Layout(Mode.ISP, size, keys) for keys in ends] + [Layout(m, size) for m in splitting]
+
+
+class Found(NamedTuple):
+    """What a step of a model gives on a rank."""
+
+    loss: float
+    evaluated: float
+    grads: dict[str, Any]
+    """With their layouts, by name."""
+    moved: list[str]
+    """Transfers of the head's weight."""
+
+
+def _trained(rank: int, names: list[str], rows: Rows, layouts: list[Layout]) -> dict[Any, Found]:
+    found = {}
+    for name, layout in ((name, layout) for name in names for layout in layouts):
+        if name == "gpt2" and layout.mode is not Mode.ISP:  # its plan does not cut attention
+            continue
+        run = isp.parallelize(_tiny(name), layout.job())
+        part = rows.part(run.dp_rank, run.dp_size)
+        run.mesh.log.collect()
+        with torch.no_grad():
+            evaluated = run.loss(*part).item()
+        run.mesh.log.take()
+        loss = run.loss(*part)
+        run.step(loss, lr=0.0)
+        gradients = run.train_step.gradients
+        grads = {
+            i.name: (gradients.whole(i.parameter).numpy().copy(), i.layout)
+            for i in run.train_step.built.trained
+        }
+        head = run.train_step.chunks[0].trace.head  # type: ignore[attr-defined]
+        moved = [t.label for t in run.mesh.log.take() if t.label.startswith(f"{head}.weight")]
+        found[name, str(layout)] = Found(loss.item(), evaluated, grads, moved)
+        run.train_step.drain()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_a_model_does_to_its_logits_is_done_to_every_chunk(size: int) -> None:
+    """Catches a soft cap, a scale or a bias that is lost, tokens, logits or features of another
+    rank, a weight moved for each chunk, and a table cut by rows that should not be."""
+    rows = packed_rows(2, 32, [[20, 12], [32]])
+    names = list(MODELS) if size < 4 else ["gemma2", "gpt2"]
+    of_ranks = run_ranks(size, _trained, names, rows, _layouts(size), timeout_seconds=110)
+    plain = {name: _tiny(name) for name in names}
+    expected = {name: plain_loss(model, rows) for name, model in plain.items()}
+    for loss in expected.values():
+        loss.backward()
+    for case, found in (item for of_rank in of_ranks for item in of_rank.items()):
+        name, layout = case
+        assert found.loss == pytest.approx(expected[name].item(), rel=1e-9), case
+        assert found.evaluated == pytest.approx(expected[name].item(), rel=1e-9), case
+        assert sum(not label.endswith(".grad") for label in found.moved) <= 1, case
+        assert sum(label.endswith(".grad") for label in found.moved) <= 1, case
+        if Mode.ISP in layout:
+            by_hidden = any(cut.dim == 1 for _, cut in found.grads.values())
+            assert by_hidden == ("embed_split_hidden" in layout)
+        for parameter, (gradient, cut) in found.grads.items():
+            dw = plain[name].get_parameter(parameter).grad
+            assert dw is not None
+            own, far = torch.from_numpy(gradient), 1e-9 * dw.abs().max().clamp(min=1e-3).item()
+            assert torch.allclose(own, cut.shard(dw), rtol=0, atol=far), (case, parameter)
+
+
+def test_logits_that_are_made_of_more_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a parameter behind the head that gets no gradient, and whole logits in silence."""
+    own = TracedModel(Own())  # divides its logits by a parameter
+    assert own.trace.head is None
+    assert TracedModel(tiny("llama")).trace.head == "lm_head"
+    with pytest.raises(ValueError, match=r"vocab_parallel_loss=true needs logits .* use false"):
+        own.check_layout(Layout(Mode.ISP, 2, VOCAB_PARALLEL).job().parallel, 48)
+    model = Own()
+    with caplog.at_level(logging.WARNING):
+        run = isp.parallelize(model, Layout(Mode.ISP, 1).job())
+    assert "the logits of Own exist as a whole, model.loss_chunk_tokens=24" in caplog.text
+    run.train_step.drain()
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
+    """Catches logits that are cut unevenly by an exchange of equal parts."""
+    parallel = Layout(Mode.ISP, 4, VOCAB_PARALLEL).job().parallel
+    with pytest.raises(ValueError, match="size=4 must divide the 98 logits of a token"):
+        TracedModel(tiny("llama", vocab_size=98)).check_layout(parallel, 48)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements of a tensor of logits, of 200 or of 100 that a rank has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() > 2 and out.shape[-1] in (100, 200):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def _largest(rank: int) -> dict[str, int]:
+    found = {}
+    for layout in _layouts(2):
+        run = isp.parallelize(tiny("gemma2", vocab_size=200), layout.job(chunk=80))
+        with Largest() as largest:
+            run.step(run.loss(*packed_rows(1, 320, [[320]])))
+        found[str(layout)] = largest.numel
+        run.train_step.drain()
+    return found
+
+
+def test_logits_never_exist_as_a_whole() -> None:
+    """Catches logits that are made by the forward, or by what lies behind the head."""
+    for found in run_ranks(2, _largest):
+        assert len(found) == 6
+        own, *split = found.values()  # the first has the tokens of its own rank to itself
+        assert own == 80 * 200
+        assert set(split) == {80 * 100}

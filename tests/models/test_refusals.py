@@ -1,0 +1,463 @@
+"""Models that `isp.parallelize` does not take, and what it says of them; no ranks are started."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isp
+from isp.models.model import TracedModel
+from isp.train import host_memory
+from isp.train.host_memory import check_memory_of_states
+from tests.models.models import job, tiny
+from tests.models.own import Own, OwnBlock
+from tests.ranks import run_each
+
+
+def _parallelised() -> nn.Module:
+    model = Own()
+    isp.parallelize(model, job())
+    return model
+
+
+def _part_of_one() -> nn.Module:
+    blocks: Any = _parallelised().get_submodule("blocks")
+    return blocks
+
+
+def _wrapped() -> nn.Module:
+    model = Own()
+    whole = model.norm.forward
+    model.norm.forward = lambda x: whole(x)
+    return model
+
+
+def _compiled() -> nn.Module:
+    model = Own()
+    model.blocks[1].compile()
+    return model
+
+
+def _frozen() -> nn.Module:
+    return Own().requires_grad_(False)
+
+
+def _quantised() -> nn.Module:
+    model = Own()
+    weight = torch.zeros(32, 32, dtype=torch.int8)
+    model.blocks[0].q.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+class _TiedByHand(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return F.linear(super().forward(ids, positions) @ self.tokens.weight, self.tokens.weight)
+
+
+class _Reading(nn.Embedding):
+    """Reads its weight in a way of which a rank's part would know nothing."""
+
+    way = ""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "slice":
+            return self.weight[: ids.shape[1]]
+        if self.way == "size":
+            return super().forward(ids.clamp(max=self.weight.shape[0] - 1))
+        if self.way == "embedding":
+            return F.embedding(ids, self.weight)
+        return self.weight[ids]
+
+
+def _reading(way: str, padding_idx: int | None = None) -> nn.Module:
+    model = Own()
+    model.positions = _Reading(64, 32, padding_idx=padding_idx)
+    model.positions.way = way
+    return model
+
+
+class _Scalar(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class _NoAttention(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+class _Tuple(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions), None
+
+
+class _HeadsFirst(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return x + isp.attention(y, y, y).transpose(1, 2).flatten(2)
+
+
+class _ReadsValues(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class _CalledTwice(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[0])
+
+
+class _LargeValues(OwnBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(-1, (4, 8))
+        return x + isp.attention(y[..., :4], y[..., :4], y).flatten(2)
+
+
+def _with_block(kind: type[OwnBlock]) -> nn.Module:
+    model = Own()
+    model.blocks[1] = kind(32, 4, 2, 0.0)
+    return model
+
+
+class _Counting(Own):
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+
+
+class _Mixing(OwnBlock):
+    """A block that does something to its tokens before it attends."""
+
+    mix = staticmethod(lambda x: x.cumsum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(x))
+
+
+def _mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: _with_block(type("_Mixing", (_Mixing,), {"mix": staticmethod(mix)}))
+
+
+class _Scaling(Own):
+    """Scales by the largest position of the sequence."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions) * (positions / (1 + positions.max())).unsqueeze(-1)
+
+
+class _ShortConvolution(nn.Module):
+    """Holds a weight that looks like those of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(F.pad(x.mT, (2, 0)), self.weight, groups=32).mT
+
+
+def _convolution() -> nn.Module:
+    model = Own()
+    model.blocks[2].norm2 = nn.Sequential(model.blocks[2].norm2, _ShortConvolution())
+    return model
+
+
+class _SlicedAngles(OwnBlock):
+    """Turns q and k by angles of the rows of a table, and not of the positions."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("angles", torch.arange(64.0)[:, None] / torch.arange(1, 33))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.get_buffer("angles")[: x.shape[1]]
+        q = self.q(self.norm1(x)) * angles.cos()
+        heads = (z.unflatten(-1, (4, 8)) for z in (q, q, self.out(x)))
+        return x + isp.attention(*heads).flatten(2)
+
+
+class _InTraining(OwnBlock):
+    """Mixes tokens in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + y.roll(1, 1) if self.training else y
+
+
+def _leaking() -> nn.Module:
+    """A Llama of which one MLP sees the token before."""
+    model = tiny("llama")
+    plain = type(model.model.layers[1].mlp)
+
+    class _Shifting(plain):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x + x.roll(1, 1))
+
+    model.model.layers[1].mlp.__class__ = _Shifting
+    return model
+
+
+def _checkpointing() -> nn.Module:
+    model = tiny("llama")
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def _dora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], use_dora=True)
+    return get_peft_model(tiny("llama"), config)
+
+
+_QWEN4 = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
+
+_MINIMAX3 = {
+    "num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "index_n_heads": 4,
+    "index_head_dim": 8, "num_local_experts": 4,
+}  # fmt: skip
+
+_DEEPSEEK4 = {
+    "q_lora_rank": 12, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 4,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+"""Of windows of 128 tokens alone, more than a trace has."""
+
+
+def _without_positions() -> nn.Module:
+    from transformers import TrOCRConfig, TrOCRForCausalLM
+
+    sizes = {"vocab_size": 96, "d_model": 32, "decoder_layers": 1, "dropout": 0.0}
+    return TrOCRForCausalLM(TrOCRConfig(use_learned_position_embeddings=False, **sizes))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
+    "part of one": (_part_of_one, "was parallelised before"),
+    "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
+    "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
+    "frozen": (_frozen, "all parameters are frozen"),
+    "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
+    "tied by hand": (_TiedByHand, "tokens.weight is read by"),
+    "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
+    "a table's size": (lambda: _reading("size"), "positions.weight is read by shape"),
+    # plain, both rows of number 0 would take a gradient
+    "a padding row": (lambda: _reading("embedding", 0), "positions.weight is read by embedding"),
+    "a padding row by index": (lambda: _reading("index", 0), "positions.weight is read by __getit"),
+    "scalar": (_Scalar, "scale is a scalar, of which no rank has a row: give it shape [1]"),
+    "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in a forward"),
+    "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
+    "no attention": (_NoAttention, "_NoAttention mixes tokens by nothing that isp can see"),
+    "other call": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        "Sequential could not be traced: TypeError: ",
+    ),
+    "counts": (_Counting, "_Counting mixes or counts tokens beside attention"),
+    "cumsum": (lambda: _with_block(_Mixing), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "first": (_mixing(lambda x: x + x[:, :1]), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "mean": (_mixing(lambda x: x - 1e-2 * x.mean(1)), "blocks.1 (_Mixing) mixes or counts tokens"),
+    "shift": (_mixing(lambda x: x + F.pad(x, (0, 0, 1, -1))), "if a token is changed, what it"),
+    "length": (_mixing(lambda x: x / x.shape[1]), "for a part of the tokens and their positions"),
+    "in training": (lambda: _with_block(_InTraining), "blocks.1 (_InTraining) mixes or counts"),
+    "far": (_mixing(lambda x: x + x.roll(16, 1)), "if a token is changed"),
+    "sliced angles": (lambda: _with_block(_SlicedAngles), "blocks.1 (_SlicedAngles) mixes or"),
+    "convolution": (_convolution, "blocks.2.norm2.1 (_ShortConvolution) mixes or counts tokens"),
+    "last position": (lambda: _Scaling(), "_Scaling mixes or counts tokens beside attention"),
+    "a leak": (_leaking, "model.layers.1.mlp (_Shifting) mixes or counts tokens"),
+    "tuple": (_Tuple, "_Tuple gives a tuple for tokens [1, 17]"),
+    "heads first": (
+        lambda: _with_block(_HeadsFirst),
+        "blocks.1 attends with q, k, v of [1, 4, 17, 8], [1, 4, 17, 8], [1, 4, 17, 8] to 17 tokens:"
+        " attention takes [B, S, H, d], so transpose(1, 2) what is [B, H, S, d]",
+    ),
+    "values": (
+        lambda: _with_block(_ReadsValues),
+        "blocks.1 (_ReadsValues) of Own could not be traced: what it does depends on the values of"
+        " tensors, which a trace does not have (test_refusals.py:",
+    ),
+    "sparse": (
+        lambda: tiny("qwen4_exp_text", num_hidden_layers=4, **_QWEN4),
+        "model.layers.3.self_attn.indexer (Qwen4ExpTextQSAIndexer) of Qwen4ExpForCausalLM could not"
+        " be traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+    ),
+    "heads of an indexer": (
+        lambda: tiny("minimax_m3_vl_text", **_MINIMAX3),
+        "index_n_heads=4 in the model's configuration chooses keys for other heads than the 2 KV",
+    ),
+    "compressed windows": (
+        lambda: tiny("deepseek_v4", **_DEEPSEEK4),
+        "DeepseekV4HCACompressor makes a key of each window of tokens",
+    ),
+    "own attention": (
+        lambda: tiny("cpmant"),
+        "CpmAntForCausalLM attends by code of its own",
+    ),
+    "dropout of own attention": (lambda: tiny("bloom", attention_dropout=0.1), "dropout 0.1"),
+    "DoRA": (_dora, "the adapter 'default' is DoRA"),
+    "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
+    "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
+    "counts by itself": (
+        _without_positions,
+        "(TrOCRSinusoidalPositionalEmbedding) mixes or counts tokens",
+    ),
+    "balance": (
+        lambda: tiny("deepseek_v3", output_router_logits=True),
+        "asks for a loss that balances experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_driven_are_refused(name: str) -> None:
+    """Catches a model that is driven wrongly, or fails without saying where and why."""
+    make, said = MODELS[name]
+    with pytest.raises(ValueError, match=r".") as raised:
+        isp.parallelize(make(), job())
+    assert said in str(raised.value)
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_the_probe_cannot_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a model for other devices that is refused, or is taken without a word."""
+
+    def elsewhere(x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            raise NotImplementedError("no kernel for the CPU")
+        return x.cumsum(1)
+
+    isp.parallelize(_mixing(elsewhere)(), job())
+    assert "was not probed" in caplog.text
+    assert "no kernel for the CPU" in caplog.text
+
+
+def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
+    """Catches ranks that turn their part of a row by other angles than the whole would be."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"dynamic .* of parallel\.tensor\.size=2 ranks"):
+        isp.parallelize(tiny("llama", rope_parameters=rope), job(tensor=2))
+    assert not dist.is_initialized()
+
+
+def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> None:
+    """Catches a temperature that a model takes from the number of a token among its rank's."""
+    kinds = {"no_rope_layers": [1, 1, 0], "num_local_experts": 2}
+    run = isp.parallelize(tiny("llama4_text", floor_scale=40, **kinds), job())
+    run.loss(torch.ones(1, 32, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"in rows of 64 tokens: use fewer than 40, or set it to"):
+        run.loss(torch.ones(1, 64, dtype=torch.int64))
+    run.train_step.drain()
+
+
+def test_a_model_without_positions_is_taken() -> None:
+    """Catches a model that reads no position_ids, and counts nothing, taken for one that counts."""
+
+    class _Nowhere(nn.Module):
+        def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.zeros((), device=ids.device)
+
+    model: Any = _without_positions()
+    model.model.decoder.embed_positions = _Nowhere()
+    assert not TracedModel(model).trace.reads_positions
+
+
+def test_a_model_that_is_compiled_afterwards_is_refused() -> None:
+    """Catches a compiled copy of what calls collectives, which fails deep inside of torch."""
+    run = isp.parallelize(Own(), job())
+    run.model.compile()
+    with pytest.raises(ValueError, match=r"the model \(Own\) was compiled"):
+        run.loss(torch.ones(1, 16, dtype=torch.int64))
+
+
+def test_an_encoder_is_told_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a loss near zero that nothing explains."""
+    sizes = {"type_vocab_size": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    TracedModel(tiny("bert", is_decoder=True, **sizes))
+    assert not caplog.text
+    TracedModel(tiny("bert", **sizes))
+    assert "BertLMHeadModel attends in both directions" in caplog.text
+
+
+def test_chunks_of_attention_are_refused_where_a_sequence_is_cut_by_tokens() -> None:
+    """Catches keys of other ranks that a plan of whole documents takes for those of a chunk."""
+    model = tiny("llama4_text", num_local_experts=2)
+    with pytest.raises(
+        ValueError, match=r"into chunks, which parallel\.sequence_2D\.context_size=2"
+    ):
+        isp.parallelize(model, job(tensor=2, context=2))
+    assert not dist.is_initialized()
+
+
+def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
+    """Catches a library that asks for text or sizes which its caller brings."""
+    (tmp_path / "own.yaml").write_text("optimizer: {lr: 0.01}")
+    run = isp.parallelize(Own(), tmp_path / "own.yaml")
+    assert run.config.optimizer.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            "training: {global_batch_size: 8}",
+            r"training\.global_batch_size=8: .* leave the key out",
+        ),
+        ("model: {compile: true}", r"model\.compile=true .* the Own that .* use auto or false"),
+        ("model: {mlp_tile_tokens: 8}", r"model\.mlp_tile_tokens=8: .* of Own that .* use 0"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, told: str) -> None:
+    """Catches a key that is ignored: the caller's sequences are the batch, and the model is his."""
+    (tmp_path / "own.yaml").write_text(keys)
+    with pytest.raises(ValueError, match=told):
+        isp.parallelize(Own(), tmp_path / "own.yaml")
+    assert not dist.is_initialized()
+
+
+FILES = {
+    "isp 3": "data: {seq_len: 100}\nvalidation: {freq: 10}\nparallel: {tensor: {size: 3}}",
+    "mtp 3": "parallel: {tensor: {mode: mtp, size: 3}}",  # as many do not divide 32 heads
+}
+
+
+def _of_file(rank: int, path: Path) -> float:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    run = isp.parallelize(tiny("llama", **heads), path)
+    return run.step(run.loss(torch.arange(12).unsqueeze(0))).loss
+
+
+def test_sections_and_sizes_that_are_not_read_refuse_nothing(tmp_path: Path) -> None:
+    """Catches sizes, lengths and defaults that nobody asked for and that do not divide."""
+    cases = {name: tmp_path / name for name in FILES}
+    for name, path in cases.items():
+        path.write_text(FILES[name] + "\ntraining: {dtype: float64}\n")
+    losses = [x for of_ranks in run_each(3, _of_file, cases).values() for x in of_ranks]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-9)  # float64, sums in another order
+
+
+def test_states_that_a_host_has_no_room_for_are_told_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a pool that fails once ranks have met; frozen weights have no states."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**10)
+    config = job(offload_states=True)
+    with pytest.raises(ValueError, match=r"ranks keep .* of optimizer states in this machine"):
+        isp.parallelize(Own(), config)
+    assert not dist.is_initialized()
+    check_memory_of_states(config, config.topology(1), 1, num_trained=0)

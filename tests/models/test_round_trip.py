@@ -1,0 +1,131 @@
+"""From a folder of transformers through training here to transformers again, in every digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from isp.checkpoint.whole import WholeWeights
+from isp.cli import main
+from isp.comm import Channel
+from isp.layers.factory import LayerFactory
+from isp.models.chunk import TracedChunk
+from isp.models.pretrained import folder_model
+from isp.models.tiny import kept_in_float64
+from isp.parallel import Mode
+from isp.weights.wp import LocalWeights
+from tests.models.folders import write_folder, write_job
+from tests.train.jobs import numbers, run_folders, run_forked
+
+ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
+ALONE = ("--data.micro_num=2",)
+"""The micro-batches of the two data ranks of `ISP`."""
+STEPS = 10
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "qwen3_moe": {},
+}
+PROMPT = torch.arange(100, 112)[None]
+"""More tokens than a window."""
+NEW_TOKENS = 12
+
+EXACT = {"rope_parameters": {"rope_type": "default", "rope_theta": 256.0}}
+"""Frequencies 1, 1/4, 1/16, 1/64: the decoder has them in float64, transformers in float32."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
+    """Catches training that differs by layout, and an export of other weights or settings.
+
+    In transformers the exported folder gives the logits, and token by token, with its
+    cache, the text that the trained weights give here.
+    """
+    source = write_folder(tmp_path / "model", kind, **KINDS[kind])
+    steps = f"--training.steps={STEPS}", "--model.checkpoint=0"
+    alone, spread = (write_job(tmp_path, source, name) for name in ("alone", "spread"))
+    run_forked(alone, *ALONE, *steps, num_ranks=1)
+    run_forked(spread, *ISP, *steps, num_ranks=4)
+    (one,), (many,) = run_folders(alone, "alone"), run_folders(spread, "spread")
+    expected, found = numbers(one), numbers(many)
+    assert len(expected) == len(found) == STEPS
+    assert expected[-1][1] < expected[0][1] - 1, "it learns"
+    for there, here in zip(expected, found, strict=True):
+        assert here == pytest.approx(there, rel=1e-9)
+
+    assert main(["checkpoint", "export", str(many), "--hf", str(tmp_path / "hf")]) == 0
+    text, ours = _greedy(source, many)
+    theirs = _loaded(tmp_path / "hf")
+    _assert_close(theirs(text).logits, ours)
+    before = _loaded(source)(text).logits
+    assert (before - ours).abs().max() > 1e-2, "it was trained"
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    generated = theirs.generate(PROMPT, max_new_tokens=NEW_TOKENS, **settings)
+    assert torch.equal(generated, text)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_both_routes_train_a_folder_alike(tmp_path: Path, kind: str) -> None:
+    """Catches a part of the model that the decoder or the traced model computes otherwise."""
+    source = write_folder(tmp_path / "model", kind, **EXACT)
+    hf, own = write_job(tmp_path, source, "hf"), write_job(tmp_path, source, "own")
+    own.write_text(own.read_text().replace("hf: ", "init_from: "))
+    for job in (hf, own):
+        run_forked(job, "--parallel.tensor.size=2", "--parallel.weight.size=2", num_ranks=2)
+    (traced,), (decoder,) = run_folders(hf, "hf"), run_folders(own, "own")
+    assert _parameters(traced) != _parameters(decoder), "two routes"
+    expected, found = numbers(decoder), numbers(traced)
+    assert len(expected) == len(found) == 5
+    assert expected[4][1] < expected[0][1] - 0.1, "it learns"
+    for there, here in zip(expected, found, strict=True):
+        assert here == pytest.approx(there, rel=1e-9)
+
+
+def _parameters(run: Path) -> set[str]:
+    return set(WholeWeights(run).shapes)
+
+
+@torch.no_grad()
+def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
+    """The likeliest text after `PROMPT` by the weights of `run`, and all logits of it.
+
+    Computed by the traced model of one process, from the beginning for each token.
+    """
+    layers = LayerFactory(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    (chunk,) = folder_model(str(source), "float64").build(layers)
+    weights = WholeWeights(run)
+    for item in chunk.shards():
+        name, shard = item.name, item.parameter
+        shard.copy_(weights.read(name))
+    text = PROMPT
+    for _ in range(NEW_TOKENS):
+        text = torch.cat([text, _logits(chunk, text)[:, -1:].argmax(-1)], dim=1)
+    return text, _logits(chunk, text)
+
+
+def _logits(chunk: TracedChunk, tokens: Tensor) -> Tensor:
+    """[1, S] -> [1, S, V]."""
+    return chunk.logits(chunk(tokens, torch.arange(tokens.shape[1])[None], None))
+
+
+def _loaded(folder: Path) -> Any:
+    """The model that transformers makes of a folder, all of it in float64."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return kept_in_float64(model).eval()
+
+
+def _assert_close(found: Tensor, wanted: Tensor) -> None:
+    assert (found - wanted).abs().max() < 1e-9 * wanted.abs().max()

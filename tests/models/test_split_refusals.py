@@ -1,0 +1,157 @@
+"""Models whose features cannot be split, and what mtp, msp and fsp say of them; no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import isp
+from isp.parallel import Mode
+from tests.models.models import job, tiny
+from tests.models.own import Own
+
+
+def _router() -> nn.Module:
+    """A Llama whose MLP looks at its input beside the linears of its plan."""
+    model = tiny("llama")
+    plain = type(model.model.layers[1].mlp)
+
+    class _Looking(plain):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * x.mean(-1, keepdim=True)
+
+    model.model.layers[1].mlp.__class__ = _Looking
+    return model
+
+
+def _counted_heads() -> nn.Module:
+    """A Llama that attends with all its heads, whatever its linears give."""
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class _Counting(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            q, k, v = (
+                linear(hidden_states).reshape(1, -1, heads, self.head_dim).transpose(1, 2)
+                for linear, heads in ((self.q_proj, 4), (self.k_proj, 2), (self.v_proj, 2))
+            )
+            out, _ = attend(self, q, k, v, None, scaling=self.scaling)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    attention.__class__ = _Counting
+    return model
+
+
+def _own_vector() -> nn.Module:
+    """A Llama whose attention has a vector of its own, which a rank sees a part of."""
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class _Scaling(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **rest: Any) -> Any:
+            out, weights = super().forward(hidden_states, **rest)
+            return out * self.temperature, weights
+
+    attention.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    attention.__class__ = _Scaling
+    return model
+
+
+def _outside() -> nn.Module:
+    """A Llama whose MLP reads, between its linears, what was made of its block's tokens."""
+    model = tiny("llama")
+    block = model.model.layers[1]
+
+    class _Block(type(block)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **rest: Any) -> Any:
+            self.mlp.gate = hidden_states.mean(-1, keepdim=True)
+            return super().forward(hidden_states, **rest)
+
+    class _Gated(type(block.mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return self.down_proj(self.up_proj(x) * self.gate_proj(x).sigmoid() * self.gate)
+
+    block.__class__, block.mlp.__class__ = _Block, _Gated
+    return model
+
+
+def _fewer_logits() -> nn.Module:
+    """A Llama that gives fewer logits than its head has."""
+    model = tiny("llama")
+
+    class _Fewer(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits[..., :-3]
+            return out
+
+    model.__class__ = _Fewer
+    return model
+
+
+def _planned(cuts: dict[str, str]) -> Callable[[], nn.Module]:
+    """Blocks of a short convolution, then of attention, and a plan."""
+
+    def make() -> nn.Module:
+        model = tiny("lfm2", layer_types=["conv", "full_attention", "conv"])
+        model._tp_plan = {f"model.layers.*.{name}": style for name, style in cuts.items()}
+        return model
+
+    return make
+
+
+_ATTENTION_CUTS = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "self_attn.out_proj": "rowwise"
+}
+
+SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
+    "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
+    "latent": (lambda: tiny("deepseek_v3"), 2, "its plan does not cut what model.layers.0 attends"),
+    "no cuts": (lambda: tiny("mamba"), 2, "it has no plan, or one that cuts no linear"),
+    "cut convolution": (
+        _planned({**_ATTENTION_CUTS, "conv.in_proj": "colwise", "conv.out_proj": "rowwise"}),
+        2,
+        "its plan cuts model.layers.0.conv, which mixes tokens by a convolution",
+    ),
+    "no row": (
+        _planned(dict.fromkeys(_ATTENTION_CUTS, "colwise_gather_output")),
+        2,
+        "its plan does not cut what model.layers.1 attends with",
+    ),
+    "column inside": (
+        _planned({**_ATTENTION_CUTS, "self_attn.v_proj": "colwise_gather_output"}),
+        2,
+        "model.layers.1.self_attn.v_proj lies in model.layers.1.self_attn",
+    ),
+    "heads": (lambda: tiny("llama"), 4, "size=4 must divide the 4 heads and 2 KV heads"),
+    "features": (
+        lambda: tiny("phi3", intermediate_size=49),
+        2,
+        "must divide the 49 features by which model.layers.0.mlp.down_proj is cut",
+    ),
+    "reads": (_router, 2, "model.layers.1.mlp gives its input to mean"),
+    "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout drops 0.1"),
+    "counted heads": (_counted_heads, 2, "model.layers.1 attends with other heads than its rank's"),
+    "own vector": (_own_vector, 2, "model.layers.1.self_attn.temperature lies in model.layers.1."),
+    "outside": (_outside, 2, "[1, 8, 1]"),
+    "fewer logits": (_fewer_logits, 2, "its logits are not all that lm_head gives"),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_features_that_cannot_be_split_are_refused(name: str) -> None:
+    """Catches features split where a model's code, or its plan, has them whole."""
+    make, size, said = SPLIT[name]
+    with pytest.raises(ValueError, match=r"parallel\.tensor\.") as raised:
+        isp.parallelize(make(), job(size, mode=Mode.MTP))
+    assert said in str(raised.value)
+    assert not dist.is_initialized()

@@ -1,0 +1,132 @@
+"""Modules of others in tiles of tokens against the same modules in one piece."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+import isp
+from isp.comm.tag import Purpose
+from isp.config import JobConfig
+from isp.models.model import TracedModel
+from isp.parallel import Mode
+from tests.models.models import job, packed_rows, tiny
+from tests.models.own import Own
+from tests.models.test_recomputation import EXPERTS, HYBRID
+from tests.planner.live import LiveBytes
+from tests.ranks import run_each, run_ranks
+
+ROWS = packed_rows(2, 64, [[1, 30, 7, 26], [20, 44]])
+TILES = {"mlp_tile_tokens": 7}
+AGAIN = {**TILES, "checkpoint": 1.0}
+WAYS: dict[str, dict[str, Any]] = {
+    "one piece": {},
+    "tiles": TILES,
+    "tiles, again": {**AGAIN, "checkpoint_keeps_attention": True},
+    "tiles, in segments": {**AGAIN, "checkpoint_segment": 2},
+}
+BETWEEN = {**TILES, "checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "llama": ("llama", {}, WAYS),
+    "llama, msp": ("llama", {}, {"one piece": {}, "tiles": TILES}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8}, {"one piece": {}, "again": AGAIN}),
+    "gpt2": ("gpt2", {}, {"one piece": {}, "between": BETWEEN}),
+    "experts": ("qwen3_moe", EXPERTS, {"one piece": {}, "again": AGAIN}),
+    "experts, mtp": ("qwen3_moe", EXPERTS, {"one piece": {}, "tiles": TILES}),
+    "hybrid": ("qwen3_next", {**EXPERTS, **HYBRID}, {"one piece": {}, "between": BETWEEN}),
+}
+
+
+class Found(NamedTuple):
+    """A step on a rank."""
+
+    loss: float
+    gradients: dict[str, Any]
+    sent: Counter[tuple[Purpose, str]]
+
+
+def _step(rank: int, case: tuple[Any, JobConfig]) -> Found:
+    model, config = case
+    run = isp.parallelize(model, config)
+    for _ in range(2):  # the first shows what is kept
+        run.mesh.log.collect()
+        loss = run.loss(*ROWS.part(run.dp_rank, run.dp_size))
+        run.step(loss, lr=0.0)
+        run.train_step.drain()
+        transfers = run.mesh.log.take()
+    built = run.train_step.built
+    gradients = {
+        i.name: run.train_step.gradients.whole(i.parameter).numpy().copy() for i in built.trained
+    }
+    return Found(loss.item(), gradients, Counter((t.tag.purpose, t.label) for t in transfers))
+
+
+def _config(name: str, keys: dict[str, Any]) -> JobConfig:
+    split = next((mode for mode in (Mode.MSP, Mode.MTP) if mode in name), None)
+    config = job(2, 2) if split is None else job(2, mode=split)
+    training = replace(config.training, max_norm=0)
+    return replace(config, model=replace(config.model, **keys), training=training)
+
+
+def test_tiles_train_as_one_piece() -> None:
+    """Catches a tile that is left out, counted twice or of other tokens; a weight that is gathered,
+    or a gradient that is reduced, for each tile; a result that is read again and was not kept.
+    """
+    models = {name: tiny(kind, **sizes) for name, (kind, sizes, _) in MODELS.items()}
+    cases = {
+        f"{name}: {way}": (copy.deepcopy(models[name]), _config(name, keys))
+        for name, (_, _, ways) in MODELS.items()
+        for way, keys in ways.items()
+    }
+    found = run_each(2, _step, cases, timeout_seconds=110)
+    for told, of_ranks in found.items():
+        for own, whole in zip(of_ranks, found[f"{told.split(':')[0]}: one piece"], strict=True):
+            assert own.loss == pytest.approx(whole.loss, rel=1e-12), told
+            for name, expected in whole.gradients.items():
+                apart = abs(own.gradients[name] - expected).max(initial=0)
+                assert apart <= 1e-12 * abs(expected).max(initial=0), (told, name)
+            weights = (Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT)
+            for key in {key for key in whole.sent if key[0] in weights and "bias" not in key[1]}:
+                assert own.sent[key] <= whole.sent[key], (told, key)
+
+
+def _peak(rank: int) -> list[int]:
+    """Bytes at most in a step of a wide model, for tiles of so many tokens."""
+    found = []
+    for tokens in (0, 32, 8):
+        sizes = {"intermediate_size": 2048, "num_hidden_layers": 2}
+        config = _alone(tokens)
+        run = isp.parallelize(tiny("llama", **sizes), config)
+        for _ in range(2):
+            parameters = [p.parameter for p in run.train_step.built.parameters]
+            with LiveBytes(parameters) as live:
+                run.step(run.loss(*ROWS))
+        found.append(live.peak)
+    return found
+
+
+def _alone(tokens: int) -> JobConfig:
+    config = job()
+    return replace(config, model=replace(config.model, mlp_tile_tokens=tokens, checkpoint=1.0))
+
+
+def test_what_lies_inside_exists_for_a_tile_at_a_time() -> None:
+    """Catches tiles that are all kept until the end."""
+    ((whole, large, small),) = run_ranks(1, _peak)
+    inside = 128 * 2048 * 8  # a feature inside of all tokens
+    assert whole - large > 2 * inside
+    assert large - small > inside / 4
+
+
+def test_a_model_without_such_a_module_is_refused() -> None:
+    """Catches a key that saves nothing: the linears of these blocks lie in no module of theirs."""
+    from isp.settings.recomputation import Recomputation
+
+    with pytest.raises(ValueError, match=r"mlp_tile_tokens=8: no module .* use 0"):
+        TracedModel(Own(), recomputation=Recomputation(mlp_tile_tokens=8))
+    names = TracedModel(tiny("qwen3_moe", **EXPERTS)).trace.by_token
+    assert names == tuple(f"model.layers.{n}.mlp" for n in range(3))

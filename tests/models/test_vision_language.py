@@ -1,0 +1,218 @@
+"""Folders of vision-language models: the text part trains, the tower comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import isp
+from isp.checkpoint.whole import WholeWeights
+from isp.cli import main
+from isp.comm import Channel, Mesh
+from isp.models.build import build_model
+from isp.models.model_folder import with_sizes
+from isp.models.pretrained import folder_model
+from isp.models.tiny import kept_in_float64
+from isp.optim import MainGradients
+from isp.parallel import Axis, ParallelConfig, Topology
+from tests.models.folders import write_job
+from tests.models.models import job
+from tests.train.jobs import numbers, run_folders, run_forked
+
+_TEXT = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+_FULL = ["full_attention", "full_attention"]
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": _VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 272,  # beyond the table, as the model allows
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "rope_scaling": _ROPE},
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+        "image_token_id": 270,
+        "video_token_id": 269,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT},
+        "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
+        "image_token_index": 270,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        "image_token_id": 270,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "layer_types": _FULL,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [0],
+        },
+        "vision_config": {
+            **_VISION,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        "image_token_index": 270,
+    },
+}
+
+
+def _write(folder: Path, kind: str) -> Path:
+    """A folder with a small model of this type, its tower in another dtype than is trained."""
+    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():  # llama4 begins some of them without values
+            parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _loaded(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float64."""
+    kind = transformers.AutoModelForImageTextToText
+    return kept_in_float64(kind.from_pretrained(folder, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_part_computes_what_the_whole_does(tmp_path: Path, kind: str) -> None:
+    """Catches a text part that is another model, by its loss and every gradient."""
+    folder = _write(tmp_path / "model", kind)
+    built = build_model(
+        folder_model(str(folder), "float64"),
+        ParallelConfig(),
+        Mesh(Topology.create(1, ParallelConfig()), 0),
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    (chunk,) = built.chunks
+    tokens = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(20).expand(2, 20)
+    main = MainGradients(built.trained, {axis: Channel.solo(axis) for axis in Axis})
+    plain = _loaded(folder).train()
+    plain.set_attn_implementation("eager")
+    logits = plain(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    expected.backward()
+    loss = chunk.loss(chunk(tokens, positions, None), tokens) / tokens.numel()
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
+    loss.backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {item.name: main.grad(item.parameter) for item in built.parameters}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        _assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None:
+    """Catches a tower that is lost or changed, and text weights under names nobody loads."""
+    source = _write(tmp_path / "model", kind)
+    (source / "preprocessor_config.json").write_text("{}")
+    alone, spread = (write_job(tmp_path, source, name) for name in ("alone", "spread"))
+    run_forked(alone, "--training.steps=2", num_ranks=1)
+    layout = "--parallel.tensor.size=2", "--parallel.weight.size=2"
+    run_forked(spread, *layout, "--training.steps=2", num_ranks=2)
+    (one,), (run,) = run_folders(alone, "alone"), run_folders(spread, "spread")
+    for there, here in zip(numbers(one), numbers(run), strict=True):
+        assert here == pytest.approx(there, rel=1e-9)
+    assert main(["checkpoint", "export", str(run), "--hf", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "preprocessor_config.json").exists()
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    whole, weights = _loaded(tmp_path / "hf"), WholeWeights(run)
+    trained = dict(whole.named_parameters())
+    assert 10 < len(weights.shapes) < len(trained)
+    for name in weights.shapes:
+        assert torch.equal(trained[name], weights.read(name)), name
+    untrained = [name for name in before if after[name].dtype is torch.bfloat16]
+    assert len(untrained) == len(trained) - len(weights.shapes)
+    for name in untrained:
+        assert torch.equal(after[name], before[name]), name
+    read = _loaded(source).state_dict()
+    text = [name for name in weights.shapes if not torch.equal(trained[name], read[name])]
+    assert len(text) > 10, "it was trained"
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_a_folder_is_checked(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a tower that is made, and a check of nothing."""
+    transformers.AutoConfig.for_model(kind, **KINDS[kind]).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path), "--layouts", "2x1"]) == 0
+    assert "all 1 layouts agree" in capsys.readouterr().out
+
+
+def _assert_close(found: Tensor | None, wanted: Tensor) -> None:
+    assert found is not None
+    assert (found - wanted).abs().max() <= 1e-9 * max(1e-6, wanted.abs().max().item())
+
+
+def test_a_size_that_a_folder_leaves_out_is_that_of_its_type(tmp_path: Path) -> None:
+    """Catches a vocabulary of the model section's default: Gemma 3's folders do not name theirs."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    found = with_sizes({"hf": str(tmp_path)}, {"vocab_size": 32000}, frozenset())
+    assert found["vocab_size"] == transformers.Gemma3TextConfig().vocab_size
+    assert found["hidden_size"] == 64
+
+
+def test_the_tower_of_a_model_in_memory_is_left_alone() -> None:
+    """Catches weight decay of what no forward of tokens reads."""
+    config = transformers.AutoConfig.for_model("gemma3", **KINDS["gemma3"])
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    run = isp.parallelize(model, job(dtype="float32", lr=0.1, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run.step(run.loss(torch.arange(32)[None] % 160))
+    run.train_step.drain()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p.detach(), before[n])}
+    assert moved
+    assert all("language_model" in name for name in moved)
+    assert any("vision" in name for name in before)
