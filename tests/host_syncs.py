@@ -7,7 +7,7 @@ made without a word of a device, or computed from the host's alone. Noted are
 - values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
 - results whose size the host has to know: `nonzero`, a mask as an index;
 - what comes to the device by another way than `host_memory.send`, or meets a tensor there that has
-  not come; what goes back by another way than `Told`, and a `Told` that is waited for too early.
+  not come; what goes back by another way than `HostCopy`, and a `HostCopy` that is waited for too early.
 
 It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
 waits for events and streams, and for memory, that code asks for by name; and copies to the host
@@ -77,15 +77,17 @@ class HostSyncs(TorchDispatchMode):
                 self._host[_address(x)] = x.untyped_storage()
 
     def __enter__(self) -> Self:
-        patch = self._patches.enter_context
-        for name in (*_MADE_BY, *_OF_NUMBERS):
-            patch(mock.patch.object(torch, name, self._made_by(name, getattr(torch, name))))
-        for name in _VALUES:
-            patch(mock.patch.object(Tensor, name, self._value_by(name, getattr(Tensor, name))))
-        patch(mock.patch.object(Tensor, "new_tensor", self._new_tensor(Tensor.new_tensor)))
-        patch(mock.patch.object(Tensor, "to", self._to(Tensor.to)))
-        patch(mock.patch.multiple(host_memory, send=self._send, zeros=self._zeros))
-        patch(mock.patch.object(host_memory, "Told", self._told()))
+        with ExitStack() as patches:  # a patch that fails takes back those before it
+            patch = patches.enter_context
+            for name in (*_MADE_BY, *_OF_NUMBERS):
+                patch(mock.patch.object(torch, name, self._made_by(name, getattr(torch, name))))
+            for name in _VALUES:
+                patch(mock.patch.object(Tensor, name, self._value_by(name, getattr(Tensor, name))))
+            patch(mock.patch.object(Tensor, "new_tensor", self._new_tensor(Tensor.new_tensor)))
+            patch(mock.patch.object(Tensor, "to", self._to(Tensor.to)))
+            patch(mock.patch.multiple(host_memory, send=self._send, zeros=self._zeros))
+            patch(mock.patch.object(host_memory, "HostCopy", self._host_copy()))
+            self._patches = patches.pop_all()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -155,10 +157,10 @@ class HostSyncs(TorchDispatchMode):
         self._locked.add(_address(memory))
         return memory
 
-    def _told(self) -> type:
+    def _host_copy(self) -> type:
         guard = self
 
-        class Told:
+        class HostCopy:
             """As in the project; a wait that another one has made needless is none."""
 
             def __init__(self, x: Tensor) -> None:
@@ -168,10 +170,10 @@ class HostSyncs(TorchDispatchMode):
 
             def wait(self) -> Tensor:
                 if guard._waited < self._at:
-                    guard._note("Told.wait")
+                    guard._note("HostCopy.wait")
                 return self._value
 
-        return Told
+        return HostCopy
 
     # -- what torch does ---------------------------------------------------------------------
 

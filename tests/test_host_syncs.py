@@ -38,9 +38,9 @@ class _InBackward(torch.autograd.Function):
         return dy
 
 
-def _told_at_once(x: Tensor) -> None:
-    told = host_memory.Told(x + 1)
-    told.wait()
+def _copied_at_once(x: Tensor) -> None:
+    copy = host_memory.HostCopy(x + 1)
+    copy.wait()
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
@@ -68,7 +68,7 @@ PLANTED: dict[str, Callable[[Tensor], Any]] = {
     "copy_ from the host": lambda x: x.copy_(torch.ones(2)),
     "copy_ to the host": lambda x: torch.ones(2).copy_(x, non_blocking=True),
     "mul of a tensor that is not there": lambda x: x * torch.ones(2),
-    "Told.wait": _told_at_once,
+    "HostCopy.wait": _copied_at_once,
     "tolist in backward": lambda x: _InBackward.apply(x.requires_grad_()).sum().backward(),
 }
 
@@ -94,14 +94,14 @@ def test_what_waits_for_nobody_is_not_noted() -> None:
         assert ends.diff().tolist() == [1]
         assert int(ends.sum() + given.long()) == 2
         sent = host_memory.send(ends, CPU)
-        told = host_memory.Told(x.index_select(0, sent) * 2 + torch.tensor(3.0))
+        copy = host_memory.HostCopy(x.index_select(0, sent) * 2 + torch.tensor(3.0))
         buffer = host_memory.zeros(2, torch.float32, CPU)
         buffer.copy_(x, non_blocking=True)
         x[x > 0] = 0.0  # by the mask, as masked_fill
         assert guard.followed > 0
         assert guard.take() == []
         x.sum().item()
-        assert told.wait().tolist() == [5.0, 5.0], "what was told before the last wait is there"
+        assert copy.wait().tolist() == [5.0, 5.0], "what was told before the last wait is there"
     assert len(guard.found) == 1
 
 
