@@ -323,6 +323,7 @@ class ModelConfig:
                         f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
                         f" features"
                     )
+        parallel.for_heads(self.num_heads, self.kv_heads)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
             check_distributable(self.hidden_size, parallel, seq_len)

@@ -18,6 +18,7 @@ from isp.models.build import BuiltModel, build_model
 from isp.models.folder import WeightFiles
 from isp.models.pretrained import folder_model, parameters_on_meta
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.settings.recomputation import Recomputation
 from tests.layers.test_initial_weights import Drawn
 from tests.models.folders import small_config, write_folder
 from tests.ranks import run_ranks
@@ -122,9 +123,10 @@ def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> No
 def test_a_folder_is_traced_once_for_all_ways_of_computing_it(tmp_path: Path) -> None:
     """Catches a plan that probes a large model again for each key, and keys that reach another."""
     folder = str(write_folder(tmp_path, "llama", weights=False))
-    plain, again = folder_model(folder, "float32"), folder_model(folder, "float32", checkpoint=1.0)
+    plain = folder_model(folder, "float32")
+    again = folder_model(folder, "float32", recomputation=Recomputation(checkpoint=1.0))
     assert again.trace is plain.trace
-    assert (plain.checkpoint, again.checkpoint) == (0.0, 1.0)
+    assert (plain.recomputation.checkpoint, again.recomputation.checkpoint) == (0.0, 1.0)
 
 
 def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:

@@ -71,24 +71,19 @@ def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_both_routes_train_a_folder_alike(tmp_path: Path, kind: str) -> None:
-    """Catches a part of the model that the decoder or the traced model computes otherwise."""
+def test_the_decoder_trains_as_the_model_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Catches a part of the model that the decoder computes otherwise."""
     source = write_folder(tmp_path / "model", kind, **EXACT)
     hf, own = write_job(tmp_path, source, "hf"), write_job(tmp_path, source, "own")
     own.write_text(own.read_text().replace("hf: ", "init_from: "))
     for job in (hf, own):
         run_forked(job, "--parallel.tensor.size=2", "--parallel.weight.size=2", num_ranks=2)
     (traced,), (decoder,) = run_folders(hf, "hf"), run_folders(own, "own")
-    assert _parameters(traced) != _parameters(decoder), "two routes"
     expected, found = numbers(decoder), numbers(traced)
     assert len(expected) == len(found) == 5
     assert expected[4][1] < expected[0][1] - 0.1, "it learns"
     for there, here in zip(expected, found, strict=True):
         assert here == pytest.approx(there, rel=1e-9)
-
-
-def _parameters(run: Path) -> set[str]:
-    return set(WholeWeights(run).shapes)
 
 
 @torch.no_grad()
