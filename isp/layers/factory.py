@@ -12,13 +12,13 @@ from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.cached import CachedAttention, KeyValueCache
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.comm.host import HostMemory
 from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.head import HeadLoss, VocabParallelHead
 from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Role, moves_for
 from isp.layers.norm import RMSNorm
-from isp.layers.sequence import SequenceRanks
 from isp.layers.tiled_mlp import TiledMLP
 from isp.mixers.recurrence import Recurrence
 from isp.parallel import Axis, Mode

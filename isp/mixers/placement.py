@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isp.attention.route import Route, Slices, gather_route
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
-from isp.layers.sequence import SequenceRanks
 from isp.parallel.context import ContextPlan, Slice
 
 __all__ = ["Placement", "rank_slices"]

@@ -11,12 +11,12 @@ from torch import nn
 
 from isp.attention import CpuAttention
 from isp.attention.cached import KeyValueCache
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel, Mesh
 from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer, linears_of
-from isp.layers.sequence import SequenceRanks
 from isp.models.protocol import Chunk, LanguageModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
 from isp.pipeline import PipelineOrder

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from isp.attention import AttentionMask
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
-from isp.layers.sequence import SequenceRanks
 from isp.mixers.placement import Placement
 from isp.models.blocks import BlockCalls
 from isp.models.trace import Call, Kind, ModelTrace

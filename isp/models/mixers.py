@@ -14,9 +14,9 @@ from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
+from isp.attention.sequence import SequenceRanks
 from isp.comm.tag import Purpose, Tag
 from isp.layers.factory import LayerFactory
-from isp.layers.sequence import SequenceRanks
 from isp.mixers.choice import Indexer, choose, choose_next
 from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from isp.attention.sequence import SequenceRanks
 from isp.comm import host_memory
 from isp.layers.factory import LayerFactory
-from isp.layers.sequence import SequenceRanks
 from isp.models.forward_pass import ForwardPass
 
 __all__ = ["by_document", "token_lengths"]

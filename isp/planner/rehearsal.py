@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.comm.channel import DryChannel
 from isp.comm.host import HostMemory
 from isp.config.models import language_model
 from isp.layers.head import num_chunks
 from isp.layers.linear import linears_of
-from isp.layers.sequence import SequenceRanks
 from isp.models.chunk import TracedChunk
 from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology

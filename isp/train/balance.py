@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from isp.attention.sequence import SequenceRanks
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
-from isp.layers.sequence import SequenceRanks
 from isp.parallel.context import ContextPlan
 
 __all__ = ["ContextBalance", "balance_text"]

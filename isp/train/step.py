@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel, Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import WeightGradientRoute
 from isp.layers.loss import IGNORED
-from isp.layers.sequence import SequenceRanks
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
-from isp.layers.sequence import SequenceRanks
 from isp.mixers.convolution import convolve
 from isp.mixers.delta_rule import DeltaRule
 from isp.mixers.placement import Placement, rank_slices
