@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import function
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Function", "after_gradients", "once_differentiable", "writable"]
+__all__ = ["Function", "after_gradients", "joined", "once_differentiable", "writable"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -50,6 +50,29 @@ def writable(x: Tensor) -> Tensor:
     sees that something saved was written into.
     """
     return x.detach() if x._is_view() else x
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in others]
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
+        return d_out, *zeros
+
+
+def joined(out: Tensor, *others: Tensor | None) -> Tensor:
+    """`out`, whose backward gives `others` a gradient of zeros.
+
+    A rank without tokens, heads or earlier states computes nothing from an exchange. Its backward
+    has to reach that exchange all the same: the other ranks wait for it there.
+    """
+    y: Tensor = _Joined.apply(out, *(x for x in others if x is not None and x.requires_grad))
+    return y
 
 
 def after_gradients(

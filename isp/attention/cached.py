@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.chosen import Chosen, given, seen_by
+from isp.attention.chosen import Chosen, seen_by
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.comm import host_memory
@@ -46,14 +47,15 @@ class KeyValueCache:
         """Tokens of each document so far."""
         self.capacity = 0
         """Tokens that a document may come to have."""
-        self._layers: list[_Layer | _States] = []
+        self._layers: list[_Layer | Tensor] = []
+        """Of convolutions and scans, the states [n, H, ..]."""
         self._next = 0
-        self._step: _Prefill | _Decode | None = None
+        self._step: _Step | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory of all layers."""
-        return sum(layer.num_bytes for layer in self._layers)
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def keeps(self) -> bool:
@@ -63,7 +65,7 @@ class KeyValueCache:
     @property
     def decodes(self) -> bool:
         """Whether it is one over one more token of each document."""
-        return isinstance(self._step, _Decode)
+        return self._step is not None and self._step.decodes
 
     @contextmanager
     def prefill(self, lengths: Sequence[int], capacity: int) -> Iterator[None]:
@@ -75,7 +77,7 @@ class KeyValueCache:
         if not lengths or not 0 < min(lengths) <= max(lengths) <= capacity:
             raise ValueError(f"documents of {list(lengths)} tokens do not fit 1 to {capacity}")
         self._layers, self.lengths, self.capacity = [], tuple(lengths), capacity
-        with self._during(_Prefill(self.lengths)):
+        with self._during(_Step(self.lengths, decodes=False)):
             yield
 
     @contextmanager
@@ -87,39 +89,32 @@ class KeyValueCache:
         if max(self.lengths, default=self.capacity) >= self.capacity:
             raise ValueError(f"the cache is full: its documents have up to {self.capacity} tokens")
         self.lengths = tuple(n + 1 for n in self.lengths)
-        with self._during(_Decode(self.lengths)):
+        with self._during(_Step(self.lengths, decodes=True)):
             yield
             assert self._next == len(self._layers), "a layer was not called"
 
     @contextmanager
-    def _during(self, step: _Prefill | _Decode) -> Iterator[None]:
+    def _during(self, step: _Step) -> Iterator[None]:
         self._step, self._next = step, 0
         try:
             yield
         finally:
             self._step = None
 
-    def attend(
-        self,
-        attention: CachedAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        sinks: Tensor | None,
-        chosen: Chosen | None,
-    ) -> Tensor:
-        """One layer's attention; see `CachedAttention`."""
-        step = self._step
-        if not mask.causal:
-            raise ValueError("only causal attention can go on from keys and values that were kept")
-        if step is None:
-            return attention.plainly(q, k, v, mask, sinks, chosen)
-        layer = self._kept(step, k, v, mask.window)
-        if isinstance(step, _Prefill):
-            return attention.plainly(q, k, v, mask, sinks, chosen)
-        places = step.mask(layer.size, q.device)
-        return attention.see_all(q, *layer.seen(step), places, sinks, chosen)
+    def keep(
+        self, k: Tensor, v: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Keep one layer's new keys and values, in a forward of which something is kept.
+
+        While decoding, all that there are, [n, K, L, d], and which of them are tokens of the
+        document, bool [n, 1, 1, L], None: all.
+        """
+        if self._step is None:
+            return None
+        layer = self._kept(self._step, k, v, window)
+        if not self._step.decodes:
+            return None
+        return *layer.seen(self._step), self._step.mask(layer.size, k.device)
 
     def index_keys(self, keys: Tensor) -> list[Tensor]:
         """The index keys [L, D] of each document so far, with these of new tokens [1, S, D]."""
@@ -129,11 +124,11 @@ class KeyValueCache:
         documents = zip(layer.k.unbind(), self.lengths, strict=True)
         return [document[0, :length] for document, length in documents]
 
-    def _kept(self, step: _Prefill | _Decode, k: Tensor, v: Tensor, window: int | None) -> _Layer:
+    def _kept(self, step: _Step, k: Tensor, v: Tensor, window: int | None) -> _Layer:
         """The next layer, with new keys and values."""
         number = self._next
         self._next += 1
-        if isinstance(step, _Decode):
+        if step.decodes:
             layer = self._layers[number]
             assert isinstance(layer, _Layer)
             layer.append(step, k, v)
@@ -143,21 +138,17 @@ class KeyValueCache:
             self._layers.append(layer)
         return layer
 
-    def go_on(self, scan: Callable[[Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
+    def resume(self, scan: Callable[[Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
         """One layer's results of `scan`, which gives them and the states behind each document.
 
         It is given the states before them; None: zeros. Of padding behind the documents, too.
         """
         number, num = self._next, len(self.lengths)
         self._next += 1
-        if not self.decodes:
-            out, states = scan(None)
-            self._layers.append(_States(states[:num]))
-            return out
-        layer = self._layers[number]
-        assert isinstance(layer, _States)
-        out, states = scan(layer.kept)
-        layer.kept = states[:num]
+        before = self._layers[number] if self.decodes else None
+        assert not isinstance(before, _Layer)
+        out, states = scan(before)
+        self._layers[number : number + 1] = [states[:num]]
         return out
 
 
@@ -182,38 +173,24 @@ class CachedAttention:
         self._softcap = softcap
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        sinks: Tensor | None = None,
-        chosen: Chosen | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
     ) -> Tensor:
-        """q [1, S, H, d], k and v [1, S, K, d], sinks [H] -> [1, S, H, d]."""
-        return self._cache.attend(self, q, k, v, mask, sinks, chosen)
+        """q [1, S, H, d], k and v [1, S, K, d] -> [1, S, H, d]; `extras` as of `local`."""
+        if not mask.causal:
+            raise ValueError("only causal attention can resume from keys and values that were kept")
+        seen = self._cache.keep(k, v, mask.window)
+        if seen is None:
+            return self._local(q, k, v, mask=mask, **extras)
+        return self._see_all(q, *seen, **extras)
 
-    def plainly(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        sinks: Tensor | None,
-        chosen: Chosen | None,
-    ) -> Tensor:
-        """By `local`."""
-        return self._local(q, k, v, mask=mask, **given(sinks, chosen))
-
-    def see_all(
+    def _see_all(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        sinks: Tensor | None,
-        chosen: Chosen | None,
+        sinks: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """q [1, n.., H, d], k and v [n, K, L, d], mask [n, 1, 1, L] -> [1, n.., H, d].
 
@@ -248,17 +225,13 @@ class CachedAttention:
         return (logits.softmax(-1)[..., : k.shape[2]] @ v.to(wide)).to(q.dtype)
 
 
-class _Prefill:
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self.lengths = lengths
+class _Step:
+    """A forward whose keys are kept, in layers that keep so many tokens; one for all of them."""
 
-
-class _Decode:
-    """A step of decoding, in layers that keep so many tokens; made once for all of them."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
+    def __init__(self, lengths: tuple[int, ...], *, decodes: bool) -> None:
         self.lengths = lengths
         """With the tokens of this step."""
+        self.decodes = decodes
         self._places: dict[int, int | tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor | None] = {}
 
@@ -291,17 +264,6 @@ class _Decode:
         return self._masks[size]
 
 
-class _States:
-    """The states [n, H, ..] of one layer."""
-
-    def __init__(self, kept: Tensor) -> None:
-        self.kept = kept
-
-    @property
-    def num_bytes(self) -> int:
-        return self.kept.nbytes
-
-
 class _Layer:
     """Keys and values [n, K, C, d] of one layer; token t of a document lies at t mod C."""
 
@@ -310,7 +272,7 @@ class _Layer:
         self.k, self.v = (x.new_zeros(num, x.shape[2], size, x.shape[3]) for x in (k, v))
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
     def fill(self, lengths: tuple[int, ...], k: Tensor, v: Tensor) -> None:
@@ -324,7 +286,7 @@ class _Layer:
                 kept[document, :, first:count] = own[:, : count - first]
                 kept[document, :, :first] = own[:, count - first :]
 
-    def append(self, step: _Decode, k: Tensor, v: Tensor) -> None:
+    def append(self, step: _Step, k: Tensor, v: Tensor) -> None:
         """Put a token of each document, k and v [1, n.., K, d], in its place."""
         places, num = step.places(self.size, k.device), self.k.shape[0]
         for kept, new in ((self.k, k), (self.v, v)):
@@ -334,7 +296,7 @@ class _Layer:
                 documents, index = places
                 kept[documents, :, index] = new[0, :num]
 
-    def seen(self, step: _Decode) -> tuple[Tensor, Tensor]:
+    def seen(self, step: _Step) -> tuple[Tensor, Tensor]:
         """What there is, [n, K, L, d]."""
         longest = step.longest(self.size)
         return self.k[:, :, :longest], self.v[:, :, :longest]

@@ -5,7 +5,7 @@ B batch, S sequence, K KV heads, G = K or 1, n numbers of a query, R queries, C 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
 
-__all__ = ["Chosen", "given", "seen_by"]
+__all__ = ["Chosen", "seen_by"]
 
 
 class Chosen(NamedTuple):
@@ -37,9 +37,3 @@ def seen_by(numbers: Tensor, run: int, num_keys: int) -> Tensor:
     seen = torch.zeros(*places.shape[:2], runs + 1, dtype=torch.bool, device=numbers.device)
     seen = seen.scatter_(-1, places, True)[..., :runs].repeat_interleave(run, -1)
     return seen[..., :num_keys].unsqueeze(1)
-
-
-def given(sinks: Tensor | None, chosen: Chosen | None) -> dict[str, Any]:
-    """The options of a local attention that are asked for, as few have them."""
-    options = {"sinks": sinks, "chosen": chosen}
-    return {name: option for name, option in options.items() if option is not None}

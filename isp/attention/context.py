@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.attention.chosen import Chosen, given
-from isp.attention.exchange import Arrival, NothingToAttend, launch
+from isp.attention.exchange import Arrival, launch
 from isp.attention.keys import KeyExchange
 from isp.attention.local import LocalAttention
-from isp.attention.lse import lse_kernel
+from isp.attention.lse import LseKernel, lse_kernel
 from isp.attention.mask import AttentionMask
 from isp.attention.ring import Ring, ring_attention
 from isp.attention.route import Route, gather_route, ring_routes
+from isp.autograd import joined
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
 from isp.parallel.context import ContextPlan, Windows
@@ -78,33 +78,27 @@ class ContextAttention:
         self.stripes = stripes
         self.ring = ring
         self._plan_of = plan_of
+        self._kernels: dict[tuple[torch.dtype, int, torch.device], LseKernel | None] = {}
         self._known: dict[tuple[Any, ...], tuple[Route, ...]] = {}
         """Routes, the one used last behind the others."""
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        sinks: Tensor | None = None,
-        chosen: Chosen | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
     ) -> Tensor:
         """q [B, S/c, h, d], k and v [B, S/c, k, d] -> [B, S/c, h, d]; `mask` of the whole rows.
 
-        Raises ValueError if the tokens are not those that the plan gives this rank, or if a mask
-        that is not causal has a window.
+        `extras`: as of `DistributedAttention`. Raises ValueError if the tokens are not those that
+        the plan gives this rank, or if a mask that is not causal has a window.
         """
         if self.channel.size == 1:
-            return self.local_attention(q, k, v, mask=mask, **given(sinks, chosen))
+            return self.local_attention(q, k, v, mask=mask, **extras)
         kernel = None
-        if self.ring and mask.window is None and sinks is None and chosen is None:
-            kernel = lse_kernel(self.local_attention, q)
+        if self.ring and mask.window is None and not extras:
+            kernel = self._lse_kernel(q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
         if not routes[0].stays:
             q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
-        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks, chosen)
+        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
         if routes[0].stays:
             out = self._attend(tokens, routes[0].mask)
         elif kernel is not None:
@@ -114,12 +108,18 @@ class ContextAttention:
             out = self._exchange(tokens, routes[0])
         return out.view(*q.shape[:-1], out.shape[-1])
 
+    def _lse_kernel(self, q: Tensor) -> LseKernel | None:
+        """What a ring needs, chosen once for such queries."""
+        kind = q.dtype, q.shape[-1], q.device
+        if kind not in self._kernels:
+            self._kernels[kind] = lse_kernel(self.local_attention, q)
+        return self._kernels[kind]
+
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
         """Attend stripe by stripe, while the next one travels."""
-        number = 1 if tokens.chosen is not None else self._num_stripes(tokens.k, route)
-        stripes = tokens.stripes(number)
+        stripes = tokens.stripes(self._num_stripes(tokens, route))
         route, outs, transfers = route.on(tokens.k.device), [], []
-        for number, (_, k, v, *_) in enumerate(stripes):
+        for number, (_, k, v, _) in enumerate(stripes):
             tag = Tag(Purpose.KEYS, tensor=f"attention.kv.{number}")
             exchange = KeyExchange(self.channel, route, tag)
             transfers.append(launch(exchange, (torch.stack((k, v), 1),)))
@@ -128,10 +128,13 @@ class ContextAttention:
         outs.append(self._attend_arrived(stripes[-1], transfers[-1], route))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-    def _num_stripes(self, k: Tensor, route: Route) -> int:
+    def _num_stripes(self, tokens: _Tokens, route: Route) -> int:
+        k = tokens.k
+        if "chosen" in tokens.extras:
+            return 1
         if self.stripes is not None:
             return min(self.stripes, k.shape[1])
-        received = 2 * route.most_received * k.shape[1] * k.shape[2] * k.element_size()
+        received = 2 * route.most_received * k.shape[1:].numel() * k.element_size()
         return max(1, min(_MOST_STRIPES, k.shape[1], received // _STRIPE_BYTES))
 
     def _attend_arrived(self, stripe: _Tokens, arrive: Arrival, route: Route) -> Tensor:
@@ -140,12 +143,10 @@ class ContextAttention:
 
     def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
         """[T, h, d]."""
-        q, k, v, sinks, chosen = tokens
-        options = given(sinks, chosen)
+        q, k, v, extras = tokens
         if not len(q):
-            out: Tensor = NothingToAttend.apply(q, k, v, *([] if sinks is None else [sinks]))
-            return out
-        attended = self.local_attention(*(x.unsqueeze(0) for x in (q, k, v)), mask=mask, **options)
+            return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
+        attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 
     def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
@@ -190,9 +191,7 @@ class _Tokens(NamedTuple):
     k: Tensor
     """[T, k, d], [L, k, d] once they have arrived; v likewise."""
     v: Tensor
-    sinks: Tensor | None
-    """[h]."""
-    chosen: Chosen | None
+    extras: dict[str, Any]
 
     def stripes(self, number: int) -> list[_Tokens]:
         """Cut along the KV heads, as evenly as they go; chosen keys are not."""
@@ -201,6 +200,8 @@ class _Tokens(NamedTuple):
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
         sizes = [len(range(i, heads, number)) for i in range(number)]
         queries = [group * size for size in sizes]
-        sinks = [None] * number if self.sinks is None else self.sinks.split(queries)
-        parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), sinks)
-        return [_Tokens(*stripe, None) for stripe in zip(*parts, strict=True)]
+        extras: list[dict[str, Any]] = [{}] * number
+        if "sinks" in self.extras:
+            extras = [{"sinks": sinks} for sinks in self.extras["sinks"].split(queries)]
+        parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), extras)
+        return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]

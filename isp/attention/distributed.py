@@ -13,15 +13,17 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint tran
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.chosen import Chosen, given
-from isp.attention.exchange import Cut, Exchange, NothingToAttend, exchanged, launch
+from isp.attention.exchange import Cut, Exchange, exchanged, launch
 from isp.attention.heads import HeadPlan
 from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask
+from isp.autograd import joined
 from isp.comm import Channel, host_memory
 from isp.comm.tag import Purpose, Tag
 
@@ -63,42 +65,38 @@ class DistributedAttention:
         self._exchanges: dict[tuple[str, int, tuple[tuple[range, ...], ...]], Exchange] = {}
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        sinks: Tensor | None = None,
-        chosen: Chosen | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
     ) -> Tensor:
         """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
 
-        The heads of v, and so of the result, may be smaller than those of q and k. `sinks`
-        [H], where the local attention takes them: a further logit of each head, without a value; or
-        [H, ..], whatever else of each head it takes, and q may be wider than k. `chosen`, likewise:
+        The heads of v, and so of the result, may be smaller than those of q and k. `extras`, where
+        the local attention takes them: `sinks` [H], a further logit of each head, without a value,
+        or [H, ..], whatever else of each head it takes, and then q may be wider than k; `chosen`,
         the keys of this rank's queries.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
-            return self._attend_here(q, k, v, mask, sinks, chosen)
-        numbers = None if chosen is None else chosen.gathered(self.channel)
+            return self._attend_here(q, k, v, mask, extras)
+        if "chosen" in extras:
+            numbers = extras["chosen"].gathered(self.channel)
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
         size = q.nbytes + k.nbytes + v.nbytes
         alike = q.shape[-1] == k.shape[-1] and k.shape == v.shape
         if size <= self.together_below_bytes and alike:
-            together = self.exchange((plan.query, plan.kv, plan.kv), length, "qkv")
+            together = self._exchange((plan.query, plan.kv, plan.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
             transfers = [
-                launch(self.exchange((heads,), length, label), (x,))
+                launch(self._exchange((heads,), length, label), (x,))
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
             ]
             q, k, v = (arrive()[0] for arrive in transfers)
-        if chosen is not None and numbers is not None:
-            chosen = chosen._replace(numbers=numbers.wait())
-        return self._attend(q, k, v, plan, mask, sinks, chosen)
+        if "chosen" in extras:
+            extras["chosen"] = extras["chosen"]._replace(numbers=numbers.wait())
+        out = self._attend_arrived(q, k, v, plan, mask, extras)
+        back = self._exchange((plan.query,), length, "out")
+        return exchanged(back, out, reverse=True)[0]
 
     def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
         """Packed with as many KV heads as query heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
@@ -110,7 +108,7 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
         """The exchange that spreads the `heads` of tensors and joins their tokens, S = `length`."""
         key = label, length, heads
         if key not in self._exchanges:
@@ -122,68 +120,45 @@ class DistributedAttention:
             self._exchanges[key] = Exchange(self.channel, spread, sequence, tag)
         return self._exchanges[key]
 
-    def _attend(
+    def _attend_arrived(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         plan: HeadPlan,
         mask: AttentionMask,
-        sinks: Tensor | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        """q [B, S, h, d], k and v [B, S, k, d] -> [B, S/p, H, d]."""
-        out = self.attend_arrived(q, k, v, plan, mask, sinks, chosen)
-        back = self.exchange((plan.query,), out.shape[_SEQUENCE], "out")
-        return exchanged(back, out, reverse=True)[0]
-
-    def attend_arrived(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: HeadPlan,
-        mask: AttentionMask,
-        sinks: Tensor | None = None,
-        chosen: Chosen | None = None,
+        extras: dict[str, Any],
     ) -> Tensor:
         """This rank's heads of `plan`: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
         if q.shape[_HEADS] == 0:
-            out: Tensor = NothingToAttend.apply(q, k, v, *([] if sinks is None else [sinks]))
-            return out
+            return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
+        own, kv = plan.query[self.channel.rank], plan.kv[self.channel.rank]
         repeated = plan.repeated_kv(self.channel.rank)
-        if chosen is not None and chosen.numbers.shape[_HEADS] > 1:
-            kv = plan.kv[self.channel.rank]
-            heads = tuple(kv if repeated is None else (kv[i] for i in repeated))
-            numbers = chosen.numbers.index_select(_HEADS, self._index(heads, k.device))
-            chosen = chosen._replace(numbers=numbers)
+        if "chosen" in extras and extras["chosen"].numbers.shape[_HEADS] > 1:
+            chosen = extras["chosen"]
+            index = self._index(tuple(kv if repeated is None else (kv[i] for i in repeated)), q)
+            numbers = chosen.numbers.index_select(_HEADS, index)
+            extras["chosen"] = chosen._replace(numbers=numbers)
         if repeated is not None:
-            index = self._index(repeated, k.device)
-            k, v = k.index_select(_HEADS, index), v.index_select(_HEADS, index)
-        if sinks is not None:
-            own = plan.query[self.channel.rank]
-            sinks = sinks[own.start : own.stop]
-        return self._attend_here(q, k, v, mask, sinks, chosen)
+            k, v = (x.index_select(_HEADS, self._index(repeated, q)) for x in (k, v))
+        if "sinks" in extras:
+            extras["sinks"] = extras["sinks"][own.start : own.stop]
+        return self._attend_here(q, k, v, mask, extras)
 
     @torch.inference_mode(False)  # such a tensor could not be kept for backward later
-    def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
+    def _index(self, heads: tuple[int, ...], like: Tensor) -> Tensor:
         """These numbers of heads as a tensor; sent to each device once."""
-        if (heads, device) not in self._sent:
-            self._sent[heads, device] = host_memory.send(torch.tensor(heads), device)
-        return self._sent[heads, device]
+        if (heads, like.device) not in self._sent:
+            index = host_memory.send(torch.tensor(heads), like.device)
+            self._sent[heads, like.device] = index
+        return self._sent[heads, like.device]
 
     def _attend_here(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        sinks: Tensor | None,
-        chosen: Chosen | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, extras: dict[str, Any]
     ) -> Tensor:
         """Kernels want heads of one size: what v lacks is zero."""
-        options = {} if sinks is None and chosen is None else given(sinks, chosen)
         size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
-        if not lacking:
-            return self.local_attention(q, k, v, mask=mask, **options)
-        return self.local_attention(q, k, F.pad(v, (0, lacking)), mask=mask, **options)[..., :size]
+        if lacking:
+            v = F.pad(v, (0, lacking))
+        out = self.local_attention(q, k, v, mask=mask, **extras)
+        return out[..., :size] if lacking else out

@@ -6,8 +6,7 @@ p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T token
 Departure packs and launches, arrival waits and unpacks; between them the transfer is a `Pending`.
 In backward the arrival node launches the gradient's transfer and the departure node waits for it,
 so what can run while x travels has its gradient computed while dx travels. Between the two nodes
-autograd sees only an empty ticket; every gradient goes through the transfer. The synchronous form
-is one node that does both at once each way, hence the same bits.
+autograd sees only an empty ticket; every gradient goes through the transfer.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ __all__ = [
     "Arrival",
     "Cut",
     "Exchange",
-    "NothingToAttend",
-    "RoundTrip",
+    "Reversible",
     "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
@@ -246,7 +244,7 @@ def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
     return total.to(slices[0].dtype)
 
 
-class RoundTrip(Protocol):
+class Reversible(Protocol):
     """An exchange, and its transpose."""
 
     @property
@@ -260,10 +258,10 @@ class RoundTrip(Protocol):
         """Send the gradients of what arrived on their way back."""
 
 
-class _Trip:
+class _Transfer:
     """One exchange under autograd: what is in flight there, and in backward what is coming back."""
 
-    def __init__(self, exchange: RoundTrip, *, reverse: bool) -> None:
+    def __init__(self, exchange: Reversible, *, reverse: bool) -> None:
         self._there = exchange.go_back if reverse else exchange.go_out
         self._back = exchange.go_out if reverse else exchange.go_back
         self._arrival: Arrival | None = None
@@ -282,7 +280,7 @@ class _Trip:
 
 class _Depart(Function):
     @staticmethod
-    def forward(ctx: Any, transfer: _Trip, *xs: Tensor) -> Tensor:
+    def forward(ctx: Any, transfer: _Transfer, *xs: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.depart(xs)
         return xs[0].new_empty(0)
@@ -295,7 +293,7 @@ class _Depart(Function):
 
 class _Arrive(Function):
     @staticmethod
-    def forward(ctx: Any, transfer: _Trip, ticket: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
         return transfer.arrive()
 
@@ -306,7 +304,7 @@ class _Arrive(Function):
         return None, dys[0].new_empty(0)
 
 
-def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
+def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
     """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
 
     See the note [A transfer is two autograd nodes]. The result must be called once, and the
@@ -314,47 +312,14 @@ def launch(exchange: RoundTrip, xs: Sequence[Tensor], *, reverse: bool = False) 
     """
     if exchange.channel.size == 1:
         return lambda: tuple(xs)
-    transfer = _Trip(exchange, reverse=reverse)
+    transfer = _Transfer(exchange, reverse=reverse)
     ticket = _Depart.apply(transfer, *xs)
     return lambda: _Arrive.apply(transfer, ticket)
 
 
-class _Exchanged(Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: RoundTrip, reverse: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.reverse = exchange, reverse
-        return (exchange.go_back if reverse else exchange.go_out)(xs)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.exchange.go_out if ctx.reverse else ctx.exchange.go_back
-        return None, None, *back(dys)()
-
-
-def exchanged(exchange: RoundTrip, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
-    """xs, sent and arrived: as `launch`, in one node [Note: A transfer is two autograd nodes]."""
-    if exchange.channel.size == 1:
-        return xs
-    ys: tuple[Tensor, ...] = _Exchanged.apply(exchange, reverse, *xs)
-    return ys
-
-
-class NothingToAttend(Function):
-    """Attention of a rank without queries: empty, and joined to k, v and sinks all the same.
-
-    Without this node the rank's backward would never reach their exchange, nor the sum of the
-    sinks' gradients, and the others would wait for it forever.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, *sinks)
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+def exchanged(exchange: Reversible, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
+    """xs, sent and arrived."""
+    return launch(exchange, xs, reverse=reverse)()
 
 
 class SeqAllToAll:

@@ -108,7 +108,6 @@ def make_local_attention(
             f" model.attention_backend=auto"
         )
     logger.info("attention: %s", backend)
-    _warn_of_flash2(backend, device)
     return _make(backend, device, scale)
 
 
@@ -134,6 +133,7 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
     chosen = _fastest(able)
     missing = [
         f"; not {backend}: {faults[backend] or 'it does not run on every rank'}"
+        f"{f' ({backend.remedy})' * bool(backend.remedy)}"
         for backend in candidates
         if backend not in able
     ]
@@ -144,8 +144,6 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
         ", ".join(f"{backend} {time:.2f}" for backend, time in able.items()),
         "".join(missing),
     )
-    if able.keys().isdisjoint((AttentionBackend.FLASH3, AttentionBackend.FLASH4)):
-        _warn_of_flash2(chosen, place.device)
     return chosen
 
 
@@ -229,20 +227,6 @@ def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBa
     if major >= 10:
         wanted = [AttentionBackend.FLASH4, *wanted]
     return wanted
-
-
-def _warn_of_flash2(backend: AttentionBackend, device: torch.device) -> None:
-    """Say what FlashAttention-2 loses on Hopper."""
-    if backend not in (AttentionBackend.FLASH2, AttentionBackend.VARLEN):
-        return
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        newer = AttentionBackend.FLASH4, AttentionBackend.FLASH3
-        logger.warning(
-            "attention: %s is FlashAttention-2, of which others measured about 310 TFLOP/s on a"
-            " Hopper device, and 560 of FlashAttention-3: %s",
-            backend,
-            ", or ".join(f"for {other} {other.remedy}" for other in newer),
-        )
 
 
 def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:

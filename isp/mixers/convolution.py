@@ -23,10 +23,10 @@ from torch import Tensor
 
 from isp.attention.exchange import exchanged
 from isp.attention.keys import KeyExchange
+from isp.autograd import joined
 from isp.comm import host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.mixers import kernels
-from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, StateSizes
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from isp.attention.exchange import Cut, Exchange, exchanged
 from isp.attention.heads import HeadPlan
 from isp.attention.keys import KeyExchange
+from isp.autograd import joined
 from isp.comm import Channel, host_memory
 from isp.comm.tag import Purpose, Tag
-from isp.mixers.joined import joined
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.parallel.config import SequenceScan

@@ -73,15 +73,15 @@ class TracedMixers:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         causal, window, scale, softcap, _, chunk, chosen, _ = options
         forward_pass, call = self._follower.mix(Kind.ATTENTION, q)
-        sinks = options.of_heads(q.shape[2])
-        explicit = sinks is not None or chosen is not None
-        key = scale, softcap, explicit, q.shape[-1], q.shape[2] // k.shape[2]
+        extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
+        extras = {name: extra for name, extra in extras.items() if extra is not None}
+        key = scale, softcap, bool(extras), q.shape[-1], q.shape[2] // k.shape[2]
         if key not in self._cores:
             local = self._local_attention(*key)
             self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
         parts = 1 if self._layers.splits_features else self._layers.tensor.size
         mask = forward_pass.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
-        out = self._cores[key](q, k, v, mask=mask, sinks=sinks, chosen=chosen)
+        out = self._cores[key](q, k, v, mask=mask, **extras)
         return out.clone() if call.written else out.contiguous()
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
@@ -140,4 +140,4 @@ class TracedMixers:
         """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
         assert self._layers.cache is not None
         copies = None if self._layers.mode.facts.splits_sequence else self._layers.tensor
-        return self._layers.cache.go_on(partial(scan_on, by, inputs, placement, copies=copies))
+        return self._layers.cache.resume(partial(scan_on, by, inputs, placement, copies=copies))

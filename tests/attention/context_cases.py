@@ -167,7 +167,8 @@ def result_of(case: Case, channels: Channels) -> list[Tensor]:
     """The output and all gradients of this rank; those of sinks are summed over the ranks."""
     attention = make_attention(case, channels)
     leaves, dout, _ = leaves_of(case, channels)
-    out = attention(*leaves[:3], mask=case.mask, sinks=leaves[3] if case.sinks else None)
+    sinks = {"sinks": leaves[3]} if case.sinks else {}
+    out = attention(*leaves[:3], mask=case.mask, **sinks)
     grads = list(torch.autograd.grad(out, leaves, dout))
     for grad in grads[3:]:
         for channel in channels:

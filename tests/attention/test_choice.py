@@ -322,7 +322,7 @@ def test_a_backend_that_fails_at_length_is_left_out(
     monkeypatch.setattr(local, "_milliseconds", milliseconds)
     with caplog.at_level(logging.INFO, logger="isp.attention.local"):
         assert _choose_backend(HOPPER, Channel.solo()) is AttentionBackend.SDPA
-    assert "not flash2: RuntimeError: no kernel;" in caplog.records[0].message
+    assert "not flash2: RuntimeError: no kernel (pip install" in caplog.records[0].message
 
 
 class _Slower(Channel):
@@ -347,31 +347,6 @@ def test_the_slowest_rank_decides(
         assert _choose_backend(HOPPER, _Slower()) == "varlen"
     assert "flash4 9.00, varlen 3.00" in caplog.text
     assert "not flash3: it does not run on every rank" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("capability", "times", "warned"),
-    [
-        ((9, 0), {"flash2": 1.0}, True),
-        ((9, 0), {"varlen": 1.0, "sdpa": 2.0}, True),
-        ((9, 0), {"flash2": 2.0, "sdpa": 1.0}, False),
-        ((9, 0), {"flash2": 1.0, "flash3": 2.0}, False),
-        ((8, 0), {"flash2": 1.0}, False),
-    ],
-)
-def test_what_flash2_loses_on_hopper_is_said(
-    capability: tuple[int, int],
-    times: dict[str, float],
-    warned: bool,
-    trials: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Catches a run at half the speed of its device that never learns of it."""
-    trials(capability, **times)
-    _choose_backend(HOPPER, Channel.solo())
-    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == warned
-    assert all("pip install flash-attn-4" in message for message in warnings)
 
 
 def _varlen_2_11(

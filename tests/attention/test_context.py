@@ -85,7 +85,7 @@ def _in_a_ring(cases: dict[str, Case]) -> dict[str, Case]:
     return {
         f"{name}, ring": replace(case, ring=True)
         for name, case in cases.items()
-        if case.window is None and not case.sinks and not case.stripes
+        if not (case.window or case.sinks or case.stripes) and case.local is CpuAttention
     }
 
 

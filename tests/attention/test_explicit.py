@@ -226,12 +226,12 @@ def _on_ranks(rank: int, together: int) -> dict[str, float]:
         attention = DistributedAttention(local, channel, together_below_bytes=together)
         leaves = [_part(x.detach(), channel).clone().requires_grad_() for x in case.inputs[:3]]
         leaves += [x.detach().clone().requires_grad_() for x in case.inputs[3:]]
-        sinks = leaves[3] if len(leaves) > 3 else None
-        out = attention(*leaves[:3], mask=case.mask, sinks=sinks)
+        sinks = {"sinks": leaves[3]} if len(leaves) > 3 else {}
+        out = attention(*leaves[:3], mask=case.mask, **sinks)
         grads = torch.autograd.grad(out, leaves, _part(case.dout, channel))
         found = [out.detach(), *grads[:3]]
         expected = [_part(x, channel) for x in case.expected[:4]]
-        if sinks is not None:  # every rank has the gradient of its heads, to be summed
+        if sinks:  # every rank has the gradient of its heads, to be summed
             found.append(channel.all_reduce(grads[3]).wait())
             expected.append(case.expected[4])
         errors[name] = _error(found, expected)

@@ -14,7 +14,7 @@ from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.flash import VarlenAttention
 from isp.attention.keys import KeyExchange
-from isp.attention.lse import FlashKernel, LseKernel, PlainKernel, lse_kernel
+from isp.attention.lse import FlashKernel, lse_kernel
 from isp.attention.ring import Ring
 from isp.attention.route import gather_route, ring_routes
 from isp.attention.sdpa import SdpaAttention
@@ -37,9 +37,9 @@ def _lse(q: Tensor, k: Tensor, lengths: list[int]) -> Tensor:
     return logits.masked_fill(~seen, -torch.inf).logsumexp(-1).T
 
 
-@pytest.mark.parametrize("kernel", [CpuAttention(), PlainKernel(None)])
-def test_kernels_of_parts_make_the_whole(kernel: LseKernel) -> None:
+def test_kernels_of_parts_make_the_whole() -> None:
     """Catches an lse of scaled or shifted logits, and gradients by the sum of a part's keys."""
+    kernel = CpuAttention()
     (q, k, v), dout = random_inputs(1, 300, 4, 2)
     expected = CpuAttention()(q, k, v, mask=AttentionMask())
     wanted = torch.autograd.grad(expected, (q, k, v), dout)
@@ -61,35 +61,31 @@ def test_kernels_of_parts_make_the_whole(kernel: LseKernel) -> None:
     assert error_of(found, [x[0] for x in wanted]) < TOLERANCE * 300
 
 
-def test_the_kernel_is_that_of_local_attention() -> None:
-    """Catches a scale or a softcap that is lost in a ring."""
-    q = torch.zeros(1, 1, 1, 1)
-    cpu = CpuAttention(scale=0.3)
-    assert lse_kernel(cpu, q) is cpu
-    for local in (SdpaAttention(scale=0.3), VarlenAttention(scale=0.3)):
-        found = lse_kernel(local, q)
-        assert isinstance(found, PlainKernel)
-        assert found.scale == 0.3
-    assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
-
-
 @pytest.mark.parametrize(
-    ("size", "dtype", "kind"),
+    ("size", "dtype", "merges"),
     [
-        (64, torch.bfloat16, FlashKernel),
-        (256, torch.float16, FlashKernel),
-        (20, torch.bfloat16, PlainKernel),
-        (264, torch.bfloat16, PlainKernel),
-        (64, torch.float32, PlainKernel),
+        (64, torch.bfloat16, True),
+        (256, torch.float16, True),
+        (20, torch.bfloat16, False),
+        (264, torch.bfloat16, False),
+        (64, torch.float32, False),
     ],
 )
 def test_flash_attention_is_asked_for_what_it_takes(
-    size: int, dtype: torch.dtype, kind: type
+    size: int, dtype: torch.dtype, merges: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches heads of a size, or numbers, at which a ring on CUDA would end with an error."""
+    """Catches heads of a size, or a dtype, at which a ring on CUDA would end with an error; a scale
+    or a softcap that is lost in a ring."""
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, size, dtype=dtype, device="cuda")
-    assert isinstance(lse_kernel(VarlenAttention(), q), kind)
+    for local in (SdpaAttention(scale=0.3), VarlenAttention(scale=0.3)):
+        found = lse_kernel(local, q)
+        assert isinstance(found, FlashKernel) is merges
+        assert found is None or found.scale == 0.3
+    assert ("keys are gathered" in caplog.text) is not merges
+    cpu = CpuAttention(scale=0.3)
+    assert lse_kernel(cpu, q) is cpu
+    assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
 
 
 def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
@@ -109,10 +105,10 @@ def test_flash_kernel_on_gpu() -> None:
     """Catches an lse of another base or order, and gradients that are not by the given one."""
     (q, k, v), dout = random_inputs(1, 300, 4, 2, 64)
     mask = AttentionMask.of_documents([200, 100], [200, 100])
-    plain, lse = PlainKernel(None).with_lse(*(x.detach()[0] for x in (q, k, v)), mask)
+    plain, lse = CpuAttention().with_lse(*(x.detach()[0] for x in (q, k, v)), mask)
     lse = lse + 0.5  # as if there were more keys elsewhere
     wide = dout[0], *(x.detach()[0] for x in (q, k, v)), plain, lse
-    expected = [plain, lse - 0.5, *PlainKernel(None).gradients(*wide, mask)]
+    expected = [plain, lse - 0.5, *CpuAttention().gradients(*wide, mask)]
     narrow = [x.to("cuda", torch.bfloat16) for x in wide[:-1]]
     found = [
         *FlashKernel(None).with_lse(*narrow[1:4], mask),
