@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from isp.attention.distributed import DistributedAttention
     from isp.attention.exchange import SeqAllToAll
     from isp.mixers.call import causal_conv1d, gated_delta_rule, state_space_scan
-    from isp.models.registered import register_mixer
+    from isp.models.adapters import register_mixer
     from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
     from isp.train.check_model import check
     from isp.train.parallelize import parallelize
@@ -39,7 +39,7 @@ _HOMES = {
     "WPCommunicator": "isp.weights.wp",
     "causal_conv1d": "isp.mixers.call",
     "gated_delta_rule": "isp.mixers.call",
-    "register_mixer": "isp.models.registered",
+    "register_mixer": "isp.models.adapters",
     "check": "isp.train.check_model",
     "parallelize": "isp.train.parallelize",
     "state_space_scan": "isp.mixers.call",

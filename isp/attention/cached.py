@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.chosen import Chosen, seen_by
 from isp.attention.local import LocalAttention
-from isp.attention.mask import AttentionMask
+from isp.attention.mask import AttentionMask, Chosen, seen_by
 from isp.comm import host_memory
 
 __all__ = ["CachedAttention", "KeyValueCache", "cached_tokens"]

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isp.attention.chosen import Chosen
 from isp.attention.distributed import DistributedAttention
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.local import LocalAttention, make_local_attention
-from isp.attention.mask import AttentionMask
+from isp.attention.mask import AttentionMask, Chosen
 from isp.comm import Channel
 
 __all__ = ["Attend", "AttentionOptions", "Relative", "attend_by", "attention", "current_attend"]

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isp.attention.chosen import Chosen, seen_by
-from isp.attention.mask import AttentionMask
+from isp.attention.mask import AttentionMask, Chosen, seen_by
 from isp.attention.pieces import EVERYTHING, MaskBlock, document_lengths, pieces_of
 from isp.autograd import Function, once_differentiable
 

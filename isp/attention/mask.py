@@ -1,4 +1,4 @@
-"""`AttentionMask`, which says what each query sees, and the documents of a packed sequence.
+"""What each query sees: `AttentionMask`, by documents, order and windows; and `Chosen` keys.
 
 [Note: Causal alignment]
 Where query and key lengths differ, the *last* query is aligned with the *last* key, on every
@@ -21,13 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isp.comm import host_memory
+from isp.comm import Channel, Pending, host_memory
+from isp.comm.tag import Purpose, Tag
 
-__all__ = ["AttentionMask"]
+__all__ = ["AttentionMask", "Chosen", "seen_by"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,3 +176,30 @@ def _shorten(values: tuple[int, ...]) -> str:
     if len(values) <= 8:
         return str(list(values))
     return f"[{', '.join(map(str, values[:4]))}, ..., {', '.join(map(str, values[-3:]))}]"
+
+
+class Chosen(NamedTuple):
+    """The keys to which sparse attention lets each query attend, of those that a mask shows it.
+
+    By their numbers, counted within the query's document. G is the number of KV heads or 1, n of
+    the numbers of a query.
+    """
+
+    numbers: Tensor
+    """[B, S, G, n], int32; -1 and what lies behind the last key: none."""
+    run: int = 1
+    """Keys for which a number stands: number i for those from i * run on."""
+
+    def gathered(self, channel: Channel) -> Pending:
+        """The numbers of all ranks' queries, [B, S/p, G, n] -> [B, S, G, n]."""
+        return channel.all_gather(self.numbers, 1, tag=Tag(Purpose.HEADS, tensor="indices"))
+
+
+def seen_by(numbers: Tensor, run: int, num_keys: int) -> Tensor:
+    """Whether R queries with these numbers [R, G, n] see each of C keys: [G, 1, R, C]."""
+    runs = -(-num_keys // run)
+    outside = (numbers < 0) | (numbers >= runs)
+    places = numbers.masked_fill(outside, runs).long().transpose(0, 1)  # [G, R, n]
+    seen = torch.zeros(*places.shape[:2], runs + 1, dtype=torch.bool, device=numbers.device)
+    seen = seen.scatter_(-1, places, True)[..., :runs].repeat_interleave(run, -1)
+    return seen[..., :num_keys].unsqueeze(1)

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Inputs", "Recurrence", "StateSizes", "Stateful"]
+__all__ = ["Inputs", "Recurrence", "StateSizes", "Stateful", "decays"]
 
 
 class Inputs(NamedTuple):
@@ -86,3 +87,17 @@ class Recurrence(Stateful, Protocol):
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
         """The state [H, ..] after a segment with this summary [F], from `state`; None: zeros."""
+
+
+def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays within chunks of c tokens, of their logarithms [n, H, c, ..] of any size.
+
+    Of each token from the one before the chunk [n, H, c, ..], and from each token of the chunk
+    [n, H, c, c, ..], zero from later ones. The latter are sums of what lies between: as differences
+    of the former's logarithms they would be lost behind a strong decay.
+    """
+    size, rest = logarithms.shape[2], (1,) * (logarithms.dim() - 3)
+    ones = torch.ones(size, size, dtype=torch.bool, device=logarithms.device)
+    seen, later = (ones.tril(at).view(size, size, *rest) for at in (0, -1))
+    between = logarithms.unsqueeze(3).where(later, 0).cumsum(2)
+    return logarithms.cumsum(2).exp(), between.masked_fill_(~seen, -torch.inf).exp_()

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
-from isp.mixers.decay import decays
-from isp.mixers.recurrence import Inputs, StateSizes
+from isp.mixers.recurrence import Inputs, StateSizes, decays
 
 __all__ = ["Mamba2", "SelectiveScan"]
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from isp.layers.factory import LayerFactory
 from isp.layers.head import HeadLoss
 from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
@@ -19,8 +22,7 @@ from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
 from isp.models.holders import WeightHolders
 from isp.models.hosts import Host, check_row
-from isp.models.random_numbers import random_numbers
-from isp.models.rotary import by_document, token_lengths
+from isp.models.positions import by_document, token_lengths
 from isp.models.stages import Stage
 from isp.models.swap import InitialWeights
 from isp.models.trace import check_not_compiled
@@ -62,7 +64,7 @@ class TracedChunk:
         self._length_limits = host.length_limits(self.model)
         self._most_tokens = host.most_tokens(self.model)
         for part, limit in self._length_limits.items():
-            part.forward = by_document(limit, follower.under_way, part.forward)
+            part.forward = by_document(limit, self._document_lengths, part.forward)
         self._loss: HeadLoss | None = None
         """Those of the head, if there is one."""
         if self.trace.head is not None:
@@ -182,7 +184,7 @@ class TracedChunk:
         masks = self._masks(positions, cu_seqlens)
         blocks = self._follower.blocks
         blocks.begin(next(b for b in blocks.recomputed if b not in instead.left_out))
-        with random_numbers(self.model.training, self._layers):
+        with _random_numbers(self.model.training, self._layers):
             return self._passed(x, positions, masks, instead)
 
     def _passed(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
@@ -194,6 +196,10 @@ class TracedChunk:
             except ForwardEnd as end:
                 forward_pass.end()
                 return end.hidden
+
+    def _document_lengths(self) -> Tensor | None:
+        """Those of this rank's tokens, in the forward that is under way."""
+        return self._follower.under_way("rotary positions").masks.lengths
 
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
         """Those of a micro-batch with these positions, [B, S'] or [B, S]."""
@@ -231,3 +237,25 @@ class TracedChunk:
 
 def _end(x: Tensor) -> Tensor:
     raise ForwardEnd(x)
+
+
+@contextmanager
+def _random_numbers(training: bool, layers: LayerFactory) -> Iterator[None]:
+    """A forward whose draws (dropout) follow from one number of the host's generator, and the rank.
+
+    Where the ranks of a sequence have the same tokens (mtp), they draw the same. Nothing is drawn
+    but in `training`.
+    """
+    if not training:
+        yield
+        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not layers.mode.facts.splits_sequence:
+        rank -= layers.tensor.rank
+    seed = int(torch.randint(1 << 48, ()))
+    before = generator_states(layers.device)
+    torch.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        restore_generators(layers.device, before)

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, current_attend
-from isp.models.free_functions import wrap_free_functions
+from isp.models.adapters import use_registered_mixers, wrap_free_functions
 from isp.models.indexers import chosen_by
 from isp.models.own_attention import check_dropout
 from isp.models.positions import at_positions, give_positions
-from isp.models.registered import use_registered_mixers
 
 __all__ = ["Host", "HuggingFace", "check_row", "host_of"]
 

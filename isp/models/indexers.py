@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from isp.attention.chosen import Chosen
+from isp.attention.mask import Chosen
 from isp.mixers.call import current_mixers
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""The positions of the tokens of a forward, for modules that would count them by themselves.
+"""The positions of the tokens of a forward, and the lengths of the documents in which they lie.
 
-B batch, S' the tokens of this rank, D hidden size
+B batch, S sequence, S' the tokens of this rank, D hidden size, d size of a head
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-__all__ = ["at_positions", "current_positions", "give_positions"]
+from isp.attention.sequence import SequenceRanks
+from isp.comm import host_memory
+from isp.layers.factory import LayerFactory
+
+__all__ = [
+    "at_positions",
+    "by_document",
+    "current_positions",
+    "give_positions",
+    "token_lengths",
+]
 
 _positions: ContextVar[Tensor] = ContextVar("positions")
 
@@ -50,3 +62,42 @@ def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -
     """[B, S', D]; classes of transformers take positions of one sequence, [S']."""
     positions = current_positions()
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)
+
+
+def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: LayerFactory) -> Tensor:
+    """The length of the document in which each token of this rank lies, as `positions` [B, S'].
+
+    All positions, [B, S], where the mode has a rank compute them. Without `cu_seqlens` a row is one
+    document.
+    """
+    parts = layers.tensor.size if layers.mode.facts.slices_batch else 1
+    if cu_seqlens is None:
+        return torch.full_like(positions, positions.shape[1] * parts)
+    ranks = layers.sequence or SequenceRanks.by_heads(layers.tensor)
+    lengths = cu_seqlens.diff().long()
+    each = lengths.repeat_interleave(lengths).view(len(positions), -1)  # [B, S]
+    (each,) = ranks.arranged([each], cu_seqlens)
+    own = each.chunk(parts, 1)[layers.tensor.rank if parts > 1 else 0]
+    return host_memory.send(own.contiguous(), positions.device)
+
+
+def by_document(
+    limit: int, lengths: Callable[[], Tensor | None], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward`, which makes angles [B, S', d] by whether the largest position reaches `limit`.
+
+    Rotary positions that treat long rows otherwise (longrope): the result makes those of each token
+    by the length of its document, as if that were alone, if `lengths` gives them, [B, S'].
+    """
+
+    def angles(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        of_tokens = lengths()
+        if of_tokens is None:
+            return forward(x, position_ids, *args, **kwargs)
+        far = torch.full_like(position_ids[..., :1], limit)
+        short = forward(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
+        long = forward(x, torch.cat([position_ids, far], -1), *args, **kwargs)
+        is_long = (of_tokens > limit).unsqueeze(-1)
+        return tree_map(lambda a, b: torch.where(is_long, b[:, :-1], a), short, long)
+
+    return angles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from isp.models.calls import Call, Kind
 from isp.models.indexers import indexer_parameters
-from isp.models.lookup import looked_up
 from isp.models.roles import ParameterRole, holds_experts, is_linear
 
-__all__ = ["Reads", "check_reads", "experts_cut", "small_linears_read", "unused"]
+__all__ = ["Reads", "check_reads", "experts_cut", "looked_up", "small_linears_read", "unused"]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 """What asks a tensor for its size, which is another for a rank's part of it."""
@@ -135,3 +134,35 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
         if left == cut:
             return cut
         cut = left
+
+
+_EMBEDDING_ARGUMENTS = (
+    "input",
+    "weight",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
+"""The arguments of `F.embedding`."""
+
+
+def looked_up(
+    table: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Tensor | None:
+    """The ids whose rows of an `nn.Embedding` a call of torch gives; None for any other call.
+
+    That is `F.embedding` with the options of the table, of which `max_norm`, `scale_grad_by_freq`
+    and `sparse` are not supported, or `weight[ids]` of a table whose rows all take a gradient.
+    """
+    if func is F.embedding:
+        given = dict(zip(_EMBEDDING_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
+        alike = given.get("padding_idx") == table.padding_idx and given.get("max_norm") is None
+        plain = not given.get("scale_grad_by_freq") and not given.get("sparse")
+        ids = given["input"] if given["weight"] is table.weight and alike and plain else None
+    elif func is Tensor.__getitem__ and args[0] is table.weight and table.padding_idx is None:
+        ids = args[1]
+    else:
+        return None
+    return ids if isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64) else None

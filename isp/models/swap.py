@@ -20,7 +20,7 @@ from isp.layers.embedding import look_up
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
 from isp.models.fused import FusedRows
-from isp.models.lookup import looked_up
+from isp.models.reads import looked_up
 from isp.models.region import Entrance
 from isp.models.roles import ParameterRole, is_transposed
 from isp.models.tensor_plan import TensorPlan

@@ -6,8 +6,10 @@ Nothing is found by name: a linear is an `nn.Linear` that is called, a block is 
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,16 +18,14 @@ from torch import Tensor, nn
 from isp.attention.call import attend_by
 from isp.mixers.call import mix_by
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
-from isp.models.head import HeadFinder
 from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused
-from isp.models.recorder import TOKENS, CallRecorder, list_entries, list_of
+from isp.models.recorder import TOKENS, CallRecorder, HeadFinder, list_entries, list_of
 from isp.models.roles import (
     ParameterRole,
     holds_experts,
     is_transposed,
     roles_of,
 )
-from isp.models.untraced import untraced
 
 __all__ = [
     "BEHIND",
@@ -162,7 +162,7 @@ def trace_model(
         raise
     except Exception as error:
         inside = reads.open[-1] if reads.open else None
-        raise ValueError(untraced(model, inside, error, TOKENS)) from error
+        raise ValueError(_untraced(model, inside, error, TOKENS)) from error
     _check_logits(model, logits)
     every = tuple(recorder.calls_in_blocks())
     cut = experts_cut(model, every, reads.foreign)
@@ -297,3 +297,43 @@ _HOW = (
     "a layer has to call transformers' attention interface, isp.attention, isp.causal_conv1d,"
     " isp.gated_delta_rule or isp.state_space_scan"
 )
+
+
+# -- why a model could not be traced ---------------------------------------------------------
+
+_OUTSIDE = Path(torch.__file__).parent, Path(__file__).parents[1]
+"""Code that a model's code calls, or that calls it."""
+
+
+def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception, tokens: int) -> str:
+    """The message for an `error` of a model's code, in the forward of the module `inside`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place = type(model).__name__
+    if inside is not None and names.get(id(inside)):
+        place = f"{names[id(inside)]} ({type(inside).__name__}) of {place}"
+    code, line, text = _code_of(error), "", ""
+    if code is not None:
+        line = code.line or ""
+        text = f" ({Path(code.filename).name}:{code.lineno}: {line})"
+    return (
+        f"{place} could not be traced: {_cause(error, line)}{text}. The model is called with tokens"
+        f" and positions [1, {tokens}] on the meta device"
+    )
+
+
+def _cause(error: Exception, line: str) -> str:
+    if "NoneType" in str(error) and "mask" in line:
+        return (
+            "it reads an attention mask, and isp gives none: attention that chooses keys for each"
+            " token (sparse attention) is supported where isp knows the indexer"
+        )
+    if "meta tensor" in str(error) or "data-independent" in str(error):
+        return "what it does depends on the values of tensors, which a trace does not have"
+    return f"{type(error).__name__}: {error}"
+
+
+def _code_of(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost line of the model's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (f for f in reversed(frames) if not any(p in Path(f.filename).parents for p in _OUTSIDE))
+    return next(own, None)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
-from isp.attention.chosen import Chosen
 from isp.attention.explicit import block_rows
+from isp.attention.mask import Chosen
 from isp.attention.pieces import document_lengths
 from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer

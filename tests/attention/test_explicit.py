@@ -13,8 +13,8 @@ from torch import Tensor
 from isp.attention import AttentionMask, DistributedAttention, HeadPlan, explicit
 from isp.attention.call import Relative
 from isp.attention.call import attention as attend
-from isp.attention.chosen import Chosen
 from isp.attention.explicit import ExplicitAttention
+from isp.attention.mask import Chosen
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
 from tests.attention.reference import make_mask, random_inputs, visible

@@ -1,27 +1,70 @@
-"""The free functions by which models of transformers convolve and scan, sent to `isp.mixers`.
+"""What takes the place of forwards and functions by which models mix tokens: calls of isp.
+
+Modules whose own forward mixes tokens by code of its own get another, by their class.
 
 A modeling module calls functions of its own namespace: `causal_conv1d_fn`, a scan, and a fused form
 of both, which gives None where no kernel is installed. They are wrapped there once. In a
 parallelised model's forward a wrapper calls `isp.mixers`; outside of one, as in every other model
 of the process, the function that it wraps.
 
-B batch, T tokens, C channels, K taps, N numbers of a state
+B batch, S' the tokens of this rank, T tokens, C channels, K taps, N numbers of a state
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.mixers.call import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
-from isp.models.indexers import PLACE, causal_mask, has_indexers
+from isp.models.indexers import (
+    COMPRESSORS,
+    INDEXERS,
+    PLACE,
+    causal_mask,
+    class_names,
+    has_indexers,
+)
+from isp.models.own_attention import OWN_FORWARDS, OWN_METHODS
+from isp.models.own_mixers import OWN_MIXERS
 
-__all__ = ["wrap_free_functions"]
+__all__ = ["register_mixer", "use_registered_mixers", "wrap_free_functions"]
+
+_forwards: dict[str, Callable[..., Any]] = {
+    PLACE + name: forward
+    for name, forward in (OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS).items()
+}
+"""By the name of the class: its modules need not be imported."""
+
+_methods = {PLACE + name: instead for name, instead in OWN_METHODS.items()}
+
+
+def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
+    """Let `forward(module, ...)` take the place of a class's forward in parallelised models.
+
+    It takes what the class's own forward takes, of this rank's tokens [B, S', ..], and mixes them
+    by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and `isp.state_space_scan`
+    alone. For subclasses, too. Other models of the process keep their own forward.
+    """
+    _forwards[f"{module_class.__module__}.{module_class.__qualname__}"] = forward
+
+
+def use_registered_mixers(model: nn.Module) -> bool:
+    """Give modules of registered classes what was registered, in place; whether there are any."""
+    found = False
+    for module in model.modules():
+        for method, registered in (("forward", _forwards), ("_attn", _methods)):
+            names = (name for name in class_names(module) if name in registered)
+            instead = next((registered[name] for name in names), None)
+            if instead is not None:
+                setattr(module, method, partial(instead, module))
+                found = True
+    return found
+
 
 _STATES = (
     "initial_state",
