@@ -101,28 +101,21 @@ def _draw_text(text: TextLosses, trained: int | None) -> Figure:
     shown = [bucket for bucket in text.buckets if bucket.tokens]
     top = max((bucket.loss or 0.0 for bucket in shown), default=0.0) or 1.0
     for index, bucket in enumerate(shown):
-        if bucket.loss is None:
-            axes.text(index, 0, "not finite", ha="center", va="bottom")
-            continue
-        beyond = trained is not None and bucket.begin >= trained
-        hover = f"{bucket.places}: loss {bucket.loss:.4f}, {bucket.tokens:,} tokens"
-        add_bar(
-            axes,
-            index - 0.4,
-            index + 0.4,
-            top=0,
-            height=bucket.loss,
-            look=_BEYOND if beyond else _WITHIN,
-            hover=hover,
+        loss, name = (
+            bucket.loss or 0.0,
+            "not finite" if bucket.loss is None else f"{bucket.loss:.2f}",
         )
-        axes.text(index, bucket.loss + 0.01 * top, f"{bucket.loss:.2f}", ha="center", va="bottom")
+        look = _BEYOND if trained is not None and bucket.begin >= trained else _WITHIN
+        hover = f"{bucket.places}: loss {name}, {bucket.tokens:,} tokens"
+        begin, end = index - 0.4, index + 0.4
+        add_bar(axes, begin, end, top=0, height=loss, look=look, hover=hover)
+        axes.text(index, loss + 0.01 * top, name, ha="center", va="bottom")
     axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.set_ylim(0, 1.12 * top)
     _name_columns(axes, [bucket.places for bucket in shown])
     axes.grid(visible=False, axis="x")
     if trained is not None:
-        handles = [key(f"within {trained:,} tokens", _WITHIN), key("beyond", _BEYOND)]
-        legend_above(axes, handles)
+        legend_above(axes, [key(f"within {trained:,} tokens", _WITHIN), key("beyond", _BEYOND)])
     return figure
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from isp.profile.table import Table
 from isp.report.style import Picture, to_svg
 
-__all__ = ["Page", "Section", "kind_name", "mib", "moment", "ms"]
+__all__ = ["Page", "Section", "kind_name", "mib", "ms"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,6 @@ def _prose(text: str) -> Markup:
 def ms(milliseconds: float) -> str:
     """Such as `12.3`; three digits where there are fewer before the point."""
     return f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.2f}"
-
-
-def moment(milliseconds: float) -> str:
-    """A place in time, such as `3.4`; without its unit."""
-    return f"{milliseconds:.1f}"
 
 
 def mib(num_bytes: float) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -22,7 +21,6 @@ from isp.run.folder import RunFolder
 
 __all__ = ["Means", "means", "run_page"]
 
-_GAP = math.nan
 _FEW = 60  # records for which each has a mark of its own
 
 
@@ -37,11 +35,6 @@ class Means(NamedTuple):
     exposed_ms: float
     tgs: float
 
-    @property
-    def exposed_of_step(self) -> float:
-        """Share of the step."""
-        return self.exposed_ms / self.step_ms
-
 
 def means(records: Sequence[StepRecord]) -> Means:
     """The means over `records`, each weighted by the number of steps that it stands for."""
@@ -49,10 +42,9 @@ def means(records: Sequence[StepRecord]) -> Means:
     weights = [after - before for before, after in pairwise(steps)]
     if len(records) > 1:
         records, weights, steps = records[1:], weights[1:], steps[1:]
-    total = sum(weights)
 
     def mean(values: Iterable[float]) -> float:
-        return sum(v * w for v, w in zip(values, weights, strict=True)) / total
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
     step_ms = mean(r.step_ms for r in records)
     return Means(
@@ -75,18 +67,18 @@ def run_page(folder: RunFolder) -> Page:
     if not records:
         raise ValueError(f"{folder.metrics_file} holds no step yet: let the run do one first")
     config = load_config(folder.config_file)
-    environment = _environment(folder)
-    average = means(records)
+    environment, average = _environment(folder), means(records)
+    ranks = "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"
     return Page(
         name="report",
-        title=f"{config.job.name}: {config.parallel.tensor.mode} on {_ranks(environment)}",
+        title=f"{config.job.name}: {config.parallel.tensor.mode} on {ranks}",
         lead=_lead(records),
-        command=run_command(environment),
+        command=_command(environment),
         sections=(
             Section(title="Training", pictures=_training_pictures(records)),
             Section(
                 title="Time",
-                texts=(*_times(average), _profile_hint(folder, environment)),
+                texts=(_times(average), _profile_hint(folder, environment)),
                 pictures=_time_pictures(records),
             ),
             Section(title="Memory", pictures=(_memory_picture(records),)),
@@ -103,7 +95,7 @@ def _environment(folder: RunFolder) -> Environment:
         raise ValueError(f"{file}: {error}") from error
 
 
-def run_command(environment: Environment) -> str:
+def _command(environment: Environment) -> str:
     """The command line that started the run; under torchrun, the part behind `-m isp`."""
     words = environment.command
     if "train" not in words:  # started from somebody's own program
@@ -123,28 +115,31 @@ def _profile_hint(folder: RunFolder, environment: Environment) -> str:
 
 
 def _lead(records: Sequence[StepRecord]) -> str:
-    last = records[-1]
+    last, evaluated = records[-1], _evaluated(records)
     loss = f"Loss {_shown(last.loss)} at step {last.step:,}"
-    evaluated = [record for record in records if record.val_loss is not None]
     if not evaluated:
         return f"{loss}."
-    held_out = evaluated[-1]
-    where = "" if held_out is last else f" at step {held_out.step:,}"
-    return f"{loss}, {_shown(held_out.val_loss)} on held-out text{where}."
+    where = "" if evaluated[-1] is last else f" at step {evaluated[-1].step:,}"
+    return f"{loss}, {_shown(evaluated[-1].val_loss)} on held-out text{where}."
+
+
+def _evaluated(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Those with a loss on held-out text."""
+    return [record for record in records if record.val_loss is not None]
 
 
 def _shown(loss: float | None) -> str:
     return "not finite" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
 
 
-def _times(average: Means) -> tuple[str, ...]:
+def _times(average: Means) -> str:
     if not average.comm_ms:
-        return ("Nothing is exposed: there are no transfers, as each rank works for itself.",)
+        return "Nothing is exposed: there are no transfers, as each rank works for itself."
     return (
-        f"{average.exposed_of_step:.0%} of each step is exposed: compute waited for transfers for"
-        f" {average.exposed_ms:.1f} of {average.step_ms:.1f} ms. Transfers were under way for"
-        f" {average.comm_ms:.1f} ms of it. Times are those of rank 0, means over steps"
-        f" {average.first} to {average.last}.",
+        f"{average.exposed_ms / average.step_ms:.0%} of each step is exposed: compute waited for"
+        f" transfers for {average.exposed_ms:.1f} of {average.step_ms:.1f} ms. Transfers were under"
+        f" way for {average.comm_ms:.1f} ms of it. Times are those of rank 0, means over steps"
+        f" {average.first} to {average.last}."
     )
 
 
@@ -152,161 +147,138 @@ def _facts(
     config: JobConfig, environment: Environment, records: Sequence[StepRecord], average: Means
 ) -> tuple[tuple[str, str], ...]:
     first, last = records[0], records[-1]
-    model, data = config.model, config.data
-    evaluated = [record for record in records if record.val_loss is not None]
+    model, data, evaluated = config.model, config.data, _evaluated(records)
     skipped = sum(record.skipped for record in records)
     devices = ", ".join(f"{count} x {name}" for name, count in environment.devices.items())
     facts = {
         "groups": "\n".join(config.topology(environment.world_size).sizes()),
         "model": f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
         "a step": f"{last.tokens // last.step:,} tokens in sequences of {data.seq_len:,}",
-        "numbers": f"{config.training.dtype}, on {devices}, torch {environment.torch}",
+        "dtype": f"{config.training.dtype}, on {devices}, torch {environment.torch}",
         "loss": ", ".join(f"{_shown(r.loss)} at step {r.step}" for r in (first, last)),
-        **({"loss on held-out text": _val_loss(evaluated[-1])} if evaluated else {}),
-        **({"steps with a skipped update": str(skipped)} if skipped else {}),
+        "loss on held-out text": ", ".join(
+            f"{_shown(r.val_loss)} at step {r.step}" for r in evaluated[-1:]
+        ),
+        "steps with a skipped update": str(skipped or ""),
         "throughput": f"{average.tgs:,.0f} tokens a second and rank",
         "peak memory": f"{last.mem_gib:.2f} GiB on the rank that has most",
     }
-    return tuple(facts.items())
+    return tuple((name, text) for name, text in facts.items() if text)
 
 
-def _val_loss(record: StepRecord) -> str:
-    return f"{_shown(record.val_loss)} at step {record.step}"
+# -- pictures --------------------------------------------------------------------------------
 
 
-def _ranks(environment: Environment) -> str:
-    return "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"
+class _Line(NamedTuple):
+    """Values over steps; what is not finite is a gap."""
+
+    points: list[tuple[int, float | None]]
+    color: str
+    linestyle: str = "-"
+    label: str | None = None
+    marker: str = "o"
+
+
+def _points(records: Sequence[StepRecord], field: str) -> list[tuple[int, float | None]]:
+    return [(record.step, getattr(record, field)) for record in records]
+
+
+def _picture(name: str, ylabel: str, caption: str, *lines: _Line) -> Picture:
+    alt = f"{caption.partition(':')[0]} over the steps"
+    return Picture(name, caption, alt, partial(_draw, lines, ylabel))
 
 
 def _training_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
-    loss = Picture(
-        name="loss",
-        caption="Loss: the mean over the valid tokens of a step, before its update.",
-        alt="Loss over the steps, of training and of held-out text",
-        draw=partial(_draw_loss, records),
-    )
-    rate = _Curve("lr", "learning rate", Color.GREEN)
-    norm = _Curve("grad_norm", "gradient norm", Color.PURPLE)
+    kept = [(record.step, None if record.skipped else record.loss) for record in records]
+    lines = [_Line(kept, Color.BLUE, "-", "training")]
+    if evaluated := _points(_evaluated(records), "val_loss"):
+        lines.append(_Line(evaluated, Color.VERMILLION, "--", "held-out text", "D"))
+    skipped = [record.step for record in records if record.skipped]
     return (
-        loss,
-        _picture(records, "lr", "Learning rate: of the update.", rate),
-        _picture(records, "grad_norm", "Gradient norm: of all parameters, before clipping.", norm),
+        Picture(
+            "loss",
+            "Loss: the mean over the valid tokens of a step, before its update.",
+            "Loss over the steps, of training and of held-out text",
+            partial(_draw, lines, "loss (nats a token)", from_zero=False, skipped=skipped),
+        ),
+        _picture(
+            "lr",
+            "learning rate",
+            "Learning rate: of the update.",
+            _Line(_points(records, "lr"), Color.GREEN),
+        ),
+        _picture(
+            "grad_norm",
+            "gradient norm",
+            "Gradient norm: of all parameters, before clipping.",
+            _Line(_points(records, "grad_norm"), Color.PURPLE),
+        ),
     )
 
 
 def _time_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
-    text = "Throughput: tokens that each rank trains on in a second."
-    times = (
-        _Curve("step_ms", "ms a step", Color.BLACK, "-", "step"),
-        _Curve("comm_ms", "ms a step", Color.BLUE, "--", "transfers"),
-        _Curve("exposed_ms", "ms a step", Color.VERMILLION, "-.", "exposed"),
-    )
     return (
-        _picture(records, "throughput", text, _Curve("tgs", "tokens / s / rank", Color.GREEN)),
         _picture(
-            records,
+            "throughput",
+            "tokens / s / rank",
+            "Throughput: tokens that each rank trains on in a second.",
+            _Line(_points(records, "tgs"), Color.GREEN),
+        ),
+        _picture(
             "exposed",
+            "ms a step",
             "Time of a step on rank 0: the whole of it, the part in which transfers were under way,"
             " and the part for which compute was blocked on one.",
-            *times,
+            _Line(_points(records, "step_ms"), Color.BLACK, "-", "step"),
+            _Line(_points(records, "comm_ms"), Color.BLUE, "--", "transfers"),
+            _Line(_points(records, "exposed_ms"), Color.VERMILLION, "-.", "exposed"),
         ),
     )
 
 
 def _memory_picture(records: Sequence[StepRecord]) -> Picture:
-    text = (
+    return _picture(
+        "memory",
+        "peak memory (GiB)",
         "Memory: the most that was in use at once up to a step, on the rank that has most; of"
-        " tensors on CUDA, of the whole process on CPU."
+        " tensors on CUDA, of the whole process on CPU.",
+        _Line(_points(records, "mem_gib"), Color.PURPLE),
     )
-    return _picture(records, "memory", text, _Curve("mem_gib", "peak memory (GiB)", Color.PURPLE))
 
 
-class _Curve(NamedTuple):
-    """A field of records over the steps."""
+def _draw(
+    lines: Sequence[_Line], ylabel: str, *, from_zero: bool = True, skipped: Sequence[int] = ()
+) -> Figure:
+    """Lines over the steps, the first of which has all; a cross for each `skipped` update.
 
-    field: str
-    ylabel: str
-    color: str
-    linestyle: str = "-"
-    label: str | None = None
-
-
-def _picture(records: Sequence[StepRecord], name: str, caption: str, *curves: _Curve) -> Picture:
-    alt = f"{caption.partition('.')[0].partition(':')[0]} over the steps"
-    return Picture(name, caption, alt, partial(_draw, records, curves))
-
-
-def _draw_loss(records: Sequence[StepRecord]) -> Figure:
-    figure, axes = new_axes(xlabel="step", ylabel="loss (nats a token)")
-    kept = [_GAP if record.skipped else record.loss for record in records]
-    _line(axes, records, kept, color=Color.BLUE, label="training")
-    evaluated = [record for record in records if record.val_loss is not None]
-    if evaluated:
-        values = [_GAP if record.val_loss is None else record.val_loss for record in evaluated]
-        style = {"color": Color.VERMILLION, "linestyle": "--", "marker": "D"}
-        _line(axes, evaluated, values, label="held-out text", **style)
-    skipped = [record.step for record in records if record.skipped]
-    if skipped:
-        bottom = axes.get_xaxis_transform()
-        axes.plot(
-            skipped,
-            [0.04] * len(skipped),
-            transform=bottom,
-            color=Color.BLACK,
-            marker="x",
-            linestyle="none",
-            label="update skipped",
-        )
-    _finish(axes, records)
-    legend_above(axes)
-    return figure
-
-
-def _draw(records: Sequence[StepRecord], curves: Sequence[_Curve]) -> Figure:
-    figure, axes = new_axes(xlabel="step", ylabel=curves[0].ylabel)
-    for field, _, color, linestyle, label in curves:
-        values = [getattr(record, field) for record in records]
-        _line(axes, records, values, color=color, linestyle=linestyle, label=label)
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 5))
-    _finish(axes, records)
-    if len(curves) > 1:
-        legend_above(axes)
-    return figure
-
-
-def _line(
-    axes: Axes,
-    records: Sequence[StepRecord],
-    values: Sequence[float],
-    *,
-    color: str,
-    linestyle: str = "-",
-    marker: str = "o",
-    label: str | None = None,
-) -> None:
-    """Draw `values` over the steps of `records`; NaN is a gap, and a value between two has a mark.
-
-    Infinite values are gaps too.
+    A value between two gaps has a mark.
     """
-    shown = [value if math.isfinite(value) else _GAP for value in values]
-    padded = [_GAP, *shown, _GAP]
-    alone = [i for i in range(len(shown)) if math.isnan(padded[i]) and math.isnan(padded[i + 2])]
-    axes.plot(
-        [record.step for record in records],
-        shown,
-        color=color,
-        linestyle=linestyle,
-        linewidth=1.8,
-        marker=marker,
-        markersize=4,
-        markevery=range(len(shown)) if len(shown) <= _FEW else alone,
-        label=label,
-    )
-
-
-def _finish(axes: Axes, records: Sequence[StepRecord]) -> None:
-    first, last = records[0].step, records[-1].step
+    figure, axes = new_axes(xlabel="step", ylabel=ylabel)
+    for points, color, linestyle, label, marker in lines:
+        values = [v if v is not None and math.isfinite(v) else math.nan for _, v in points]
+        gaps = [True, *map(math.isnan, values), True]
+        alone = [i for i in range(len(values)) if gaps[i] and gaps[i + 2]]
+        axes.plot(
+            [step for step, _ in points],
+            values,
+            color=color,
+            linestyle=linestyle,
+            marker=marker,
+            markersize=4,
+            markevery=range(len(values)) if len(values) <= _FEW else alone,
+            label=label,
+        )
+    if skipped:
+        style = {"color": Color.BLACK, "marker": "x", "linestyle": "none"}
+        place, at = axes.get_xaxis_transform(), [0.04] * len(skipped)
+        axes.plot(skipped, at, transform=place, label="update skipped", **style)  # type: ignore[arg-type]
+    if from_zero:
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 5))
+    first, last = lines[0].points[0][0], lines[0].points[-1][0]
     margin = max(1.0, 0.02 * (last - first))
     axes.set_xlim(first - margin, last + margin)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins="auto", steps=[1, 2, 5, 10]))
+    if lines[0].label is not None:
+        legend_above(axes)
+    return figure

@@ -31,7 +31,6 @@ __all__ = [
     "key",
     "legend_above",
     "new_axes",
-    "new_figure",
     "new_lanes",
     "to_png",
     "to_svg",
@@ -66,7 +65,6 @@ _STYLE: dict[RcKeyType, Any] = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlesize": FONT,
     "font.family": ["DejaVu Sans"],
     "font.size": FONT,
     "grid.color": "#dddddd",
@@ -107,17 +105,12 @@ class Picture:
     """Whether there is a PNG of it beside the page."""
 
 
-def new_figure(width: float = WIDTH, height: float = 340) -> Figure:
-    """An empty figure of this size in pixels."""
-    inches = width / _POINTS_PER_INCH, height / _POINTS_PER_INCH
-    return Figure(figsize=inches, layout="constrained")
-
-
 def new_axes(
-    *, xlabel: str, ylabel: str, width: float = WIDTH, height: float = 340
+    *, xlabel: str, ylabel: str = "", width: float = WIDTH, height: float = 340
 ) -> tuple[Figure, Axes]:
-    """A figure with one pair of labelled axes."""
-    figure = new_figure(width, height)
+    """A figure of this size in pixels, with one pair of labelled axes."""
+    inches = width / _POINTS_PER_INCH, height / _POINTS_PER_INCH
+    figure = Figure(figsize=inches, layout="constrained")
     return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
@@ -125,7 +118,7 @@ def new_lanes(
     names: Sequence[str], *, xlabel: str, top: float, height: float, width: float = WIDTH
 ) -> tuple[Figure, Axes]:
     """Axes with a lane for each of `names`, the first one above; `top` lanes of room over it."""
-    figure, axes = new_axes(xlabel=xlabel, ylabel="", width=width, height=height)
+    figure, axes = new_axes(xlabel=xlabel, width=width, height=height)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -top)
     axes.tick_params(axis="y", length=0)
@@ -160,10 +153,9 @@ def draw_stacks(
     axes.set_xlim(0, most * 1.1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
     axes.xaxis.set_major_formatter("{x:,.10g}")
-    handles = [
-        key(part, look) for part, look in looks.items() if any(s.parts[part] for s in stacks)
-    ]
-    if len(looks) > 1 and handles:
+    shown = {part: look for part, look in looks.items() if any(s.parts[part] for s in stacks)}
+    if len(looks) > 1 and shown:
+        handles = [key(*item) for item in shown.items()]
         figure.legend(handles=handles, loc="outside upper left", ncols=9)
     return figure, axes
 
@@ -180,17 +172,9 @@ def add_bar(
     edge: str = Color.EDGE,
 ) -> None:
     """Draw a bar from `begin` to `end`, whose text is seen under the mouse."""
-    bar = Rectangle(
-        (begin, top),
-        max(0.0, end - begin),
-        height,
-        facecolor=look.color,
-        hatch=look.hatch,
-        edgecolor=edge,
-        linewidth=0.4,
-        gid=f"hover:{hover}",
-    )
-    axes.add_patch(bar)
+    style: dict[str, Any] = {"edgecolor": edge, "linewidth": 0.4}
+    style |= {"facecolor": look.color, "hatch": look.hatch, "gid": f"hover:{hover}"}
+    axes.add_patch(Rectangle((begin, top), max(0.0, end - begin), height, **style))
 
 
 def key(label: str, look: Look) -> Patch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -12,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from isp.parallel.phase import Phase
-from isp.profile import Collective, ComputeSpan, ModeProfile, RankProfile, StepTimeline
-from isp.report.page import Section, kind_name, mib, moment, ms
+from isp.profile import Collective, ModeProfile, RankProfile, StepTimeline
+from isp.report.page import Section, kind_name, mib, ms
 from isp.report.style import (
     FONT,
     WIDTH,
@@ -81,25 +82,19 @@ _LANES = {
 
 def timeline_section(modes: Sequence[ModeProfile]) -> Section:
     """The same step in each mode and on each rank, one shown at a time, the first mode first."""
-    choices = [_choice(mode, rank) for mode in modes for rank in _chosen_ranks(mode)]
-    texts = (
+    seen = {c.channel for mode in modes for rank in mode.ranks for c in rank.timeline.collectives}
+    lanes = _COMPUTE, _WAITS, *seen
+    text = (
         "Of one rank, from top to bottom. A black line below a transfer leads from its launch to"
-        " the time it could begin, behind others of its lane.",
+        " the time it could begin, behind others of its lane."
     )
     return Section(
         title="Timeline of one step",
-        texts=texts,
-        facts=_lanes_of(modes),
+        texts=(text,),
+        facts=tuple((lane, what) for lane, what in _LANES.items() if lane in lanes),
         choose_by=("mode", "rank"),
-        choices=tuple(choices),
+        choices=tuple(_choice(mode, rank) for mode in modes for rank in _chosen_ranks(mode)),
     )
-
-
-def _lanes_of(modes: Sequence[ModeProfile]) -> tuple[tuple[str, str], ...]:
-    """The lanes of any timeline, with what they are."""
-    timelines = [rank.timeline for mode in modes for rank in mode.ranks]
-    seen = {channel for timeline in timelines for channel in _channels(timeline)}
-    return tuple((n, text) for n, text in _LANES.items() if n in {_COMPUTE, _WAITS, *seen})
 
 
 def _chosen_ranks(mode: ModeProfile) -> list[RankProfile]:
@@ -134,102 +129,63 @@ def _choice(mode: ModeProfile, rank: RankProfile) -> tuple[tuple[str, ...], Pict
     return (mode.mode, str(rank.rank)), picture
 
 
-def _channels(timeline: StepTimeline) -> list[str]:
-    return list(dict.fromkeys(c.channel for c in sorted(timeline.collectives, key=_by_size)))
-
-
-def _by_size(collective: Collective) -> tuple[bool, str]:
-    return collective.channel != "weight", collective.channel
-
-
 def _draw(timeline: StepTimeline) -> Figure:
-    lanes = [_COMPUTE, _WAITS, *_channels(timeline)]
+    channels = {c.channel for c in timeline.collectives}
+    lanes = [_COMPUTE, _WAITS, *sorted(channels, key=lambda name: (name != "weight", name))]
     width = min(_WIDEST, max(WIDTH, _BAR_WIDTH * len(timeline.collectives)))
-    figure, axes = new_lanes(
-        lanes,
-        xlabel="time since the step began (ms)",
-        top=0.85,
-        width=width,
-        height=110 + _LANE * len(lanes),
-    )
-    rows = {lane: row for row, lane in enumerate(lanes)}
-    axes.set_xlim(0, timeline.end_ms - timeline.begin_ms)
-    _phase_names(axes, timeline, width)
-    for span in timeline.spans:
-        _compute_bar(axes, span, timeline, width)
-    for collective in timeline.collectives:
-        _transfer_bar(axes, collective, timeline, rows[collective.channel])
-        if collective.exposed_ms > 0:
-            _wait_bar(axes, collective, timeline)
-    _legend(axes, timeline)
-    return figure
+    height = 110 + _LANE * len(lanes)
+    xlabel = "time since the step began (ms)"
+    figure, axes = new_lanes(lanes, xlabel=xlabel, top=0.85, width=width, height=height)
+    zero, length = timeline.begin_ms, timeline.end_ms - timeline.begin_ms
+    axes.set_xlim(0, length)
 
+    def name(text: str, lane: float, begin: float, end: float, **style: Any) -> None:
+        """Write a name into its part of the step if there is room for it."""
+        if len(text) * FONT * 0.68 < (end - begin) / length * (width - 90):
+            place = (begin + end) / 2 - zero, lane
+            axes.text(*place, text, ha="center", va="center", clip_on=True, **style)
 
-def _bar(axes: Axes, *, row: int, begin: float, end: float, look: Look, hover: str) -> None:
-    add_bar(axes, begin, end, top=row - 0.36, height=0.72, look=look, hover=hover)
-
-
-def _compute_bar(axes: Axes, span: ComputeSpan, timeline: StepTimeline, width: float) -> None:
-    begin, end = span.begin_ms - timeline.begin_ms, span.end_ms - timeline.begin_ms
-    what = span.phase if span.block == span.phase else f"{span.phase} of {span.block}"
-    hover = f"{what}: {ms(end - begin)} ms, waits included"
-    look = _PHASES.get(span.phase, _OTHER_PHASE)
-    _bar(axes, row=0, begin=begin, end=end, look=look, hover=hover)
-    name = span.block.removeprefix("layers.")
-    if _fits(name, end - begin, timeline, width):
-        behind = {"facecolor": look.color, "edgecolor": "none", "pad": 1.5}  # over the hatching
-        middle = (begin + end) / 2
-        axes.text(middle, 0, name, ha="center", va="center", clip_on=True, bbox=behind)
-
-
-def _fits(text: str, length_ms: float, timeline: StepTimeline, width: float) -> bool:
-    pixels = length_ms / (timeline.end_ms - timeline.begin_ms) * (width - 90)
-    return len(text) * FONT * 0.68 < pixels
-
-
-def _phase_names(axes: Axes, timeline: StepTimeline, width: float) -> None:
-    """The name of each phase above its part of the step, where there is room for it."""
     for phase, group in groupby(timeline.spans, key=lambda span: _phase_family(span.phase)):
         spans = list(group)
-        begin, end = spans[0].begin_ms - timeline.begin_ms, spans[-1].end_ms - timeline.begin_ms
-        if _fits(phase, end - begin, timeline, width):
-            axes.text((begin + end) / 2, -0.6, phase, ha="center", va="center", color=Color.GREY)
+        name(phase, -0.6, spans[0].begin_ms, spans[-1].end_ms, color=Color.GREY)
+    for span in timeline.spans:
+        what = span.phase if span.block == span.phase else f"{span.phase} of {span.block}"
+        hover = f"{what}: {ms(span.end_ms - span.begin_ms)} ms, waits included"
+        look = _PHASES.get(span.phase, _OTHER_PHASE)
+        _bar(axes, 0, span.begin_ms - zero, span.end_ms - zero, look, hover)
+        behind = {"facecolor": look.color, "edgecolor": "none", "pad": 1.5}  # over the hatching
+        name(span.block.removeprefix("layers."), 0, span.begin_ms, span.end_ms, bbox=behind)
+    for collective in timeline.collectives:
+        _draw_transfer(axes, collective, zero, lanes.index(collective.channel))
+    kinds = dict.fromkeys(c.kind for c in timeline.collectives)
+    handles: list[Artist] = [key("waiting", _WAIT)]
+    handles += [key(kind_name(kind), _KINDS.get(kind, _OTHER_KIND)) for kind in kinds]
+    handles.append(Line2D([], [], color=Color.BLACK, linewidth=2, label="launched, not begun"))
+    legend_above(axes, handles)
+    return figure
 
 
 def _phase_family(phase: Phase) -> Phase:
     return Phase.BACKWARD if phase is Phase.RECOMPUTE else phase
 
 
-def _transfer_bar(axes: Axes, collective: Collective, timeline: StepTimeline, row: int) -> None:
-    zero = timeline.begin_ms
-    launch, start, end = (
-        max(0.0, t - zero) for t in (collective.launch_ms, collective.start_ms, collective.end_ms)
-    )
+def _draw_transfer(axes: Axes, c: Collective, zero: float, lane: int) -> None:
+    """A transfer, what it waited behind others, and what compute waited for it."""
+    launch, start, end = (max(0.0, t - zero) for t in (c.launch_ms, c.start_ms, c.end_ms))
     if start > launch:
-        at = [row + 0.42] * 2
+        at = [lane + 0.42] * 2
         axes.plot([launch, start], at, color=Color.BLACK, linewidth=2, solid_capstyle="butt")
         axes.plot(launch, at[0], color=Color.BLACK, marker="|", markersize=7, markeredgewidth=1.6)
-    look = _KINDS.get(collective.kind, _OTHER_KIND)
-    _bar(axes, row=row, begin=start, end=end, look=look, hover=_describe(collective, zero))
-
-
-def _wait_bar(axes: Axes, collective: Collective, timeline: StepTimeline) -> None:
-    begin = collective.wait_ms - timeline.begin_ms
-    hover = f"waited {ms(collective.exposed_ms)} ms for {_describe(collective, timeline.begin_ms)}"
-    _bar(axes, row=1, begin=begin, end=begin + collective.exposed_ms, look=_WAIT, hover=hover)
-
-
-def _describe(c: Collective, zero: float) -> str:
-    return (
+    what = (
         f"{kind_name(c.kind)} of {c.label}, {mib(c.sent_bytes)} MiB over {c.channel}: launched at"
-        f" {moment(c.launch_ms - zero)}, on its way {moment(c.start_ms - zero)} to"
-        f" {moment(c.end_ms - zero)} ms, waited for {ms(c.exposed_ms)} ms"
+        f" {c.launch_ms - zero:.1f}, on its way {c.start_ms - zero:.1f} to {c.end_ms - zero:.1f}"
+        f" ms, waited for {ms(c.exposed_ms)} ms"
     )
+    _bar(axes, lane, start, end, _KINDS.get(c.kind, _OTHER_KIND), what)
+    if c.exposed_ms > 0:
+        begin, hover = c.wait_ms - zero, f"waited {ms(c.exposed_ms)} ms for {what}"
+        _bar(axes, 1, begin, begin + c.exposed_ms, _WAIT, hover)
 
 
-def _legend(axes: Axes, timeline: StepTimeline) -> None:
-    kinds = dict.fromkeys(c.kind for c in timeline.collectives)
-    handles: list[Artist] = [key("waiting", _WAIT)]
-    handles += [key(kind_name(kind), _KINDS.get(kind, _OTHER_KIND)) for kind in kinds]
-    handles.append(Line2D([], [], color=Color.BLACK, linewidth=2, label="launched, not begun"))
-    legend_above(axes, handles)
+def _bar(axes: Axes, lane: int, begin: float, end: float, look: Look, hover: str) -> None:
+    add_bar(axes, begin, end, top=lane - 0.36, height=0.72, look=look, hover=hover)

@@ -55,9 +55,8 @@ def test_layouts_by_part(files: tuple[str, Path], capsys: pytest.CaptureFixture[
 def test_nothing_fits(files: tuple[str, Path]) -> None:
     """Catches a page that needs a layout that fits."""
     config, file = files
-    large = ["--model.hidden_size", "8192", "--model.num_layers", "32"]
     alone = ["--world", "1", "--parallel.tensor.size", "1", "--parallel.weight.size", "1"]
-    page, _ = made(file, "layouts", config, *large, *alone, code=1)
+    page, _ = made(file, "layouts", config, *alone, "--data.seq_len", "16777216", code=1)
     assert "No layout fits." in page.text
     assert page.tags["svg"] == 0
 

@@ -13,9 +13,9 @@ from matplotlib.patches import Rectangle
 
 from isp.cli import main
 from isp.profile import ModeProfile, Profile, RankProfile
-from isp.report.compare import exposed_section, memory_section, modes_section
-from isp.report.profile import lead_sentence, profile_page
-from isp.report.style import to_png, to_svg
+from isp.report.page import Section
+from isp.report.profile import profile_page
+from isp.report.style import Picture, to_png
 from isp.report.timeline import timeline_section
 from tests.profile.example import example_profile
 from tests.report.html_page import HtmlPage
@@ -114,7 +114,7 @@ def test_pictures_are_there(written: Written) -> None:
     """Catches a picture of the page without its file."""
     names = {path.name for path in written.folder.glob("*.png")}
     timelines = {"timeline-isp-rank0.png", "timeline-mtp-rank0.png"}
-    assert names == {"modes.png", "exposed.png", "memory.png"} | timelines
+    assert names == {"exposed.png", "memory.png"} | timelines
 
 
 def test_each_rank_can_be_chosen(written: Written) -> None:
@@ -125,10 +125,13 @@ def test_each_rank_can_be_chosen(written: Written) -> None:
     assert [bool(hidden) for _, hidden in found] == [False, True, True, True]
 
 
+def picture(profile: Profile, name: str) -> Picture:
+    return next(found for found in profile_page(profile).pictures if found.name == name)
+
+
 def bars(mode: ModeProfile) -> list[tuple[float, float, float]]:
     """(lane, begin, end) of every bar in the timeline of rank 0."""
-    picture = timeline_section([mode]).choices[0][1]
-    patches = picture.draw().axes[0].patches
+    patches = timeline_section([mode]).choices[0][1].draw().axes[0].patches
     found = [patch for patch in patches if isinstance(patch, Rectangle)]
     return [
         (round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_x() + p.get_width()) for p in found
@@ -162,13 +165,15 @@ def test_losses_that_differ() -> None:
     """Catches a page that calls losses equal that are not, or fails on one that is not finite."""
     profile = example_profile()
     mtp, isp = profile.modes
-    other = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(4.0,)))))
-    assert "agree within 2.0e-01" in other.texts[-1]
-    lost = modes_section(replace(profile, modes=(mtp, replace(isp, losses=(None,)))))
+
+    def section(loss: float | None) -> Section:
+        return profile_page(replace(profile, modes=(mtp, replace(isp, losses=(loss,))))).sections[0]
+
+    assert "agree within 2.0e-01" in section(4.0).texts[-1]
+    lost = section(None)
     assert "not all modes have a finite loss" in lost.texts[-1]
     assert lost.table is not None
     assert lost.table.rows[2][-1] == "not finite"
-    to_svg(lost.pictures[0])
 
 
 def test_nothing_travels(tmp_path: Path) -> None:
@@ -181,11 +186,11 @@ def test_nothing_travels(tmp_path: Path) -> None:
     quiet = replace(rank, timeline=replace(rank.timeline, collectives=(), memory=()))
     mode = replace(mtp, summary=totals, ranks=(quiet,), waits=(), tensor=1)
     profile = replace(example_profile(), modes=(mode,), world_size=1)
-    assert lead_sentence(profile) == "In mtp nothing is exposed, because nothing is transferred."
     page = profile_page(profile)
+    assert page.lead == "In mtp nothing is exposed, because nothing is transferred."
     assert "Nothing was waited for" in page.to_html()
-    for picture in page.pictures:
-        to_png(picture, tmp_path / "picture.png")
+    for found in page.pictures:
+        to_png(found, tmp_path / "picture.png")
 
 
 def test_waiting_for_other_ranks_is_told_apart() -> None:
@@ -197,8 +202,7 @@ def test_waiting_for_other_ranks_is_told_apart() -> None:
         isp.ranks[0], timeline=replace(isp.ranks[0].timeline, collectives=(late, *others))
     )
     profile = replace(example_profile(), modes=(replace(isp, ranks=(slow, isp.ranks[1])),))
-    (picture,) = exposed_section(profile).pictures
-    widths = [bar.get_width() for bar in picture.draw().axes[0].patches]
+    widths = [bar.get_width() for bar in picture(profile, "exposed").draw().axes[0].patches]
     assert widths == [9.0 - 0.75, 0.75, 16.0]
 
 
@@ -209,9 +213,8 @@ def test_everything_is_hidden() -> None:
     hidden = tuple(replace(c, exposed_ms=0.0) for c in rank.timeline.collectives)
     ranks = (replace(rank, timeline=replace(rank.timeline, collectives=hidden)),)
     mode = replace(isp, summary=replace(isp.summary, exposed_ms=0.0), ranks=ranks, waits=())
-    assert lead_sentence(replace(example_profile(), modes=(mode,))) == (
-        "In isp, 0% of the step is exposed: 0.00 of 100.0 ms."
-    )
+    page = profile_page(replace(example_profile(), modes=(mode,)))
+    assert page.lead == "In isp, 0% of the step is exposed: 0.00 of 100.0 ms."
 
 
 def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,19 +224,9 @@ def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "profile.json: a profile of version 1" in capsys.readouterr().err
 
 
-def test_bars_of_modes_begin_at_zero() -> None:
-    """Catches bars whose lengths do not compare."""
-    (picture,) = modes_section(example_profile()).pictures
-    figure = picture.draw()
-    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
-    assert heights == [[100.0, 100.0], [2.0, 3.0], [16.0, 9.0], [1.7, 1.7]]
-    assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
-
-
 def test_marks_of_memory_are_whole() -> None:
     """Catches the marks of the first and the highest moments cut at the edge of the picture."""
-    (picture,) = memory_section(example_profile()).pictures
-    axes = picture.draw().axes[0]
+    axes = picture(example_profile(), "memory").draw().axes[0]
     (left, bottom), (right, top) = axes.transAxes.transform([(0, 0), (1, 1)])
     for line in axes.lines:
         marks = axes.transData.transform(line.get_xydata())

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from matplotlib.lines import Line2D
 
 from isp.cli import main
 from isp.metrics import MetricsFile, StepRecord
-from isp.report import run
-from isp.report.run import means, run_command, run_page
+from isp.report.run import means, run_page
 from isp.report.style import to_svg
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
@@ -119,7 +119,7 @@ def test_means_of_one_record() -> None:
     """Catches a run of one record, which has nothing but its warm-up, without numbers."""
     only = means([record(3, step_ms=80.0, comm_ms=0.0, exposed_ms=0.0)])
     assert (only.first, only.last, only.step_ms, only.tgs) == (1, 3, 80.0, 512.0)
-    assert only.exposed_of_step == 0
+    assert only.exposed_ms == 0
 
 
 def test_throughput_is_tokens_over_time() -> None:
@@ -129,13 +129,13 @@ def test_throughput_is_tokens_over_time() -> None:
     assert means([record(1), record(2, step_ms=1000.0, tgs=1000.0), slow]).tgs == 400
 
 
-def drawn(records: Sequence[StepRecord], draw: str) -> list[list[float]]:
-    """The values of each line of a picture, None where there is a gap."""
-    lines = getattr(run, draw)(records).axes[0].lines
-    return [[None if math.isnan(y) else float(y) for y in line.get_ydata()] for line in lines]
+def lines(folder: Path, records: Sequence[StepRecord]) -> list[Line2D]:
+    """Those of the picture of losses."""
+    picture = next(p for p in run_page(make_run(folder, records)).pictures if p.name == "loss")
+    return list(picture.draw().axes[0].lines)
 
 
-def test_gaps() -> None:
+def test_gaps(tmp_path: Path) -> None:
     """Catches a line drawn through a loss that was not finite, or over a skipped step."""
     records = [
         record(1, loss=5.0),
@@ -144,30 +144,30 @@ def test_gaps() -> None:
         record(4, loss=math.inf, val_loss=3.0),
         record(5, loss=3.5, val_loss=math.nan),
     ]
-    training, held_out, skips = drawn(records, "_draw_loss")
+    found = [line.get_ydata() for line in lines(tmp_path / "run", records)]
+    training, held_out, skips = [[None if math.isnan(y) else y for y in ys] for ys in found]
     assert training == [5.0, None, None, None, 3.5]
     assert held_out == [3.0, None]
     assert len(skips) == 1
 
 
-def test_value_between_gaps_is_seen() -> None:
+def test_value_between_gaps_is_seen(tmp_path: Path) -> None:
     """Catches a lone value that a line without marks does not show."""
     losses = [1.0] * 100
     losses[49] = losses[51] = math.nan
     records = [record(step, loss=loss) for step, loss in enumerate(losses, start=1)]
-    (line,) = run._draw_loss(records).axes[0].lines
+    (line,) = lines(tmp_path / "run", records)
     assert line.get_markevery() == [50]
 
 
 @pytest.mark.parametrize(
     "records",
     [
-        [record(1)],
         [record(1, loss=math.nan, val_loss=math.nan)],
         [record(step, loss=math.nan, skipped=True) for step in (1, 2)],
         [record(1, comm_ms=0.0, exposed_ms=0.0), record(2, comm_ms=0.0, exposed_ms=0.0)],
     ],
-    ids=["one", "one without a loss", "all skipped", "nothing travels"],
+    ids=["one without a loss", "all skipped", "nothing travels"],
 )
 def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     """Catches pictures, or a sentence, that need two steps, a finite loss or a transfer."""
@@ -177,15 +177,16 @@ def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     assert ("Nothing is exposed" in page.to_html()) == (records[-1].comm_ms == 0)
 
 
-def test_command_of_a_run() -> None:
-    """Catches a command that leaves out the ranks, or invents them on several machines."""
-    one = replace(Environment.of([RankPlace("a", "CPU")] * 4), command=COMMAND)
-    assert run_command(one) == "isp train 'my job.yaml' --nproc 4 --training.steps 6"
-    two = replace(one, hostnames=["a", "b"])
-    assert run_command(two).startswith(
-        "isp train 'my job.yaml' --training.steps 6    # by torchrun"
-    )
-    assert run_command(replace(one, command=["python", "own.py"])) == "python own.py"
+def test_command_of_a_run(tmp_path: Path) -> None:
+    """Catches a command that invents the ranks of several machines, or of somebody's program."""
+    folder = make_run(tmp_path / "run", RECORDS)
+    two = replace(Environment.of([RankPlace("a", "CPU"), RankPlace("b", "CPU")]), command=COMMAND)
+    for environment, command in (
+        (two, "isp train 'my job.yaml' --training.steps 6    # by torchrun, on 2 machines"),
+        (replace(two, command=["python", "own.py"]), "python own.py"),
+    ):
+        folder.environment_file.write_text(environment.to_json())
+        assert run_page(folder).command == command
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
