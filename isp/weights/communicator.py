@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, streams
+from isp.comm import Channel
 from isp.comm.cuda import Allocate
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.parallel.phase import Phase
@@ -41,14 +41,16 @@ from isp.weights.declare import (
     weight_names,
 )
 from isp.weights.parameter import ShardedParameter
-from isp.weights.plan import Act, ActKind, Plan, PlanCursor, Step, plan
+from isp.weights.plan import ActKind, Plan, PlanCursor, Step, plan
 from isp.weights.pool import MemoryPool
-from isp.weights.trace import Action, ActionKind, Chunks, Site
+from isp.weights.trace import Action, ActionKind, Chunks
 from isp.weights.transfers import (
+    DeclaredWeight,
+    ErrorLatch,
     GatheredLayer,
     GradientReducer,
     GradientSink,
-    gather,
+    WeightGatherer,
 )
 from isp.weights.wp import WPCommunicator
 
@@ -75,114 +77,43 @@ class ISPCommModelConfig:
 
 @dataclass(eq=False)
 class ISPOverlapState:
-    """The weights one model chunk has gathered, flying or there, by name."""
+    """The weights of one model chunk, each with what is gathered of it, flying or there."""
 
-    gathered: dict[str, GatheredLayer] = field(default_factory=dict)
-
-
-class _ErrorLatch:
-    """Keeps the last error within it: a collective that failed leaves ranks at other places."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            self.error = error
-
-    def check(self) -> None:
-        """Raises RuntimeError if there was one."""
-        if self.error is not None:
-            raise RuntimeError(
-                f"a collective of this communicator failed ({self.error}): its ranks are no"
-                f" longer at the same place; end the run and resume from the last checkpoint"
-            ) from self.error
+    weights: list[DeclaredWeight] = field(default_factory=list)
 
 
-_NO_PLAN = object()
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
-_GATHER, _WAIT = ActKind.GATHER, ActKind.WAIT
+_GATHER = ActKind.GATHER
 
 
+@dataclass(eq=False, slots=True)
 class _Use:
-    """A use of `ISPCommunicator`: its step of the plan, if it has one, and what it holds.
+    """A use of a layer's weight, from `ISPCommunicator.unshard` to `reshard`."""
 
-    The plan is followed as long as the communicator has the use's cursor.
-    """
-
-    __slots__ = (
-        "_ahead",
-        "_communicator",
-        "_cursor",
-        "_held",
-        "_layer",
-        "_phase",
-        "_step",
-        "_with_bias",
-    )
-
-    def __init__(
-        self, communicator: ISPCommunicator, layer: WeightHolder, phase: Phase, with_bias: bool
-    ) -> None:
-        self._communicator, self._layer, self._phase = communicator, layer, phase
-        self._with_bias = with_bias
-        self._held: GatheredLayer | None = None
+    communicator: ISPCommunicator
+    layer: WeightHolder
+    with_bias: bool
+    step: Step | None
+    """Of the plan, if it has this use."""
+    cursor: PlanCursor | None
+    """In that plan."""
+    launches: bool
+    """Whether there is something to gather here for later uses."""
+    held: GatheredLayer | None = None
 
     def __enter__(self) -> _Use:
-        communicator = self._communicator
-        self._step = step = communicator._arrive(id(self._layer), self._phase)
-        self._cursor = _NO_PLAN if step is None else communicator._cursor
-        self._ahead = () if step is None else step.before
-        # A backward has the weight gradient to compute before it reads the weight.
-        if self._phase is _BACKWARD and communicator.overlap:
-            self._launch_ahead()
         return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.communicator.reshard(self, failed=error is not None)
 
     @property
     def weight(self) -> Tensor:
-        weight = self._wait(0)
-        # Only now: what is needed at once does not share the wire with what is needed next.
-        if self._ahead:
-            self._launch_ahead()
-        return weight
+        return self.communicator.wait(self, 0)
 
     @property
     def bias(self) -> Tensor | None:
-        return self._wait(1) if self._with_bias else None
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        communicator = self._communicator
-        if self._held is not None and communicator._latch.error is None:
-            try:
-                self._held.let_go()
-            except Exception as failed:
-                communicator._latch.error = failed
-                raise
-        step, followed = self._step, self._cursor is communicator._cursor
-        if error is None and followed and step is not None and step.after:
-            communicator._free(step.after)
-
-    def _launch_ahead(self) -> None:
-        acts, self._ahead = self._ahead, ()
-        # Waits come first, and are the layer's own.
-        if acts and acts[-1].kind is not _WAIT:
-            communicator = self._communicator
-            if self._cursor is communicator._cursor:
-                communicator._launch(acts)
-
-    def _wait(self, index: int) -> Tensor:
-        """The full weight, or the bias behind it; waits for it."""
-        communicator = self._communicator
-        try:
-            if self._held is None:
-                planned = self._cursor is communicator._cursor
-                self._held = communicator._hold(self._layer, planned, self._with_bias)
-            return self._held.full[index].wait()
-        except Exception as failed:
-            communicator._latch.error = failed
-            raise
+        return self.communicator.wait(self, 1) if self.with_bias else None
 
 
 class ISPCommunicator(WPCommunicator):
@@ -226,39 +157,25 @@ class ISPCommunicator(WPCommunicator):
         """Buffers gradients are reduced into where the sink has no tensor for them."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
-        self._stream = streams.new(config.device)
-        """Of the gathers, so that these wait for what published a weight, and compute does not."""
-        self._gather = partial(gather, channel=channel, pool=self.pool)
+        self.states: list[ISPOverlapState] = []
+        """Of each chunk."""
+        self._latch = ErrorLatch()
+        self._gatherer = WeightGatherer(channel, self.pool, config.device, self._latch)
         self._reducer = GradientReducer(
             reduce_channel or channel,
             self.reduce_pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes,
         )
-        self._declared: tuple[tuple[DeclaredBlock, ...], ...] = ()
         self._chunks: Chunks = ()
-        self._states: list[ISPOverlapState] = []
-        self._names: dict[int, str] = {}
-        """The name of each weight, by the id of a layer that has it, and by its own."""
-        self._sharded: dict[int, tuple[ShardedParameter, ...]] = {}
-        """Weight and bias of each layer, by its id."""
-        self._homes: dict[str, tuple[ISPOverlapState, tuple[ShardedParameter, ...], nn.Module]] = {}
-        """Store, parameters and block of each weight; of its first use, if there are several,
-        with the first bias."""
-        self._keys: dict[Site, Hashable] = {}
-        """The name that the use at a site gives itself: of a layer, or a launch point."""
-        self._forward: list[Hashable] = []
-        """The keys of all uses, in forward order."""
-        self._prerequisites: list[Callable[[nn.Module], None]] = []
+        self._layers: dict[int, tuple[DeclaredWeight, tuple[ShardedParameter, ...]]] = {}
+        """Weight and own parameters of each layer, by the id of it or of its weight."""
+        self._keys: dict[tuple[int, int, int], Hashable] = {}
+        """The name that the use at a place of the model gives itself, in forward order."""
         self._cursor: PlanCursor | None = None
-        self._planned: Plan | None = None
-        """The plan that was followed last: often the next one, too."""
-        self._used: list[Hashable] = []
-        """The keys of its steps."""
         self._announced = False
         """Whether somebody calls `begin` [Note: Unannounced]."""
         self.is_recomputing = False
-        self._latch = _ErrorLatch()
 
     @property
     def communication_mode(self) -> str:
@@ -268,22 +185,23 @@ class ISPCommunicator(WPCommunicator):
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
         """Take up the model: its chunks, each with its blocks in forward order."""
-        if self._declared:
+        if self._chunks:
             raise RuntimeError("this communicator has a model: make another for another model")
-        self._declared = tuple(tuple(chunk) for chunk in chunks)
-        self._chunks = as_chunks(self._declared)
-        self._states = [ISPOverlapState() for _ in self._declared]
-        self._names = weight_names(self._declared)
-        for site, block, use in declared_uses(self._declared):
-            key = site[1:] if use.layer is None else id(use.layer)
-            self._keys.update((site._replace(phase=phase), key) for phase in Phase)
-            self._forward.append(key)
+        declared = tuple(tuple(chunk) for chunk in chunks)
+        self._chunks = as_chunks(declared)
+        self.states = [ISPOverlapState() for _ in declared]
+        names, weights = weight_names(declared), self._gatherer.weights
+        for site, block, use in declared_uses(declared):
+            place = site[1:]
+            key = self._keys[place] = place if use.layer is None else id(use.layer)
             if use.layer is not None:
-                name = self._names[id(use.layer)] = self._names[id(use.layer.weight)]
-                sharded = self._sharded[id(use.layer)] = parameters_of(use.layer)
-                home = self._homes.get(name, (self._states[site.chunk], sharded, block.module))
-                longer = max(home[1], sharded, key=len)  # a tied head may have a bias of its own
-                self._homes[name] = home[0], longer, home[2]
+                name, own = names[id(use.layer.weight)], parameters_of(use.layer)
+                if name not in weights:
+                    weights[name] = DeclaredWeight(name, block.module, own)
+                    self.states[site.chunk].weights.append(weights[name])
+                weight = weights[name]
+                weight.shards = max(weight.shards, own, key=len)  # a tied head may have a bias
+                self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = weight, own
             elif use.at is not None:
                 use.at.register_forward_pre_hook(partial(self._pass_by, key))
 
@@ -300,7 +218,7 @@ class ISPCommunicator(WPCommunicator):
         """
         if not callable(fn):
             raise TypeError(f"a prerequisite must be callable, got {type(fn).__name__}")
-        self._prerequisites.append(fn)
+        self._gatherer.prerequisites.append(fn)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -328,10 +246,7 @@ class ISPCommunicator(WPCommunicator):
         """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
         self._latch.check()
         self._cursor = None
-        with self._latch:
-            for state in self._states:
-                while state.gathered:
-                    state.gathered.popitem()[1].let_go()
+        self._gatherer.drain()
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -344,8 +259,8 @@ class ISPCommunicator(WPCommunicator):
 
     def switch_current_model_chunk(self, chunk: int) -> None:
         """Say which chunk's forward or backward runs from here on."""
-        if not 0 <= chunk < len(self._declared):
-            raise ValueError(f"chunk {chunk} is not one of the {len(self._declared)} model chunks")
+        if not 0 <= chunk < len(self._chunks):
+            raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
         self.model_chunk = chunk
 
     # -- what layers call --------------------------------------------------------------------
@@ -353,15 +268,43 @@ class ISPCommunicator(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> _Use:
-        own = self._sharded.get(id(module)) if phase is _FORWARD else None
-        if own is not None and (
-            own[0].parameter is not weight or (bias is not None and own[-1].parameter is not bias)
-        ):
-            raise RuntimeError(
-                f"{module.name} has another parameter than when the model was declared: write into"
-                f" the declared one, by copy_ or load_state_dict without assign=True"
-            )
-        return _Use(self, module, phase, bias is not None)
+        if phase is _FORWARD and (known := self._layers.get(id(module))) is not None:
+            own = known[1]
+            if own[0].parameter is not weight or (
+                bias is not None and own[-1].parameter is not bias
+            ):
+                raise RuntimeError(
+                    f"{module.name} has another parameter than when the model was declared: write"
+                    f" into the declared one, by copy_ or load_state_dict without assign=True"
+                )
+        step = self._arrive(id(module), phase)
+        before = () if step is None else step.before
+        launches = bool(before) and before[-1].kind is _GATHER  # waits come first
+        use = _Use(self, module, bias is not None, step, self._cursor, launches)
+        # A backward has the weight gradient to compute before it reads the weight.
+        if launches and phase is _BACKWARD and self.overlap:
+            self._launch_ahead(use)
+        return use
+
+    def wait(self, use: _Use, index: int) -> Tensor:
+        """The full weight of `use`, or the bias behind it; waits for it."""
+        try:
+            if use.held is None:
+                use.held = self._hold(use)
+            full = use.held.full[index].wait()
+        except Exception as failed:
+            self._latch.error = failed
+            raise
+        # Only now: what is needed at once does not share the wire with what is needed next.
+        if use.launches:
+            self._launch_ahead(use)
+        return full
+
+    def reshard(self, use: _Use, *, failed: bool) -> None:
+        """The end of a use: nothing that it waited for is read any more."""
+        if self._latch.error is None:
+            step = None if failed or use.cursor is not self._cursor else use.step
+            self._gatherer.free(() if step is None else step.after, use.held)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._reducer.travels_in(dtype)
@@ -370,7 +313,7 @@ class ISPCommunicator(WPCommunicator):
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
         self._latch.check()
-        sharded = self._shards(module)[is_bias]
+        sharded = self._parameters(module)[is_bias]
         if returned:
             with self._latch:
                 return self._reducer.reduce(sharded, grad)
@@ -386,19 +329,16 @@ class ISPCommunicator(WPCommunicator):
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
         self.drain()
-        planned = self.plan(actions)
-        if planned is not self._planned:
-            self._planned, self._used = planned, [self._keys[s.site] for s in planned.steps]
-        self._cursor = cursor = PlanCursor(planned, self._used)
-        streams.follow(self._stream)  # what is queued now, such as an update of the weights
-        self._launch(cursor.plan.start)
+        self._cursor = cursor = PlanCursor(self.plan(actions), self._keys)
+        self._gatherer.follow()
+        self._gatherer.launch(cursor.plan.start)
         return cursor
 
     def _pass_by(self, key: Hashable, *_: object) -> None:
         """A launch point without a weight, as a module's hook."""
         if (step := self._arrive(key, Phase.FORWARD)) is not None:
-            self._launch(step.before)
-            self._free(step.after)
+            self._gatherer.launch(step.before)
+            self._gatherer.free(step.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
         """The planned step of a use; what was planned on the way to it is done."""
@@ -414,92 +354,52 @@ class ISPCommunicator(WPCommunicator):
         step, skipped = found
         assert self.model_chunk in (None, step.site.chunk), (self.model_chunk, step.site)
         for passed in skipped:
-            self._launch(passed.before)
-            self._free(passed.after)
+            self._gatherer.launch(passed.before)
+            self._gatherer.free(passed.after)
         return step
 
     def _begin_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
         """A forward that nobody has announced has come to `key` [Note: Unannounced]."""
-        if key not in self._forward:  # a layer that nobody has declared is in no plan
+        keys = self._keys.values()
+        if key not in keys:  # a layer that nobody has declared is in no plan
             return None
         self.drain()
-        if key != self._forward[0]:
+        if key != next(iter(keys)):
             return None
         chunks = range(len(self._chunks))
         forward = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
         return self._follow(forward + backward).arrive(key, Phase.FORWARD)
 
-    # -- what is launched, held and freed ----------------------------------------------------
+    # -- the weight of a use -----------------------------------------------------------------
 
-    def _launch(self, acts: Sequence[Act]) -> None:
-        """Gather what the plan says, if it is not there; a wait is the layer's own."""
-        ready = None
-        # [Note: Gather stream] A gather waits for what is on its own stream: the last use of its
-        # buffer, and what published the weight. It does not wait for compute queued before it.
-        try:
-            with streams.on(self._stream):
-                for kind, name, bias in acts:
-                    state, shards, block = self._homes[name]
-                    if kind is _GATHER and name not in state.gathered:
-                        if block is not ready:
-                            self._make_ready(block)
-                            ready = block
-                        shards = shards[:1] if bias is None else shards
-                        state.gathered[name] = self._gather(shards)
-        except Exception as failed:
-            self._latch.error = failed
-            raise
+    def _launch_ahead(self, use: _Use) -> None:
+        use.launches = False
+        if use.step is not None and use.cursor is self._cursor:
+            self._gatherer.launch(use.step.before)
 
-    def _free(self, acts: Sequence[Act]) -> None:
-        """Drop what the plan frees, if it is there."""
-        try:
-            for _, name, _ in acts:
-                gathered = self._homes[name][0].gathered.pop(name, None)
-                if gathered is not None:
-                    gathered.let_go()
-        except Exception as failed:
-            self._latch.error = failed
-            raise
-
-    def _hold(self, layer: WeightHolder, planned: bool, with_bias: bool) -> GatheredLayer:
+    def _hold(self, use: _Use) -> GatheredLayer:
         """What a use reads, there until it lets go: as planned, or gathered for it alone."""
-        name = self._names.get(id(layer)) or self._names.get(id(layer.weight))
-        if name is None:  # nobody has declared this layer
-            return self._gather_now(layer, with_bias)
-        state, _, block = self._homes[name]
-        found = state.gathered.get(name)
+        layers, layer, gather = self._layers, use.layer, self._gatherer.gather_now
+        known = layers.get(id(layer)) or layers.get(id(layer.weight))
+        if known is None:  # nobody has declared this weight
+            return gather(self._parameters(layer)[: 1 + use.with_bias])
+        weight = known[0]
+        found = weight.gathered
         if found is not None and found.is_stale():
-            state.gathered.pop(name).let_go()
+            weight.gathered = None
+            found.let_go()
             found = None
-        if found is not None and (not with_bias or found.has_bias):
+        if found is not None and (len(found.full) > 1 or not use.with_bias):
             return found.hold()
-        stays = planned and found is None
-        with_bias = with_bias or (stays and self._reads_bias(layer, name))
-        own = self._gather_now(layer, with_bias, block)
-        if stays:
-            state.gathered[name] = own.hold()
-        return own
+        if found is not None or use.step is None or use.cursor is not self._cursor:
+            return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
+        # It stays until the plan frees it, with the bias if one is read until then.
+        biases = [act.bias for act in use.step.before if act.weight == weight.name]
+        with_bias = use.with_bias or any(biases)
+        weight.gathered = gather(weight.shards[: 1 + with_bias], weight.block)
+        return weight.gathered.hold()
 
-    def _gather_now(
-        self, layer: WeightHolder, with_bias: bool, block: nn.Module | None = None
-    ) -> GatheredLayer:
-        streams.follow(self._stream)  # what has written the weight is queued before the reader
-        with streams.on(self._stream):
-            if block is not None:
-                self._make_ready(block)
-            shards = self._shards(layer)
-            return self._gather(shards if with_bias else shards[:1])
-
-    def _shards(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-        return self._sharded.get(id(layer)) or parameters_of(layer)
-
-    def _reads_bias(self, layer: WeightHolder, name: str) -> bool:
-        """Whether `layer` goes forward, which reads a bias, before the plan frees its weight."""
-        assert self._cursor is not None
-        return layer.bias is not None and self._cursor.goes_forward(id(layer), name)
-
-    def _make_ready(self, block: nn.Module) -> None:
-        """Wait for what has to come before a gather of weights of `block`."""
-        for fn in self._prerequisites:
-            fn(block)
+    def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+        known = self._layers.get(id(layer))
+        return parameters_of(layer) if known is None else known[1]

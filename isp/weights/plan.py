@@ -35,7 +35,7 @@ in, first out, and whoever waited for the second would have waited for the first
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -107,9 +107,9 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
 
 
 class PlanCursor:
-    """A place in a plan. `keys` names the use at each step, as `arrive` will name it."""
+    """A place in a plan. `keys` names the use at each (chunk, block, use), as `arrive` will."""
 
-    def __init__(self, plan: Plan, keys: Sequence[Hashable]) -> None:
+    def __init__(self, plan: Plan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
         self.plan, self.keys = plan, keys
         self.position = 0
         """The next step that has not been arrived at."""
@@ -121,9 +121,9 @@ class PlanCursor:
         further away lies another use of the same layer, which this one is not.
         """
         steps, keys, start = self.plan.steps, self.keys, self.position
-        if start < len(keys) and keys[start] == key:
+        if start < len(steps):
             step = steps[start]
-            if step.site.phase is phase:  # nothing was skipped
+            if step.site.phase is phase and keys[step.site[1:]] == key:  # nothing was skipped
                 self.position = start + 1
                 return step, ()
         current = _action(steps[start - 1]) if start else None
@@ -135,22 +135,10 @@ class PlanCursor:
                     action_ahead, first_block = _action(step), step.site.block
                 if _action(step) != action_ahead or step.site.block != first_block:
                     return None
-            if step.site.phase is phase and keys[index] == key:
+            if step.site.phase is phase and keys[step.site[1:]] == key:
                 self.position = index + 1
                 return step, steps[start:index]
         return None
-
-    def goes_forward(self, key: Hashable, weight: str) -> bool:
-        """Whether layer `key` goes forward, which reads a bias, in the next life of `weight`."""
-        inside = False
-        rest = zip(self.plan.steps, self.keys, strict=True)
-        for step, here in islice(rest, max(0, self.position - 1), None):
-            inside = inside or any(act[:2] == (ActKind.WAIT, weight) for act in step.before)
-            if inside and step.site.phase is not Phase.BACKWARD and here == key:
-                return True
-            if inside and any(act[:2] == (ActKind.FREE, weight) for act in step.after):
-                return False
-        return False
 
 
 def _action(step: Step) -> tuple[int, int, bool]:

@@ -10,7 +10,8 @@ a copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,18 +19,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from isp.comm import Channel, Pending
+from isp.comm import Channel, Pending, streams
 from isp.weights.parameter import ShardedParameter
+from isp.weights.plan import Act, ActKind
 from isp.weights.pool import Lease, MemoryPool
 
 __all__ = [
+    "DeclaredWeight",
+    "ErrorLatch",
     "GatheredLayer",
     "GradientReducer",
     "GradientSink",
     "ParameterGradients",
+    "WeightGatherer",
     "WriteGradient",
     "gather",
 ]
+
+_GATHER = ActKind.GATHER  # Python 3.11 looks members up by hand
+
+
+class ErrorLatch:
+    """Keeps the last error within it: a collective that failed leaves ranks at other places."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.error = error
+
+    def check(self) -> None:
+        """Raises RuntimeError if there was one."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"a collective of this communicator failed ({self.error}): its ranks are no"
+                f" longer at the same place; end the run and resume from the last checkpoint"
+            ) from self.error
+
 
 # -- weights ---------------------------------------------------------------------------------
 
@@ -57,11 +86,6 @@ class GatheredLayer:
         """Whether a shard may have changed since its gather was launched."""
         return self._now() != self._version
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether the bias is there, too."""
-        return len(self.full) > 1
-
     def hold(self) -> GatheredLayer:
         """Itself, with one more that has to let go of it."""
         self._holders += 1
@@ -82,6 +106,91 @@ class GatheredLayer:
         for shard in self._shards:
             number += shard.parameter._version
         return number
+
+
+@dataclass(eq=False, slots=True)
+class DeclaredWeight:
+    """A weight of the model, and what is gathered of it until the plan frees that."""
+
+    name: str
+    block: nn.Module
+    """Given to the prerequisites of its gather."""
+    shards: tuple[ShardedParameter, ...]
+    """It, and the first bias of the layers that read it."""
+    gathered: GatheredLayer | None = None
+
+
+class WeightGatherer:
+    """Gathers weights over the weight group, ahead of their use or for it.
+
+    [Note: Gather stream] A gather waits for what is on its own stream: the last use of its buffer,
+    and what published the weight. It does not wait for compute queued before it.
+    """
+
+    def __init__(
+        self, channel: Channel, pool: MemoryPool, device: torch.device, latch: ErrorLatch
+    ) -> None:
+        self.weights: dict[str, DeclaredWeight] = {}
+        self.prerequisites: list[Callable[[nn.Module], None]] = []
+        """Called with the block of a weight before its gather."""
+        self._stream = streams.new(device)
+        self._gather = partial(gather, channel=channel, pool=pool)
+        self._latch = latch
+
+    def follow(self) -> None:
+        """Let gathers wait for what is queued now, such as an update of the weights."""
+        streams.follow(self._stream)
+
+    def launch(self, acts: Sequence[Act]) -> None:
+        """Gather what the plan says, if it is not there; a wait is the layer's own."""
+        ready = None
+        try:
+            with streams.on(self._stream):
+                for kind, name, bias in acts:
+                    weight = self.weights[name]
+                    if kind is _GATHER and weight.gathered is None:
+                        if weight.block is not ready:
+                            ready = weight.block
+                            for fn in self.prerequisites:
+                                fn(ready)
+                        shards = weight.shards[:1] if bias is None else weight.shards
+                        weight.gathered = self._gather(shards)
+        except Exception as failed:
+            self._latch.error = failed
+            raise
+
+    def free(self, acts: Sequence[Act], held: GatheredLayer | None = None) -> None:
+        """Let go of what was `held`, and drop what the plan frees, if it is there."""
+        try:
+            if held is not None:
+                held.let_go()
+            for _, name, _ in acts:
+                weight = self.weights[name]
+                gathered, weight.gathered = weight.gathered, None
+                if gathered is not None:
+                    gathered.let_go()
+        except Exception as failed:
+            self._latch.error = failed
+            raise
+
+    def gather_now(
+        self, shards: Sequence[ShardedParameter], block: nn.Module | None = None
+    ) -> GatheredLayer:
+        """Gather for a use that waits for it, what has written the weight being queued before."""
+        self.follow()
+        with streams.on(self._stream):
+            if block is not None:
+                for fn in self.prerequisites:
+                    fn(block)
+            return self._gather(shards)
+
+    def drain(self) -> None:
+        """Wait for the gathers on their way and drop what is there."""
+        with self._latch:
+            for weight in self.weights.values():
+                gathered, weight.gathered = weight.gathered, None
+                if gathered is not None:
+                    gathered.let_go()
 
 
 def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPool) -> GatheredLayer:

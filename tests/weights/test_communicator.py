@@ -21,7 +21,7 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.plan import PlanCursor, plan
-from isp.weights.trace import Site, recomputed_blocks, sequential_actions
+from isp.weights.trace import recomputed_blocks, sequential_actions
 from tests.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.weights.schedules import decoder
 
@@ -345,17 +345,17 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     chunks = decoder(2)
     order = sequential_actions(2)
     planned = plan(chunks, order, Prefetch())
-    sites = [step.site for step in planned.steps]
-    cursor = PlanCursor(planned, sites)
-    forward = sites[: sites.index(Site(Phase.BACKWARD, 0, 3, 0))]
-    for site in forward:
-        assert cursor.arrive(site, Phase.FORWARD) is not None
+    places = [step.site[1:] for step in planned.steps]
+    cursor = PlanCursor(planned, {place: place for place in places})
+    forward = places[: places.index((0, 3, 0)) + 1]
+    for place in forward:
+        assert cursor.arrive(place, Phase.FORWARD) is not None
     position = cursor.position
     assert cursor.arrive(forward[0], Phase.FORWARD) is None  # that is F1, behind the whole of B0
-    assert cursor.arrive(Site(Phase.BACKWARD, 0, 2, 0), Phase.BACKWARD) is None  # not B0's first
+    assert cursor.arrive((0, 2, 0), Phase.BACKWARD) is None  # not B0's first
     assert cursor.position == position
-    assert cursor.arrive(Site(Phase.BACKWARD, 0, 3, 0), Phase.BACKWARD) is not None
-    found = cursor.arrive(Site(Phase.BACKWARD, 0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
+    assert cursor.arrive((0, 3, 0), Phase.BACKWARD) is not None
+    found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
     assert found is not None
     assert [step.site.block for step in found[1]] == [2, 2, 2, 2, 1, 1, 1]
 
