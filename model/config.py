@@ -15,8 +15,7 @@ the work that has to be done, and does not reward doing it twice.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -35,7 +34,6 @@ from isp.settings.section import (
     KeyRole,
     NotNegative,
     Size,
-    defaults_of,
     section,
 )
 
@@ -46,22 +44,6 @@ if TYPE_CHECKING:
     from model.decoder import Decoder
 
 __all__ = ["ModelConfig"]
-
-_OF_ANY_MODEL = {
-    "attention_backend",
-    "checkpoint",
-    "checkpoint_distribute_activations",
-    "checkpoint_keeps_attention",
-    "checkpoint_mlp_activation",
-    "checkpoint_norm_outputs",
-    "checkpoint_offload",
-    "checkpoint_segment",
-    "compile",
-    "loss_chunk_tokens",
-    "mlp_tile_tokens",
-}
-"""Keys of how to compute that hold for a model's folder, too."""
-
 
 @section("model", KeyRole.MODEL)
 class ModelConfig:
@@ -114,7 +96,7 @@ class ModelConfig:
     rounds less; auto: on CUDA. Of isp's own model alone: others are computed as they are written.
     It takes part of a millisecond of Python a layer: with few tokens a rank, false may be
     faster."""
-    init_std: Annotated[NotNegative, KeyRole.METHOD] = 0.02
+    init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; the output projections of a block have it divided
     by sqrt(2 num_layers)."""
 
@@ -187,25 +169,14 @@ class ModelConfig:
                 f" to its default, 0 or false"
             )
 
-    def check_beside(self, other: str, unread: Collection[str] = ()) -> None:
-        """Raise ValueError for a key of how isp's own model is computed, where `other` is run.
-
-        `unread`: keys that may be there.
-        """
+    def check_beside(self, other: str) -> None:
+        """Raise ValueError for keys of how to compute that do not go with `other`, which is run."""
         _ = self.recomputation
         if self.compile is True:
             raise ValueError(
                 f"model.compile=true is for the layers of isp's own model, and {other} is another:"
                 f" use auto or false"
             )
-        for key, plain in defaults_of(ModelConfig, KeyRole.METHOD).items():
-            value = getattr(self, key)
-            if key not in _OF_ANY_MODEL and key not in unread and value != plain:
-                instead = "; model.checkpoint recomputes whole blocks" * ("checkpoint" in key)
-                raise ValueError(
-                    f"model.{key}={json.dumps(value)} is for isp's own model, and {other} is"
-                    f" another: use {json.dumps(plain)}{instead}"
-                )
 
     @property
     def recomputation(self) -> Recomputation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,10 +50,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-_BESIDE_FOLDER = frozenset(["hf", *defaults_of(ModelConfig, KeyRole.METHOD)])
-"""Keys of `model` about which the folder's config.json says nothing."""
 
 
 class ConfigError(ValueError):
@@ -264,7 +260,7 @@ def load_config(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
-    faults = _fill_model(values, origins, keys)
+    faults = _fill_model(values, origins)
     config = _validate(values, origins, keys, kind)
     if isinstance(config, JobConfig) and not faults:
         return config
@@ -305,7 +301,7 @@ def to_yaml(config: JobConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable) -> list[str]:
+def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
     """Put what `model.hf`, `.init_from` or `.preset` names below what is given; what is wrong."""
     model = values.get("model")
     if not isinstance(model, dict):
@@ -313,8 +309,8 @@ def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTa
     named = [key for key in ("hf", "init_from", "preset") if isinstance(model.get(key), str)]
     try:
         if "hf" in named:
-            defaults = {path[-1]: default for path, default in _defaults_of("model", keys)}
-            values["model"] = with_sizes(model, defaults, _BESIDE_FOLDER)
+            decided = defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
+            values["model"] = with_sizes(model, decided)
         elif "init_from" in named:
             values["model"] = with_init_from(model)
         elif named:
@@ -322,10 +318,6 @@ def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTa
     except ValueError as error:
         return [place(line, ("model", named[0]), origins) for line in str(error).splitlines()]
     return []
-
-
-def _defaults_of(section: str, keys: KeyTable) -> Iterator[tuple[KeyPath, Any]]:
-    return (item for item in keys.defaults.items() if item[0][:-1] == (section,))
 
 
 def _validate(

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
 __all__ = ["language_model"]
 
-_HOW = "recomputation", "attention_backend", "loss_chunk_tokens"
-
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
     """The traced model of the section, or of its folder, to be computed in `dtype`.
@@ -29,7 +27,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
     """
     if model.hf is None:
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
-        own = replace(model, **{**plain, "init_std": model.init_std, "compile": model.compile})
+        own = replace(model, **{**plain, "compile": model.compile})
         return _decoder(own).computed(**_how(model))
     require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.models.pretrained import folder_model
@@ -38,8 +36,11 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
 
 
 def _how(model: ModelConfig) -> dict[str, Any]:
-    """Keys of how a traced model is computed."""
-    return {key: getattr(model, key) for key in _HOW}
+    return {
+        "recomputation": model.recomputation,
+        "attention_backend": model.attention_backend,
+        "loss_chunk_tokens": model.loss_chunk_tokens,
+    }
 
 
 @lru_cache(maxsize=16)

@@ -26,13 +26,12 @@ _NAMES = {
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def with_sizes(
-    section: Mapping[str, Any], defaults: Mapping[str, Any], free: frozenset[str]
-) -> dict[str, Any]:
+def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
     """A `model` section with the sizes of the folder that its key `hf` names.
 
-    A size that neither config.json nor its type has is the default. Raises ValueError for a
-    folder without config.json, and for keys that are not `free` and say other than the folder.
+    `decided`: the keys that the folder decides, each with its default, which holds where neither
+    config.json nor its type has the size. Raises ValueError for a folder without config.json, and
+    for such keys that say other than the folder.
     """
     folder = section["hf"]
     config = _read_config(folder)
@@ -44,12 +43,12 @@ def with_sizes(
         for name in names
         if type(config.get(name)) is int
     }
-    known = {**defaults, **found}
+    known = {**decided, **found, "hf": folder}
     faults = [
         f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
         f" decides: leave it out, or change it there"
         for key, value in section.items()
-        if key in defaults and key not in free and value != known[key]
+        if key in decided and value != known[key]
     ]
     if faults:
         raise ValueError("\n".join(faults))

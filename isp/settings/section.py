@@ -69,7 +69,7 @@ class KeyRole(StrEnum):
     """What a key decides; whoever has to tell keys apart asks for it."""
 
     MODEL = "model"
-    """What the model is: its parameters and the function that they compute."""
+    """What the model is: its parameters, as they begin, and the function that they compute."""
     DATA = "data"
     """What it is trained on, and in which order."""
     METHOD = "method"

@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
             f" of isp.parallelize is the sequences that ranks give to loss: leave the key out"
         )
     given = f"the {type(model).__name__} that isp.parallelize is given"
-    config.model.check_beside(given, unread={"init_std"})  # as its sizes, it is the model's own
+    config.model.check_beside(given)
     _check_parameters(model)
     config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(

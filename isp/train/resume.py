@@ -327,8 +327,7 @@ def _sequences(config: JobConfig, topology: Topology) -> int:
 
 def _is_refused(key: str, keys: KeyTable) -> bool:
     """Whether another value makes another model or other data; what is no key of ours may."""
-    role = keys.role(tuple(key.split(".")))
-    return role not in (KeyRole.METHOD, KeyRole.PLACE)
+    return keys.role(tuple(key.split("."))) in (KeyRole.MODEL, KeyRole.DATA, None)
 
 
 def _differences(

@@ -150,7 +150,6 @@ def test_ways_to_compute_are_left_out_by_their_role():
     others = {
         "attention_backend": AttentionBackend.SDPA,
         "compile": False,
-        "init_std": 0.5,
         "loss_chunk_tokens": 0,
         "checkpoint": 0.5,
         "checkpoint_distribute_activations": True,

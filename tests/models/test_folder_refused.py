@@ -64,7 +64,7 @@ def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
     [
         (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
         (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
-        (["--model.init_std=0.1"], "model.init_std=0.1 is for isp's own model"),
+        (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
         (["--model.checkpoint_mlp_activation"], "set both, or none"),
         (["--parallel.tensor.size=5"], "parallel.tensor.size=5 must divide the 64 tokens"),
     ],

@@ -199,7 +199,7 @@ def test_a_size_that_a_folder_leaves_out_is_that_of_its_type(tmp_path: Path) -> 
     """Catches a vocabulary of the model section's default: Gemma 3's folders do not name theirs."""
     text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    found = with_sizes({"hf": str(tmp_path)}, {"vocab_size": 32000}, frozenset())
+    found = with_sizes({"hf": str(tmp_path)}, {"vocab_size": 32000})
     assert found["vocab_size"] == transformers.Gemma3TextConfig().vocab_size
     assert found["hidden_size"] == 64
 
