@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "follow_launcher",
     "launch",
-    "reports_for_ranks",
+    "speaks",
     "start_ranks",
     "without_nproc",
     "world_size",
@@ -59,9 +59,9 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
     return nproc or 1
 
 
-def reports_for_ranks() -> bool:
-    """Whether this process is a rank whose launcher talks to the user."""
-    return LAUNCHER_REPORTS in os.environ
+def speaks() -> bool:
+    """Whether notes for the user come from here: from a launcher, or from torchrun's first rank."""
+    return os.environ.get("RANK", "0") == "0" and LAUNCHER_REPORTS not in os.environ
 
 
 def follow_launcher() -> None:

@@ -1,10 +1,9 @@
-"""`isp profile`: starts the ranks of each mode, and compares what they left."""
+"""`isp profile`: what communication costs in each mode."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_html, add_nproc, not_negative, positive
@@ -43,13 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
     )
     add_html(parser)
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # from here to the ranks
     return _run
 
 
 def _run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
-    from isp.cli.launch import start_ranks, world_size
+    from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
     from isp.parallel.config import Mode
 
@@ -60,15 +58,10 @@ def _run(args: argparse.Namespace) -> int:
 
         require_packages()
 
+    from isp.run.folder import check_can_create
     from isp.train.data import check_data
     from isp.train.host_memory import check_host_memory
-    from isp.train.profile_run import (
-        ProfileOptions,
-        assemble,
-        config_for,
-        make_profile_folder,
-        profile_ranks,
-    )
+    from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
     from isp.train.run import check_devices
 
     modes = []
@@ -81,28 +74,25 @@ def _run(args: argparse.Namespace) -> int:
             modes.append(mode)
         except ValueError as error:
             if args.modes is None and config.model.hf is not None and mode is not Mode.ISP:
-                print(f"without {mode}: {error}")
+                if speaks():
+                    print(f"without {mode}: {error}")
                 continue
             raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
+    if args.nproc is not None:
+        check_data(config)
+        check_devices(config, args.nproc)
+        check_can_create(config.job)
+        names = ", ".join(modes)
+        print(f"profiling {names} on {ranks} ranks, one mode after the other ...", flush=True)
+        return start_ranks(ranks, args.words)
     options = ProfileOptions(
         modes=tuple(modes),
         warmup_steps=args.warmup,
         steps=args.steps,
         with_torch=not args.no_torch,
-        command=shlex.join(["isp", *args.words]),
+        command=shlex.join(["isp", *without_nproc(args.words), f"--nproc={ranks}"]),
     )
-    if args.nproc is None:
-        profiled = profile_ranks(config, options, args.into)
-    else:
-        check_data(config)
-        check_devices(config, args.nproc)
-        folder = make_profile_folder(config)
-        words = [word for word in args.words if word != "--html"]
-        for mode in options.modes:
-            print(f"profiling {mode} on {args.nproc} ranks ...", flush=True)
-            if code := start_ranks(args.nproc, words, f"--modes={mode}", f"--into={folder}"):
-                return code
-        profiled = assemble(config, options, folder, args.nproc)
+    profiled = profile_ranks(config, options)
     if profiled is not None:
         written = f"wrote profile.json and trace.json.gz to {profiled.folder}"
         if args.html:

@@ -122,7 +122,7 @@ def _add_train(parser: argparse.ArgumentParser) -> Run:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import reports_for_ranks, start_ranks, world_size
+    from isp.cli.launch import speaks, start_ranks, world_size
     from isp.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -135,7 +135,7 @@ def _train(args: argparse.Namespace) -> int:
         from isp.train.run import check_param_groups
 
         check_param_groups(config)
-    if os.environ.get("RANK", "0") == "0" and not reports_for_ranks():
+    if speaks():
         _note_unused(config)
     if args.nproc is not None:
         from isp.train.data import check_data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,9 +65,9 @@ class Reading(NamedTuple):
 
     def describe(self, *notes: str) -> None:
         """Print what is read, and these notes, in one process."""
-        from isp.cli.launch import reports_for_ranks
+        from isp.cli.launch import speaks
 
-        if os.environ.get("RANK", "0") != "0" or reports_for_ranks():
+        if not speaks():
             return
         for note in filter(None, (*notes, self.layout.note)):
             print(f"note: {note}", file=sys.stderr)

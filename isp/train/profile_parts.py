@@ -1,8 +1,4 @@
-"""The parts that ranks record and hand in of a profiled step, and the profile made of them.
-
-Parts are files in a folder that all ranks see, so that whoever puts them together need not be one
-of them: `isp profile` starts the ranks of each mode anew and compares the modes afterwards.
-"""
+"""The parts that ranks record of profiled steps, and the profile that rank 0 makes of them."""
 
 from __future__ import annotations
 
@@ -35,16 +31,7 @@ from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
 from isp.train.step import TrainStep
 
-__all__ = [
-    "leave_part",
-    "parts_folder",
-    "recorder_for",
-    "torch_profiler",
-    "write_profile",
-]
-
-
-_PARTS = "parts"
+__all__ = ["RankPart", "part_of", "parts_from", "recorder_for", "torch_profiler", "write_profile"]
 
 
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
@@ -62,16 +49,13 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
 
 @contextmanager
 def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
-    """Within it torch.profiler watches; afterwards what it saw lies in `folder`.
+    """Within it torch.profiler watches; afterwards `folder` has what it saw, till `write_profile`.
 
     [Note: Nothing under way] A transfer of gloo's ends its entry in the profile from a thread of
     its own, as it arrives, and by then that memory must not be gone. So what `step` has set off for
     a next one is waited for first, and set off anew afterwards.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # else it writes to stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr that it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -79,41 +63,13 @@ def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
         yield
         step.drain()
     step.weights_changed()
-    seen.export_chrome_trace(str(_torch_trace_file(folder, step.mesh.rank)))
+    path = _torch_trace(folder, step.mesh.topology.mode, step.mesh.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen.export_chrome_trace(str(path))
 
 
-def parts_folder(folder: Path, mode: Mode) -> Path:
-    """The folder that holds the ranks' parts of `mode` until the profile in `folder` is made."""
-    return folder / _PARTS / mode
-
-
-def leave_part(
-    folder: Path,
-    recorder: Recorder,
-    mesh: Mesh,
-    *,
-    losses: Sequence[float],
-    lead: float,
-    first_measured: int,
-    traced: int | None,
-) -> None:
-    """Leave this rank's part in `folder`; `RankPart` says what the numbers are."""
-    device = recorder.device
-    part = RankPart(
-        record=recorder.record(),
-        channels=mesh.members,
-        clock_lead=lead,
-        unix_zero=time.time() - time.perf_counter(),
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
-        first_measured=first_measured,
-        traced=traced,
-        device=device_name(device),
-        shared_cores=shared_cores(
-            device, int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
-        ),
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    _part_file(folder, mesh.rank).write_bytes(TypeAdapter(RankPart).dump_json(part))
+def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
+    return folder / "torch" / f"{mode}_{rank}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,42 +94,59 @@ class RankPart:
     """As in `Profile`."""
 
 
-def _part_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.json"
+def part_of(
+    recorder: Recorder,
+    mesh: Mesh,
+    *,
+    losses: Sequence[float],
+    lead: float,
+    first_measured: int,
+    traced: int | None,
+) -> str:
+    """This rank's part, as JSON to be sent to others; `RankPart` says what the numbers are."""
+    device = recorder.device
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
+    part = RankPart(
+        record=recorder.record(),
+        channels=mesh.members,
+        clock_lead=lead,
+        unix_zero=time.time() - time.perf_counter(),
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        first_measured=first_measured,
+        traced=traced,
+        device=device_name(device),
+        shared_cores=shared_cores(device, ranks_here),
+    )
+    return TypeAdapter(RankPart).dump_json(part).decode()
 
 
-def _torch_trace_file(folder: Path, rank: int) -> Path:
-    return folder / f"torch_{rank}.json"
+def parts_from(texts: Sequence[str]) -> list[RankPart]:
+    """The parts of all ranks, in rank order, that `part_of` gave."""
+    return [TypeAdapter(RankPart).validate_json(text) for text in texts]
 
 
 def write_profile(
     folder: Path,
     config: JobConfig,
-    modes: Sequence[JobConfig],
+    modes: Sequence[tuple[JobConfig, Sequence[RankPart]]],
     *,
-    world_size: int,
     warmup_steps: int,
     command: str = "",
 ) -> Profile:
-    """Write `profile.json` and `trace.json.gz` to `folder`, and take away the parts they are from.
-
-    The ranks of each of `modes`, which are `config` in some mode, left theirs in `parts_folder`.
-    """
+    """Write `profile.json` and `trace.json.gz` to `folder`: of `config` in each of `modes`."""
+    folder.mkdir(parents=True, exist_ok=True)
     found, trace = [], []
-    for number, mode in enumerate(modes):
-        into = parts_folder(folder, mode.parallel.tensor.mode)
-        read = [_part_file(into, rank).read_bytes() for rank in range(world_size)]
-        parts = [TypeAdapter(RankPart).validate_json(text) for text in read]
-        one, events = _mode_profile(mode, into, parts, number=number)
+    for number, (mode, parts) in enumerate(modes):
+        one, events = _mode_profile(mode, folder, parts, number=number)
         found.append(one)
         trace += events
-    first = parts[0]
+    first = modes[0][1][0]
     profile = Profile(
         created=datetime.now().isoformat(timespec="seconds"),
         torch=torch.__version__,
         device=first.device,
         shared_cores=first.shared_cores,
-        world_size=world_size,
+        world_size=len(modes[0][1]),
         warmup_steps=warmup_steps,
         num_steps=len(first.losses),
         config=to_yaml(config),
@@ -182,7 +155,7 @@ def write_profile(
     )
     (folder / "profile.json").write_text(profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
-    shutil.rmtree(folder / _PARTS)
+    shutil.rmtree(folder / "torch", ignore_errors=True)
     return profile
 
 
@@ -244,7 +217,7 @@ def _trace(
     times: Sequence[RankTimes],
     typical: int,
     *,
-    mode: str,
+    mode: Mode,
     number: int,
 ) -> list[Event]:
     """The step that torch.profiler saw, with its events; else the typical one with our own."""
@@ -256,7 +229,7 @@ def _trace(
     events = chrome_trace(lanes, title=mode, first_process=first)
     zero_here = parts[0].record.begins[step]
     for rank, part in enumerate(parts):
-        path = _torch_trace_file(folder, rank)
+        path = _torch_trace(folder, mode, rank)
         if traced is not None and path.exists():
             moment = part.unix_zero + zero_here + part.clock_lead - parts[0].clock_lead
             seen = json.loads(path.read_bytes())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from isp.checkpoint.agreement import exchange
+from isp.checkpoint.agreement import attempt_first, exchange
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics.device import reset_peak_memory
@@ -19,10 +17,11 @@ from isp.parallel import Mode
 from isp.profile.collectives import clock_lead
 from isp.profile.table import describe
 from isp.run.folder import explained, make_unique, run_name
+from isp.run.garbage import collected_every
 from isp.train.data import StepData, open_for_rank
 from isp.train.profile_parts import (
-    leave_part,
-    parts_folder,
+    part_of,
+    parts_from,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -30,16 +29,7 @@ from isp.train.profile_parts import (
 from isp.train.run import make_world
 from isp.train.step import make_train_step
 
-__all__ = [
-    "ProfileOptions",
-    "Profiled",
-    "assemble",
-    "config_for",
-    "make_profile_folder",
-    "profile_ranks",
-]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ProfileOptions", "Profiled", "config_for", "profile_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +67,7 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
     return changed.for_ranks(world_size)
 
 
-def make_profile_folder(config: JobConfig) -> Path:
+def _make_folder(config: JobConfig) -> Path:
     """A new folder `outputs/<job>/profile/<time>`.  Raises ValueError if it cannot be made."""
     folder = Path(config.job.dump_folder) / config.job.name / "profile"
     with explained(f"job.dump_folder={config.job.dump_folder}"):
@@ -85,53 +75,39 @@ def make_profile_folder(config: JobConfig) -> Path:
         return make_unique(folder.absolute(), run_name())
 
 
-def profile_ranks(
-    config: JobConfig, options: ProfileOptions, folder: Path | None
-) -> Profiled | None:
+def profile_ranks(config: JobConfig, options: ProfileOptions) -> Profiled | None:
     """Profile every mode on this rank of the world that torchrun has set (or alone).
 
-    With `folder` the ranks leave their parts there, and whoever started them does the rest.
-    Without, the first rank makes a folder and the profile, and gives it; None elsewhere.
-    Raises ValueError (or OSError), before any process group starts, for what the user can put
-    right.
+    Gives the profile on rank 0, None elsewhere. Raises ValueError (or OSError), before any process
+    group starts, for what the user can put right.
     """
     world = make_world(config)
-    device = world.device
     configs = [config_for(config, mode, world.size) for mode in options.modes]
     topologies = [c.topology(world.size) for c in configs]
-    datasets = [
-        open_for_rank(c, topology, world.rank)
-        for c, topology in zip(configs, topologies, strict=True)
-    ]
-    with world:
-        into = folder
+    datasets = [open_for_rank(c, t, world.rank) for c, t in zip(configs, topologies, strict=True)]
+    found, folder = [], None
+    with world, collected_every(1) as give_memory_back:
         for c, topology, read in zip(configs, topologies, datasets, strict=True):
             mesh = Mesh(topology, world.rank)
-            if into is None:
-                made = str(make_profile_folder(config)) if world.rank == 0 else ""
-                into = Path(exchange(mesh.host, made)[0])
-            with StepData(c, read, mesh, device) as data:
-                _profile_mode(c, options, mesh, device, data, parts_folder(into, topology.mode))
-            mesh.host.all_reduce(torch.zeros(1)).wait()  # all parts are written
-            gc.collect()
-        if folder is not None or world.rank != 0:
+            folder = folder or Path(
+                attempt_first(mesh.host, "making a folder", lambda: str(_make_folder(config)))
+            )
+            with StepData(c, read, mesh, world.device) as data:
+                part = _profile_mode(c, options, mesh, world.device, data, folder)
+            texts = exchange(mesh.host, part)
+            if world.rank == 0:
+                found.append((c, parts_from(texts)))
+            give_memory_back(1)
+        if world.rank != 0 or folder is None:
             return None
-        assert into is not None
-        return assemble(config, options, into, world.size)
-
-
-def assemble(config: JobConfig, options: ProfileOptions, folder: Path, world_size: int) -> Profiled:
-    """Make the profile in `folder` of the parts that the ranks left there."""
-    configs = [config_for(config, mode, world_size) for mode in options.modes]
-    profile = write_profile(
-        folder,
-        config,
-        configs,
-        world_size=world_size,
-        warmup_steps=options.warmup_steps,
-        command=options.command,
-    )
-    return Profiled(describe(profile), folder)
+        profile = write_profile(
+            folder,
+            config,
+            found,
+            warmup_steps=options.warmup_steps,
+            command=options.command,
+        )
+        return Profiled(describe(profile), folder)
 
 
 def _profile_mode(
@@ -141,8 +117,8 @@ def _profile_mode(
     device: torch.device,
     data: StepData,
     folder: Path,
-) -> None:
-    """Warm up, measure, trace, and leave this rank's part in `folder`."""
+) -> str:
+    """Warm up, measure, trace, and give this rank's part."""
     torch.manual_seed(config.training.seed)
     reset_peak_memory(device)
     step = make_train_step(config, mesh, device)
@@ -173,8 +149,7 @@ def _profile_mode(
                 take(last)
                 recorder.begin_step()
         step.drain()
-    leave_part(
-        folder,
+    return part_of(
         recorder,
         mesh,
         losses=losses[options.warmup_steps : last],

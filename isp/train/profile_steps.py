@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from isp.comm.tag import Tag
+from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.config import JobConfig
 from isp.profile.collectives import clock_lead
 from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
 from isp.run.folder import RunFolder
 from isp.train.profile_parts import (
-    leave_part,
-    parts_folder,
+    part_of,
+    parts_from,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -26,8 +27,6 @@ from isp.train.step import TrainStep
 __all__ = ["StepProfiler"]
 
 logger = logging.getLogger(__name__)
-
-_TAG = Tag(tensor="profile")
 
 
 class StepProfiler:
@@ -57,8 +56,7 @@ class StepProfiler:
             self._watching.enter_context(self._recorder)
         self._recorder.begin_step()
         if self.is_due(step) and self._config.profiler.with_torch:
-            folder = self._parts(step)
-            self._watching.enter_context(torch_profiler(folder, self._step))
+            self._watching.enter_context(torch_profiler(self._folder(step), self._step))
             self._recorder.begin_step()
 
     def is_due(self, step: int) -> bool:
@@ -71,31 +69,21 @@ class StepProfiler:
 
         A collective. A disk that cannot be written to is logged, and does not end the run.
         """
-        recorder, mesh, failure = self._recorder, self._step.mesh, None
+        host, what = self._step.mesh.host, f"writing the profile of step {step}"
+        try:
+            texts = attempt(host, what, lambda: self._part(loss))
+            attempt_first(host, what, lambda: self._write(step, texts))
+        except CheckpointError as error:
+            if host.rank == 0:
+                logger.warning("%s", error)
+
+    def _part(self, loss: float) -> str:
+        recorder, self._recorder = self._recorder, None
         assert recorder is not None
         recorder.begin_step()
-        try:
-            self._watching.close()
-            self._write_part(recorder, step, loss)
-        except OSError as error:
-            failure = error
-        self._recorder = None
-        failed = torch.tensor([float(failure is not None)])
-        together = mesh.host.all_reduce(failed, tag=_TAG)
-        all_written = not together.wait().item()
-        if mesh.rank == 0 and all_written:
-            try:
-                self._assemble(step)
-            except OSError as error:
-                failure = error
-        if failure is not None:
-            logger.warning("cannot write the profile of step %d: %s", step, failure)
-        mesh.host.all_reduce(torch.zeros(1), tag=_TAG).wait()  # no step waits for rank 0
-
-    def _write_part(self, recorder: Recorder, step: int, loss: float) -> None:
+        self._watching.close()
         last = len(recorder.record().begins) - 2
-        leave_part(
-            self._parts(step),
+        return part_of(
             recorder,
             self._step.mesh,
             losses=[loss],
@@ -104,16 +92,11 @@ class StepProfiler:
             traced=last if self._config.profiler.with_torch else None,
         )
 
-    def _assemble(self, step: int) -> None:
+    def _write(self, step: int, texts: Sequence[str]) -> None:
         config, folder = self._config, self._folder(step)
-        world_size = self._step.mesh.topology.world_size
-        profile = write_profile(
-            folder, config, [config], world_size=world_size, warmup_steps=step - 1
-        )
+        modes = [(config, parts_from(texts))]
+        profile = write_profile(folder, config, modes, warmup_steps=step - 1)
         logger.info("profiled step %d, in %s: %s", step, folder, sentence(profile.modes[0]))
 
     def _folder(self, step: int) -> Path:
         return self._traces / f"step_{step}"
-
-    def _parts(self, step: int) -> Path:
-        return parts_folder(self._folder(step), self._config.parallel.tensor.mode)
