@@ -58,6 +58,7 @@ def _run(args: argparse.Namespace) -> int:
 
         require_packages()
 
+    from isp.profile.table import describe
     from isp.run.folder import check_can_create
     from isp.train.data import check_data
     from isp.train.host_memory import check_host_memory
@@ -92,14 +93,15 @@ def _run(args: argparse.Namespace) -> int:
         with_torch=not args.no_torch,
         command=shlex.join(["isp", *without_nproc(args.words), f"--nproc={ranks}"]),
     )
-    profiled = profile_ranks(config, options)
-    if profiled is not None:
-        written = f"wrote profile.json and trace.json.gz to {profiled.folder}"
+    done = profile_ranks(config, options)
+    if done is not None:
+        profile, folder = done
+        written = f"wrote profile.json and trace.json.gz to {folder}"
         if args.html:
             from isp.report import write_report
 
-            written += f", and {write_report(profiled.folder).html}"
-        print(f"{profiled.table}\n\n{written}")
+            written += f", and {write_report(folder).html}"
+        print(f"{describe(profile)}\n\n{written}")
     return 0
 
 

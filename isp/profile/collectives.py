@@ -84,19 +84,11 @@ class RankTimes:
         return bisect_right(self.begins, collective.wait_ms) - 1
 
 
-def align(
-    records: Sequence[RankRecord],
-    groups: Sequence[Mapping[str, Sequence[int]]],
-    leads: Sequence[float],
-) -> list[RankTimes]:
-    """The records of all ranks, in rank order, on one clock.
-
-    `groups` are each rank's channels, by name with their ranks; `leads` the seconds by which its
-    clock is ahead of rank 0's.
-    """
-    zero = records[0].begins[0] - leads[0]
-    times = [_on_clock(r, zero + lead) for r, lead in zip(records, leads, strict=True)]
-    matched = _matched(times, groups)
+def align(records: Sequence[RankRecord]) -> list[RankTimes]:
+    """The records of all ranks, in rank order, on one clock."""
+    zero = records[0].begins[0] - records[0].clock_lead
+    times = [_on_clock(record, zero + record.clock_lead) for record in records]
+    matched = _matched(times, [record.channels for record in records])
     return [
         dataclasses.replace(
             own,

@@ -39,11 +39,17 @@ class RankRecord:
     """Start of each recorded step, and end of the last one."""
     transfers: tuple[TimedTransfer, ...]
     """Those that were waited for, in order of launch."""
-    marks: tuple[Mark, ...]
+    marks: tuple[Mark, ...] = ()
     """In order of time."""
-    parts: tuple[str, ...]
+    parts: tuple[str, ...] = ()
     """The parts of the model, in order."""
-    peak_memory_gib: float
+    peak_memory_gib: float = 0.0
+    channels: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of each of its channels, by name."""
+    clock_lead: float = 0.0
+    """Seconds by which its `time.perf_counter` is ahead of rank 0's."""
+    unix_zero: float = 0.0
+    """Unix time, in seconds, when its `time.perf_counter` was 0."""
 
 
 _Moment = tuple[streams.Event | None, Mark]
@@ -92,6 +98,11 @@ class Recorder:
     def begin_step(self) -> None:
         """A step begins here, and the one before it ends; to be called after the last one, too."""
         self._begins.append(self._moment(self.log.phase, self.log.block))
+
+    @property
+    def num_steps(self) -> int:
+        """The recorded steps that have ended."""
+        return len(self._begins) - 1
 
     def record(self) -> RankRecord:
         """The record; to be asked for after the context has been left without an exception."""

@@ -1,4 +1,4 @@
-"""The parts that ranks record of profiled steps, and the profile that rank 0 makes of them."""
+"""What ranks record of profiled steps, and the profile that rank 0 makes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,14 +24,14 @@ from isp.metrics import device_name, shared_cores
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode
 from isp.profile import ModeProfile, Profile, RankProfile
-from isp.profile.collectives import RankTimes, align
+from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
 from isp.train.step import TrainStep
 
-__all__ = ["RankPart", "part_of", "parts_from", "recorder_for", "torch_profiler", "write_profile"]
+__all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]
 
 
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
@@ -72,63 +72,37 @@ def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
     return folder / "torch" / f"{mode}_{rank}.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """One rank's record of a run."""
-
-    record: RankRecord
-    channels: dict[str, tuple[int, ...]]
-    """The ranks of each of its channels."""
-    clock_lead: float
-    """Seconds by which its `time.perf_counter` is ahead of rank 0's."""
-    unix_zero: float
-    """Unix time, in seconds, when its `time.perf_counter` was 0."""
-    losses: tuple[float | None, ...]
-    """Of each measured step; None if it is not finite, for which JSON has no word."""
-    first_measured: int
-    """The recorded step that is the first measured one; as many as there are losses."""
-    traced: int | None
-    """The recorded step that torch.profiler saw, if any."""
-    device: str
-    shared_cores: str
-    """As in `Profile`."""
-
-
-def part_of(
-    recorder: Recorder,
-    mesh: Mesh,
-    *,
-    losses: Sequence[float],
-    lead: float,
-    first_measured: int,
-    traced: int | None,
-) -> str:
-    """This rank's part, as JSON to be sent to others; `RankPart` says what the numbers are."""
-    device = recorder.device
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.topology.world_size)))
-    part = RankPart(
-        record=recorder.record(),
+def record_of(recorder: Recorder, mesh: Mesh, lead: float) -> str:
+    """This rank's record as JSON, to be sent to others; `lead` as by `clock_lead`."""
+    record = replace(
+        recorder.record(),
         channels=mesh.members,
         clock_lead=lead,
         unix_zero=time.time() - time.perf_counter(),
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
-        first_measured=first_measured,
-        traced=traced,
-        device=device_name(device),
-        shared_cores=shared_cores(device, ranks_here),
     )
-    return TypeAdapter(RankPart).dump_json(part).decode()
+    return TypeAdapter(RankRecord).dump_json(record).decode()
 
 
-def parts_from(texts: Sequence[str]) -> list[RankPart]:
-    """The parts of all ranks, in rank order, that `part_of` gave."""
-    return [TypeAdapter(RankPart).validate_json(text) for text in texts]
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Steps in one mode, as rank 0 has them."""
+
+    config: JobConfig
+    records: Sequence[str]
+    """Of all ranks, by `record_of`."""
+    losses: Sequence[float]
+    """Of each measured step."""
+    first: int
+    """The recorded step that is the first measured one."""
+    traced: int | None
+    """The recorded step that torch.profiler saw, if any."""
 
 
 def write_profile(
     folder: Path,
     config: JobConfig,
-    modes: Sequence[tuple[JobConfig, Sequence[RankPart]]],
+    modes: Sequence[Measured],
+    device: torch.device,
     *,
     warmup_steps: int,
     command: str = "",
@@ -136,19 +110,20 @@ def write_profile(
     """Write `profile.json` and `trace.json.gz` to `folder`: of `config` in each of `modes`."""
     folder.mkdir(parents=True, exist_ok=True)
     found, trace = [], []
-    for number, (mode, parts) in enumerate(modes):
-        one, events = _mode_profile(mode, folder, parts, number=number)
+    for number, mode in enumerate(modes):
+        one, events = _mode_profile(mode, folder, number=number)
         found.append(one)
         trace += events
-    first = modes[0][1][0]
+    world_size = len(modes[0].records)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     profile = Profile(
         created=datetime.now().isoformat(timespec="seconds"),
         torch=torch.__version__,
-        device=first.device,
-        shared_cores=first.shared_cores,
-        world_size=len(modes[0][1]),
+        device=device_name(device),
+        shared_cores=shared_cores(device, ranks_here),
+        world_size=world_size,
         warmup_steps=warmup_steps,
-        num_steps=len(first.losses),
+        num_steps=len(modes[0].losses),
         config=to_yaml(config),
         modes=tuple(found),
         command=command,
@@ -160,24 +135,21 @@ def write_profile(
 
 
 def _mode_profile(
-    config: JobConfig, folder: Path, parts: Sequence[RankPart], *, number: int
+    measured: Measured, folder: Path, *, number: int
 ) -> tuple[ModeProfile, list[Event]]:
-    """The profile of a run of `config`, and the trace of one of its steps.
+    """The profile of a mode, and the trace of one of its steps.
 
     `number` sets it apart from other modes whose events go to the same trace.
     """
-    times = align(
-        [part.record for part in parts],
-        [part.channels for part in parts],
-        [part.clock_lead for part in parts],
-    )
-    losses = parts[0].losses
-    steps = [parts[0].first_measured + number for number in range(len(losses))]
+    config, losses = measured.config, measured.losses
+    records = [TypeAdapter(RankRecord).validate_json(text) for text in measured.records]
+    times = align(records)
+    steps = [measured.first + number for number in range(len(losses))]
     by_rank = [[totals(own, step) for step in steps] for own in times]
     means = [mean_totals([of_rank[i] for of_rank in by_rank]) for i in range(len(steps))]
     typical = _closest_to_median([mean.step_ms for mean in means])
     zero = times[0].begins[steps[typical]]
-    topology = config.topology(len(parts))
+    topology = config.topology(len(records))
     profile = ModeProfile(
         mode=topology.mode,
         tensor=config.parallel.tensor.size,
@@ -185,14 +157,14 @@ def _mode_profile(
         data=topology.world_size // config.parallel.tensor.size // config.parallel.pipeline.size,
         pipeline=config.parallel.pipeline.size,
         topology=topology.describe(),
-        losses=losses,
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         summary=means[typical],
         ranks=tuple(
             RankProfile(
                 rank=rank,
                 totals=tuple(by_rank[rank]),
                 timeline=timeline(own, steps[typical], number=typical, zero=zero),
-                peak_memory_gib=parts[rank].record.peak_memory_gib,
+                peak_memory_gib=records[rank].peak_memory_gib,
             )
             for rank, own in enumerate(times)
         ),
@@ -203,36 +175,22 @@ def _mode_profile(
         if topology.mode.facts.gathers_weights
         else None,
     )
-    return profile, _trace(folder, parts, times, steps[typical], mode=topology.mode, number=number)
+    step = steps[typical] if measured.traced is None else measured.traced
+    lanes = [timeline(own, step, number=step, zero=times[0].begins[step]) for own in times]
+    first = number * len(records)
+    events = chrome_trace(lanes, title=topology.mode, first_process=first)
+    for rank, record in enumerate(records if measured.traced is not None else ()):
+        # Rank 0's time 0 of this step, by the Unix time of that rank's own clock.
+        begin = records[0].begins[step] - records[0].clock_lead + record.clock_lead
+        events += torch_events(
+            json.loads(_torch_trace(folder, topology.mode, rank).read_bytes()),
+            process=first + rank,
+            title=f"{topology.mode} rank {rank}",
+            zero_seconds=record.unix_zero + begin,
+        )
+    return profile, events
 
 
 def _closest_to_median(values: Sequence[float]) -> int:
     median = statistics.median(values)
     return min(range(len(values)), key=lambda i: abs(values[i] - median))
-
-
-def _trace(
-    folder: Path,
-    parts: Sequence[RankPart],
-    times: Sequence[RankTimes],
-    typical: int,
-    *,
-    mode: Mode,
-    number: int,
-) -> list[Event]:
-    """The step that torch.profiler saw, with its events; else the typical one with our own."""
-    traced = parts[0].traced
-    step = typical if traced is None else traced
-    zero = times[0].begins[step]
-    first = number * len(parts)
-    lanes = [timeline(own, step, number=step, zero=zero) for own in times]
-    events = chrome_trace(lanes, title=mode, first_process=first)
-    zero_here = parts[0].record.begins[step]
-    for rank, part in enumerate(parts):
-        path = _torch_trace(folder, mode, rank)
-        if traced is not None and path.exists():
-            moment = part.unix_zero + zero_here + part.clock_lead - parts[0].clock_lead
-            seen = json.loads(path.read_bytes())
-            title = f"{mode} rank {rank}"
-            events += torch_events(seen, process=first + rank, title=title, zero_seconds=moment)
-    return events

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -14,14 +13,14 @@ from isp.config import JobConfig
 from isp.metrics.device import reset_peak_memory
 from isp.optim import learning_rate
 from isp.parallel import Mode
+from isp.profile import Profile
 from isp.profile.collectives import clock_lead
-from isp.profile.table import describe
 from isp.run.folder import explained, make_unique, run_name
 from isp.run.garbage import collected_every
 from isp.train.data import StepData, open_for_rank
 from isp.train.profile_parts import (
-    part_of,
-    parts_from,
+    Measured,
+    record_of,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -29,7 +28,7 @@ from isp.train.profile_parts import (
 from isp.train.run import make_world
 from isp.train.step import make_train_step
 
-__all__ = ["ProfileOptions", "Profiled", "config_for", "profile_ranks"]
+__all__ = ["ProfileOptions", "config_for", "profile_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +43,6 @@ class ProfileOptions:
     """Also take one more step under torch.profiler, for the trace."""
     command: str = ""
     """The command line that asked for it, as one types it."""
-
-
-class Profiled(NamedTuple):
-    table: str
-    folder: Path
 
 
 def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
@@ -75,11 +69,11 @@ def _make_folder(config: JobConfig) -> Path:
         return make_unique(folder.absolute(), run_name())
 
 
-def profile_ranks(config: JobConfig, options: ProfileOptions) -> Profiled | None:
+def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, Path] | None:
     """Profile every mode on this rank of the world that torchrun has set (or alone).
 
-    Gives the profile on rank 0, None elsewhere. Raises ValueError (or OSError), before any process
-    group starts, for what the user can put right.
+    Gives the profile and its folder on rank 0, None elsewhere. Raises ValueError (or OSError),
+    before any process group starts, for what the user can put right.
     """
     world = make_world(config)
     configs = [config_for(config, mode, world.size) for mode in options.modes]
@@ -93,10 +87,7 @@ def profile_ranks(config: JobConfig, options: ProfileOptions) -> Profiled | None
                 attempt_first(mesh.host, "making a folder", lambda: str(_make_folder(config)))
             )
             with StepData(c, read, mesh, world.device) as data:
-                part = _profile_mode(c, options, mesh, world.device, data, folder)
-            texts = exchange(mesh.host, part)
-            if world.rank == 0:
-                found.append((c, parts_from(texts)))
+                found.append(_profile_mode(c, options, mesh, world.device, data, folder))
             give_memory_back(1)
         if world.rank != 0 or folder is None:
             return None
@@ -104,10 +95,11 @@ def profile_ranks(config: JobConfig, options: ProfileOptions) -> Profiled | None
             folder,
             config,
             found,
+            world.device,
             warmup_steps=options.warmup_steps,
             command=options.command,
         )
-        return Profiled(describe(profile), folder)
+        return profile, folder
 
 
 def _profile_mode(
@@ -117,8 +109,8 @@ def _profile_mode(
     device: torch.device,
     data: StepData,
     folder: Path,
-) -> str:
-    """Warm up, measure, trace, and give this rank's part."""
+) -> Measured:
+    """Warm up, measure and trace."""
     torch.manual_seed(config.training.seed)
     reset_peak_memory(device)
     step = make_train_step(config, mesh, device)
@@ -149,11 +141,10 @@ def _profile_mode(
                 take(last)
                 recorder.begin_step()
         step.drain()
-    return part_of(
-        recorder,
-        mesh,
+    return Measured(
+        config=config,
+        records=exchange(mesh.host, record_of(recorder, mesh, lead)),
         losses=losses[options.warmup_steps : last],
-        lead=lead,
-        first_measured=options.warmup_steps - watched,
+        first=options.warmup_steps - watched,
         traced=last - watched + 1 if options.with_torch else None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
 from isp.run.folder import RunFolder
 from isp.train.profile_parts import (
-    part_of,
-    parts_from,
+    Measured,
+    record_of,
     recorder_for,
     torch_profiler,
     write_profile,
@@ -70,33 +69,34 @@ class StepProfiler:
         A collective. A disk that cannot be written to is logged, and does not end the run.
         """
         host, what = self._step.mesh.host, f"writing the profile of step {step}"
-        try:
-            texts = attempt(host, what, lambda: self._part(loss))
-            attempt_first(host, what, lambda: self._write(step, texts))
-        except CheckpointError as error:
-            if host.rank == 0:
-                logger.warning("%s", error)
-
-    def _part(self, loss: float) -> str:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         recorder.begin_step()
-        self._watching.close()
-        last = len(recorder.record().begins) - 2
-        return part_of(
-            recorder,
-            self._step.mesh,
-            losses=[loss],
-            lead=self._lead,
-            first_measured=last,
-            traced=last if self._config.profiler.with_torch else None,
-        )
 
-    def _write(self, step: int, texts: Sequence[str]) -> None:
-        config, folder = self._config, self._folder(step)
-        modes = [(config, parts_from(texts))]
-        profile = write_profile(folder, config, modes, warmup_steps=step - 1)
-        logger.info("profiled step %d, in %s: %s", step, folder, sentence(profile.modes[0]))
+        def leave() -> str:
+            self._watching.close()
+            return record_of(recorder, self._step.mesh, self._lead)
+
+        def write() -> None:
+            folder, last = self._folder(step), recorder.num_steps - 1
+            measured = Measured(
+                config=self._config,
+                records=records,
+                losses=[loss],
+                first=last,
+                traced=last if self._config.profiler.with_torch else None,
+            )
+            profile = write_profile(
+                folder, self._config, [measured], self._device, warmup_steps=step - 1
+            )
+            logger.info("profiled step %d, in %s: %s", step, folder, sentence(profile.modes[0]))
+
+        try:
+            records = attempt(host, what, leave)
+            attempt_first(host, what, write)
+        except CheckpointError as error:
+            if host.rank == 0:
+                logger.warning("%s", error)
 
     def _folder(self, step: int) -> Path:
         return self._traces / f"step_{step}"

@@ -6,11 +6,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
 from isp.checkpoint import Checkpointer, CheckpointError
 from isp.checkpoint.agreement import exchange
@@ -267,18 +267,10 @@ def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None
 
     A collective of ranks on one machine, whose clocks are one.
     """
-    found = exchange(mesh.host, (mesh.members, [astuple(transfer) for transfer in transfers]))
-    records = [
-        RankRecord(
-            begins=(0.0,),
-            transfers=tuple(TimedTransfer(*row) for row in rows),
-            marks=(),
-            parts=(),
-            peak_memory_gib=0.0,
-        )
-        for _, rows in found
-    ]
-    ranks = align(records, [members for members, _ in found], [0.0] * len(records))
+    json = TypeAdapter(RankRecord)
+    own = RankRecord(begins=(0.0,), transfers=tuple(transfers), channels=mesh.members)
+    texts = exchange(mesh.host, json.dump_json(own).decode())
+    ranks = align([json.validate_json(text) for text in texts])
     collectives = [collective for rank in ranks for collective in rank.collectives]
     exposed = sum(collective.exposed_ms for collective in collectives)
     if not exposed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from isp.comm import TimedTransfer
 from isp.comm.tag import Purpose, Tag
@@ -89,5 +91,10 @@ def record(
 def aligned(*records: RankRecord, leads: Sequence[float] = ()) -> list[RankTimes]:
     """The ranks' records on one clock; `leads` in milliseconds, 0 each if left out."""
     ranks = tuple(range(len(records)))
-    groups = [{"weight": ranks, "tensor": ranks}] * len(records)
-    return align(records, groups, [lead / 1e3 for lead in leads] or [0.0] * len(records))
+    channels = {"weight": ranks, "tensor": ranks}
+    return align(
+        [
+            replace(record, channels=channels, clock_lead=lead / 1e3)
+            for record, lead in zip_longest(records, leads, fillvalue=0.0)
+        ]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -30,7 +31,7 @@ STEPS = 3
 """Recorded ones; the first gathers of the first were launched before."""
 
 
-def _record(rank: int, mode: Mode) -> tuple[RankRecord, dict[str, tuple[int, ...]]]:
+def _record(rank: int, mode: Mode) -> RankRecord:
     """Some steps, and one more with the recorder gone."""
     layout = Layout(mode=mode, tensor=2, weight=2 if mode is Mode.ISP else 1)
     mesh = Meshes(rank).of(layout)
@@ -50,7 +51,7 @@ def _record(rank: int, mode: Mode) -> tuple[RankRecord, dict[str, tuple[int, ...
     later = [t for t in recorder.record().transfers if t.launched > record.begins[-1]]
     assert not later, "it went on recording"
     assert _num_hooks(run.step) == num_hooks, "hooks were left behind"
-    return record, mesh.members
+    return replace(record, channels=mesh.members)
 
 
 def _num_hooks(step: TrainStep) -> int:
@@ -59,8 +60,7 @@ def _num_hooks(step: TrainStep) -> int:
 
 
 def _aligned(mode: Mode) -> list[RankTimes]:
-    found = run_ranks(2, _record, mode)
-    return align([record for record, _ in found], [groups for _, groups in found], [0.0, 0.0])
+    return align(run_ranks(2, _record, mode))
 
 
 def test_isp_steps():

@@ -11,6 +11,7 @@ import pytest
 from isp.config import load_config
 from isp.parallel import Mode
 from isp.profile import Profile
+from isp.profile.table import describe
 from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
 from tests.profile.test_trace import assert_nested
 from tests.ranks import run_programs
@@ -26,12 +27,14 @@ def test_all_modes_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)
     options = ProfileOptions(warmup_steps=1, steps=2, command="isp profile job.yaml")
-    written, nothing = run_programs(2, lambda _: profile_ranks(load_config(job), options))
+    done, nothing = run_programs(2, lambda _: profile_ranks(load_config(job), options))
     assert nothing is None
     (folder,) = (tmp_path / "out" / "job" / "profile").iterdir()
-    assert written.folder == folder
+    assert done[1] == folder
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace.json.gz"]
     profile = Profile.load(folder / "profile.json")
+    assert profile == done[0]
+    table = describe(profile)
     assert [mode.mode for mode in profile.modes] == [mode.value for mode in Mode]
     assert profile.largest_loss_difference < 1e-5
     assert (profile.world_size, profile.num_steps, profile.command) == (2, 2, options.command)
@@ -43,7 +46,7 @@ def test_all_modes_on_two_ranks(tmp_path):
         timelines = [rank.timeline for rank in mode.ranks]
         assert len(timelines[0].collectives) == summary.num_transfers
         assert mode.waits
-        assert mode.mode in written.table
+        assert mode.mode in table
     isp = profile.modes[-1]
     assert (isp.weight, isp.plan_grid is None, profile.modes[0].plan_grid) == (2, False, None)
     labels = {c.label for c in isp.ranks[0].timeline.collectives}
@@ -115,5 +118,8 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog)
     words += ["--profiler.save_traces_folder=config.yaml", "--profiler.with_torch=false"]
     run_forked(job, *words)
     (run,) = run_folders(job)
-    assert "writing the profile of step 2 failed on rank 0" in (run / "logs" / "rank_0.log").read_text()
+    assert (
+        "writing the profile of step 2 failed on rank 0"
+        in (run / "logs" / "rank_0.log").read_text()
+    )
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
