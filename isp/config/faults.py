@@ -17,14 +17,14 @@ __all__ = ["describe_faults", "place"]
 def describe_faults(
     errors: Sequence[ErrorDetails], origins: Mapping[KeyPath, str], keys: KeyTable
 ) -> list[str]:
-    """A line for each fault: where it comes from, `key=value`, what would do."""
+    """A line for each fault: where it comes from, `key=value`, which values are allowed."""
     lines: list[str] = []
-    told: set[KeyPath] = set()
+    described: set[KeyPath] = set()
     for error in errors:
         path = _known_part(error["loc"], keys)
-        if _is_member(error, path) and path in told:
+        if _is_member(error, path) and path in described:
             continue  # each type of a union says why the value is not of that type
-        told.add(path)
+        described.add(path)
         for fault in _describe(error, path, keys):
             lines.append(place(fault, path, origins))
     return lines

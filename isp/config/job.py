@@ -163,17 +163,17 @@ class JobConfig:
             return self
         ranks = self.topology(world_size).data
         part = data.micro_bsz * ranks
-        told = f"data.micro_bsz={data.micro_bsz} on {ranks} data ranks"
+        given = f"data.micro_bsz={data.micro_bsz} on {ranks} data ranks"
         if whole % part:
             near = any_of(sorted({max(part, whole // part * part), -(-whole // part) * part}))
             raise ConfigError(
                 f"training.global_batch_size={whole} must be a multiple of the {part} sequences of"
-                f" {told}: use {near}"
+                f" {given}: use {near}"
             )
         if data.micro_num not in (None, whole // part):
             raise ConfigError(
                 f"training.global_batch_size={whole} and data.micro_num={data.micro_num} disagree:"
-                f" {told} takes data.micro_num={whole // part}; leave one of the two out"
+                f" {given} takes data.micro_num={whole // part}; leave one of the two out"
             )
         try:
             return replace(self, data=replace(data, micro_num=whole // part))

@@ -115,8 +115,6 @@ class KeyTable:
 
     def suggest(self, path: KeyPath) -> str:
         """`; did you mean ...?` for an unknown `path`, or the keys that its section has."""
-        if path in _REMOVED:
-            return f"; {_REMOVED[path]}"
         *section, name = path
         siblings = self.sections[general(tuple(section))]
         near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
@@ -129,13 +127,6 @@ class KeyTable:
         if near:
             return f"; did you mean {' or '.join(repr(key) for key in near)}?"
         return f"; {'.'.join(section) or 'the configuration'} has {', '.join(siblings)}"
-
-
-_REMOVED = {
-    ("model", "attention_head_groups"): "heads in groups did not pay on 8 ranks, and are gone:"
-    " model.checkpoint=1 with model.mlp_tile_tokens and model.checkpoint_offload takes less"
-}
-"""Keys of before, with what to use instead."""
 
 
 def docs_of(section: type) -> dict[str, str]:

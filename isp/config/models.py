@@ -22,7 +22,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> La
 
     One that does not train may have dropout.
 
-    Raises ValueError for a folder whose model cannot be made, or cannot be driven, and without the
+    Raises ValueError for a folder whose model cannot be made, or is not supported, and without the
     packages that read it.
     """
     if model.hf is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,6 @@ __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
 
-_MAX_VALUES = 100_000
-"""Far more than any configuration has."""
-
 
 class YamlFile(NamedTuple):
     """The keys and values of a file, and the line of every key by its path."""
@@ -28,14 +24,6 @@ class YamlFile(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
-
-    def get_single_node(self) -> Node | None:
-        """The whole of the text; refuses aliases of aliases that multiply beyond any use."""
-        node = super().get_single_node()
-        if node is not None and _num_values(node, {}) > _MAX_VALUES:
-            fault = f"more than {_MAX_VALUES:,} values, aliases counted as what they stand for"
-            raise ConstructorError(None, None, fault, node.start_mark)
-        return node
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         """The value of `node`; one that looks like a date and is none is a fault of the file."""
@@ -64,8 +52,8 @@ def read_yaml(path: str | Path) -> YamlFile:
         raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file in UTF-8, so not YAML") from error
-    loader = _new_loader(text, path)
     try:
+        loader = _Loader(text)  # refuses characters that YAML does not allow
         root = loader.get_single_node()
         if root is None:
             raise ValueError(f"{path}: the file is empty: it must hold sections such as `model:`")
@@ -76,8 +64,6 @@ def read_yaml(path: str | Path) -> YamlFile:
         return YamlFile(loader.construct_document(root), lines)
     except yaml.YAMLError as error:
         raise ValueError(_syntax_fault(path, error)) from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: is nested too deeply, or in itself") from error
 
 
 def parse_value(text: str) -> Any:
@@ -86,25 +72,6 @@ def parse_value(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not a YAML value: {_problem(error)}") from error
-    except RecursionError as error:
-        raise ValueError(f"{text[:40]!r}... is nested too deeply, or in itself") from error
-
-
-def _new_loader(text: str, path: str | Path) -> _Loader:
-    try:
-        return _Loader(text)
-    except yaml.YAMLError as error:  # characters that YAML does not allow
-        raise ValueError(_syntax_fault(path, error)) from error
-
-
-def _num_values(node: Node, known: dict[int, int]) -> int:
-    """The number of values in `node`, every alias written out; those of `known` nodes, by id."""
-    if isinstance(node, ScalarNode):
-        return 1
-    if id(node) not in known:
-        parts = itertools.chain(*node.value) if isinstance(node, MappingNode) else node.value
-        known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
-    return known[id(node)]
 
 
 def _note_lines(

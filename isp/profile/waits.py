@@ -195,8 +195,10 @@ class _Waits:
             )
         is_again = first.purpose is Purpose.WEIGHT and first.phase in _BACKWARD
         if is_again and weight.reshard_after_forward:
-            stay = "parallel.weight.reshard_after_forward=false would spare it"
-            remedies.append(f"{stay}, for the memory of all weights")
+            remedies.append(
+                "parallel.weight.reshard_after_forward=false would spare it, for the memory of all"
+                " weights"
+            )
         return f"{text}: {', or '.join(remedies)}" if remedies else text
 
     # -- what would hide it ------------------------------------------------------------------

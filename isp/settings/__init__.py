@@ -95,9 +95,9 @@ class TrainingConfig:
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None
     """Time that a start of the run may take, the last save included: seconds, or `HH:MM:SS` or
-    `D-HH:MM:SS`; the same command goes on. null: no limit."""
+    `D-HH:MM:SS`; the same command resumes it. null: no limit."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Numbers of weights and activations; bfloat16 and float16 keep float32 gradients and master
+    """Dtype of weights and activations; bfloat16 and float16 keep float32 gradients and master
     weights, and float16 scales the loss: see `optimizer.grad_scaler`."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0
     """Decides the initial weights, the order of the data and every random stream."""
@@ -186,7 +186,7 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.1
     """Decoupled decay of the weights, a fraction of lr."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers in which the moments are kept between updates, which compute in float32 at least;
+    """Dtype in which the moments are kept between updates, which compute in float32 at least;
     bfloat16: half the memory, rounded once an update; needs betas up to 0.996."""
     offload_states: bool = False
     """Keep master weights and moments in the memory of the host and bring them to the GPU bucket by
@@ -281,7 +281,7 @@ class MetricsConfig:
 
 @section("checkpoint", KeyRole.PLACE)
 class CheckpointConfig:
-    """`checkpoint`: when to save, what to keep, where to go on from."""
+    """`checkpoint`: when to save, what to keep, where to resume from."""
 
     interval: CountOrZero = 0
     """Save every this many steps; 0: only when the run ends or is stopped by a signal."""
@@ -291,21 +291,21 @@ class CheckpointConfig:
     """async: copy the state to CPU memory and write it while training goes on, which takes as much
     memory as a rank saves; disabled: training waits until it is on disk. The last save waits."""
     load_step: CountOrZero | None = None
-    """Go on from the checkpoint of this step; null: from the newest, if `auto_resume`."""
+    """Resume from the checkpoint of this step; null: from the newest, if `auto_resume`."""
     auto_resume: bool = True
-    """Go on from the newest checkpoint where there is one."""
+    """Resume from the newest checkpoint where there is one."""
     allow_changes: bool = False
-    """Go on from a checkpoint even if the model, the data or their order is not as it was then."""
+    """Resume from a checkpoint even if the model, the data or their order is not as it was then."""
     folder: Text | None = None
-    """Folder of the checkpoints, to save to and go on from; null: `checkpoint/` in the run's own
+    """Folder of the checkpoints, to save to and resume from; null: `checkpoint/` in the run's own
     folder."""
     initial_load_path: Text | None = None
     """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
     folder of a run, of any layout; null: random weights.  Names: torchtitan."""
     initial_load_model_only: bool = True
-    """Take only the weights from there and begin at step 0; false: go on with all there is."""
+    """Take only the weights from there and begin at step 0; false: resume with all there is."""
     last_save_retry_seconds: CountOrZero = 600
-    """Time to go on trying the last save of a run where it fails, on a full disk; 0: not."""
+    """Time to keep trying the last save of a run where it fails, on a full disk; 0: not."""
 
     @property
     def copies_state(self) -> bool:

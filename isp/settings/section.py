@@ -120,7 +120,7 @@ def defaults_of(section: type, *roles: KeyRole) -> dict[str, Any]:
 
 
 def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
-    """`key=value` and what would do: the default too (or MISSING), if the value is out of range."""
+    """`key=value`, which values are allowed and, for one out of range, the default (or MISSING)."""
     fault = f"{key}={json.dumps(error['input'], ensure_ascii=False, default=str)}"
     if error["type"] == "value_error":
         return f"{fault} {error['ctx']['error']}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ from isp.settings.section import KeyRole, defaults_of
 from isp.train.run import choose_device
 from model.config import ModelConfig
 
-MERGES = [f"{y}: &{y} {{<<: [*{x}, *{x}]}}" for x, y in pairwise("abcdefghijklmnopqrs")]
-"""Each as large as two of the one before."""
-LISTS = [f"&{y} [*{x}, *{x}]" for x, y in pairwise("abcdefghijklmnopqrs")]
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
 
@@ -209,12 +205,6 @@ def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
     assert expected in message
 
 
-def test_a_key_that_is_gone_names_what_to_use_instead(write):
-    """Catches a configuration of before that is refused without a way out."""
-    message = faults_of(write(MINIMAL), "--model.attention_head_groups", "2")
-    assert "no such key; heads in groups did not pay" in message
-
-
 def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
     """Catches a typo on the command line that is looked for in the file."""
     path = write(f"{MINIMAL}parallel:\n  weight: {{size: 1}}\n")
@@ -240,8 +230,6 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--data.source.x", "1"], "--data.source.x: data.source is a key, and has none below it"),
         (["--training.seed", str(2**64)], f"seed={2**64} must be at most {2**63 - 1} (default: 0)"),
         (["--training.steps", "2024-13-45"], "'2024-13-45' is not a YAML value: month must be in"),
-        (["--data.source", f"[{'&a [], ' + ', '.join(LISTS)}]"], "value: more than 100,000 values"),
-        (["--training.steps", "[" * 999], "... is nested too deeply, or in itself"),
         (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
         (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
         (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
@@ -383,13 +371,6 @@ def test_a_warm_up_that_outlasts_the_run_is_told(write):
         ("a: 1\n---\nb: 2\n", ", line 2, column 1: not YAML: but found another document"),
         ("a: \x07", ": not YAML"),
         ("model:\n  preset: 2024-13-45\n", ", line 2, column 11: not YAML: month must be in 1..12"),
-        ("a: " + "[" * 999, ": is nested too deeply, or in itself"),
-        ("model: &m\n  preset: *m\n", ": is nested too deeply, or in itself"),
-        (f"{MINIMAL}  valid_source: &v [*v]\n", ": is nested too deeply, or in itself"),
-        (
-            "\n".join(["a: &a {k: 0}", *MERGES]),
-            ", line 1, column 1: not YAML: more than 100,000 va",
-        ),
         (
             f"{MINIMAL}training:\n  seed: 1\n  seed: 2\n",
             ", line 7: training.seed is given twice, first on line 6: keep one",
@@ -502,8 +483,8 @@ def test_every_number_has_a_range(write, value):
     ]
     assert len(numbers) > 50
     faults = faults_of(write(MINIMAL), *(f"--{key}={value}" for key in numbers)).splitlines()
-    told = {line.strip().removeprefix("--").split(":")[0] for line in faults[1:]}
-    assert told == set(numbers)
+    refused = {line.strip().removeprefix("--").split(":")[0] for line in faults[1:]}
+    assert refused == set(numbers)
 
 
 def test_sections_made_in_python_are_refused_alike():
