@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelConfig"]
 
+
 @section("model", KeyRole.MODEL)
 class ModelConfig:
     """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder.
