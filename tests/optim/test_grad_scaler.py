@@ -70,21 +70,6 @@ def test_a_loaded_scale_goes_on_as_one_that_was_not_saved(before: str) -> None:
     assert scales(loaded, after) == scales(whole, after)
 
 
-def test_a_loaded_scale_keeps_to_the_limits_of_the_run() -> None:
-    """Catches a saved scale above the limit, or a count past a shorter interval that never ends."""
-    wide = GradScaler(RULES)
-    scales(wide, ".....")
-    narrow = GradScaler(
-        replace(RULES, initial_scale=16, max_scale=32, growth_interval=2, hysteresis=1)
-    )
-    narrow.load_state_dict(wide.state_dict())
-    assert narrow.scale == 32
-    assert scales(narrow, "x..") == [16, 16, 32]
-    hasty = GradScaler(replace(RULES, max_scale=256, growth_interval=2))
-    hasty.load_state_dict(wide.state_dict())
-    assert scales(hasty, ".") == [256]
-
-
 def _steps(
     rank: int, ranks: Topology, dtype: torch.dtype, config: OptimizerConfig, max_norm: float
 ) -> tuple[list[StepResult], list[Any], list[float]]:
@@ -237,44 +222,3 @@ def test_skips_and_scale_go_on_from_a_saved_state() -> None:
     assert other.skip_state() == state
     assert other.scaler is not None
     assert other.scaler.scale == 1
-
-
-def test_a_state_without_a_scale_is_taken_up_by_float16_and_the_reverse() -> None:
-    """Catches a dtype that cannot be changed between two runs."""
-    wide, narrow = Solo(torch.float32), Solo(torch.float16)
-    wide.step(math.inf)
-    state = wide.optimizer.skip_state()
-    assert state["grad_scaler"] is None
-    narrow.optimizer.load_skip_state(state)
-    assert narrow.optimizer.num_skipped == 1
-    assert narrow.optimizer.scaler is not None
-    assert narrow.optimizer.scaler.scale == GradScalerConfig().initial_scale
-    wide.optimizer.load_skip_state(narrow.optimizer.skip_state())
-    assert wide.optimizer.scaler is None
-
-
-@pytest.mark.parametrize(
-    ("values", "fault"),
-    [
-        ({"initial_scale": 0.5}, r"initial_scale=0.5 must be from .*min_scale=1.0 to .*16777216"),
-        ({"initial_scale": 2.0**25}, "initial_scale=33554432.0 must be from"),
-        ({"initial_scale": math.nan}, "initial_scale=NaN must be finite"),
-        ({"min_scale": 0.0}, "min_scale=0.0 must be above 0"),
-        ({"max_scale": math.inf}, "max_scale=Infinity must be finite"),
-        ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
-        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1"),
-        ({"backoff_factor": 0.0}, "backoff_factor=0.0 must be above 0"),
-        ({"growth_interval": 0}, "growth_interval=0 must be at least 1"),
-        ({"hysteresis": 0}, "hysteresis=0 must be at least 1"),
-    ],
-)
-def test_a_scale_that_cannot_work_is_refused(values: dict[str, Any], fault: str) -> None:
-    """Catches a scale that never moves, or moves the wrong way."""
-    with pytest.raises(ValueError, match=r"optimizer\.grad_scaler\." + fault):
-        GradScalerConfig(**values)
-
-
-def test_a_limit_below_zero_is_refused() -> None:
-    """Catches a limit that ends every run."""
-    with pytest.raises(ValueError, match=r"optimizer\.max_skipped_steps=-1 must be at least 0"):
-        OptimizerConfig(max_skipped_steps=-1)

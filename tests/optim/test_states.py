@@ -19,14 +19,12 @@ from isp.optim.states import StateMemory
 from isp.parallel import Topology
 from isp.settings import GradScalerConfig, OptimizerConfig, ParamGroupConfig
 from isp.train import host_memory as train_memory
-from model.config import ModelConfig
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer
 from tests.optim.test_zero1 import topology
 from tests.ranks import run_each
 from tests.streams import Device
 from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_job
-from tests.train.runs import Layout, Meshes, Task, make_run
 
 SPECS = [
     Spec("embedding", (300, 24), dim=0),  # cut into several buckets
@@ -154,32 +152,6 @@ def test_narrow_moments_are_those_of_a_plain_rule_rounded_once_a_step() -> None:
     run_each(1, _rounded, {"adamw": "adamw", "lion": "lion"})
 
 
-MODEL = ModelConfig(
-    vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
-)
-
-
-def _losses(rank: int, config: OptimizerConfig) -> list[float]:
-    layout = Layout()
-    run = make_run(Meshes(rank).of(layout), layout, Task(model=MODEL), config=config)
-    batches = [run.task.batch(0, 0)]  # one, which is learned by heart
-    losses = [run.step(batches, config.lr).loss for _ in range(25)]
-    run.close()
-    return losses
-
-
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_narrow_moments_train_as_well(name: str) -> None:
-    """Catches a moment that stands still, or drifts, once it is rounded."""
-    config = OptimizerConfig(name=name, lr=3e-3 if name == "adamw" else 1e-3)  # type: ignore[arg-type]
-    configs = {"wide": config, "narrow": replace(config, moment_dtype="bfloat16")}
-    ((wide,), (narrow,)) = run_each(1, _losses, configs).values()
-    assert wide[-1] < 0.8 * wide[0]
-    assert wide != narrow
-    # 8 bits of each moment: the curve stays within 2% of what it begins at
-    assert narrow == pytest.approx(wide, abs=0.02 * wide[0])
-
-
 def _faults(rank: int, way: Way) -> tuple[list[str], int, int]:
     """What a device with streams would get wrong, how much was followed, and the buckets."""
     hosted: list[Tensor] = []
@@ -274,27 +246,6 @@ def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
     with pytest.raises(ValueError, match=r"offload_states=true needs .*: .*allocate"):
         StateMemory([(torch.float32, 2**60)], torch.device("cpu"), on_host=True)
-
-
-class _Cuda:
-    """CUDA's runtime, which locks no pages."""
-
-    class cudaError:
-        success = 0
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        return 2
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return "out of memory"
-
-
-def test_pages_that_cannot_be_locked_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches memory that is used as if it were page-locked, and waits for every copy."""
-    monkeypatch.setattr(torch.cuda, "cudart", _Cuda)
-    words = r"needs 0.00 GiB .*could not be page-locked \(out of memory\).*: use false"
-    with pytest.raises(ValueError, match=words):
-        StateMemory([(torch.float32, 8)], torch.device("cuda"), on_host=True)
 
 
 def test_moments_that_would_stand_still_are_refused() -> None:

@@ -21,14 +21,12 @@ from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.parallel.phase import Phase
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.plan import PlanCursor, plan
-from isp.weights.trace import recomputed_blocks, sequential_actions
+from isp.weights.trace import sequential_actions
 from tests.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.weights.schedules import decoder
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
 LAYER, MODULE = OverlapUnit
-WEIGHTS = {"embedding": 8 * 4 * 8, "head": 8 * 4 * 8}
-"""Bytes of the full weights that are no square of 4."""
 SQUARE = 4 * 4 * 8
 
 
@@ -220,15 +218,6 @@ def test_without_overlap_nothing_is_gathered_more_often(unit: OverlapUnit) -> No
     assert counts[0] == counts[1]
 
 
-def test_backward_alone_gathers_no_bias() -> None:
-    """Catches a bias gathered where nobody reads it."""
-    net, communicator, channel = echo_net(bias=True)
-    step(net, communicator)
-    gathers = Counter(event for event in channel.taken() if event.startswith("gather"))
-    assert gathers["gather a.wo"] == 2
-    assert gathers["gather a.wo.bias"] == 1
-
-
 def test_bounded_reductions_are_summed_oldest_first() -> None:
     """Catches a bound on the bytes in flight that is not kept, or by waiting for the newest."""
     net, communicator, channel = echo_net(max_reduce_bytes=2 * SQUARE)
@@ -257,56 +246,6 @@ def test_the_first_sums_are_received_in_main_gradients(micro_batches: int) -> No
     assert bool(communicator.reduce_pool.allocations) is (micro_batches > 1)
     for p, q in zip(net.parameters(), apart.parameters(), strict=True):
         assert torch.equal(p.grad, gradients.grad(q))
-
-
-VARIANTS = list(itertools.product(OverlapUnit, LaunchPoint, (0.0, 0.25, 0.5, 1.0), (1, 3)))
-
-
-def variant_id(variant: tuple[OverlapUnit, LaunchPoint, float, int]) -> str:
-    return " ".join(str(v) for v in variant)
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
-def test_one_gather_a_forward_and_one_a_backward(
-    variant: tuple[OverlapUnit, LaunchPoint, float, int],
-) -> None:
-    """Catches weights gathered twice for a recomputed block, and more than two units resident."""
-    unit, launch, fraction, micro = variant
-    num_recomputed = sum(recomputed_blocks(4, fraction))
-    net, communicator, channel = echo_net(
-        num_blocks=4, num_recomputed=num_recomputed, mlp=True, bias=True, unit=unit, launch=launch
-    )
-    step(net, communicator, micro)
-    events = channel.taken()
-    gathers = Counter(e.split()[1] for e in events if e.startswith("gather"))
-    for block in "bc":
-        for name in (f"{block}.wqkv", f"{block}.wo", f"{block}.w1"):
-            assert gathers[name] == 2 * micro, name
-    assert gathers["embedding"] == micro
-    assert gathers["head"] == micro
-    in_last = {gathers[f"d.{name}"] for name in ("wqkv", "wo", "w1")}
-    in_first = {gathers[f"a.{name}"] for name in ("wqkv", "wo", "w1")}
-    if unit is LAYER:  # the last block stays behind the head, the first behind the embedding
-        assert in_last == {micro}
-        assert in_first == {micro + 1}
-        assert peak_bytes(events) <= 2 * 3 * SQUARE
-    else:
-        assert in_last | in_first <= {micro, micro + 1, 2 * micro}
-        held = 3 * SQUARE if fraction else WEIGHTS["head"]  # a block that is recomputed, as a whole
-        assert peak_bytes(events) <= held + WEIGHTS["head"]
-
-
-def peak_bytes(events: list[str]) -> int:
-    """The most bytes of full weights (not biases) between gather and free."""
-    now = peak = 0
-    for event in events:
-        kind, name = event.split()
-        if kind in ("gather", "free") and not name.endswith(".bias"):
-            size = WEIGHTS.get(name, SQUARE)
-            now += size if kind == "gather" else -size
-            peak = max(peak, now)
-    assert now == 0
-    return peak
 
 
 def test_switches_change_no_bit() -> None:

@@ -12,20 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Channel, Mesh
+from isp.comm import Mesh
 from isp.layers.embedding import VocabParallelEmbedding
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, ParallelLinear
-from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import bind_names
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
-from tests.weights.echo import EchoChannel, echo_net
+from tests.weights.echo import echo_net
 
 CPU = torch.device("cpu")
 B, S, D, V = 2, 8, 6, 12
@@ -97,18 +95,17 @@ def full_weights() -> tuple[Tensor, Tensor]:
     return table, head
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """ids and labels [B, S], and a gradient of the logits [B, S, V]."""
+def batch() -> tuple[Tensor, Tensor]:
+    """ids [B, S], and a gradient of the logits [B, S, V]."""
     random = torch.Generator().manual_seed(2)
-    ids, labels = torch.randint(V, (2, B, S), generator=random)
-    labels[0, :3] = IGNORED
-    return ids, labels, torch.randn(B, S, V, generator=random, dtype=torch.float64)
+    ids = torch.randint(V, (B, S), generator=random)
+    return ids, torch.randn(B, S, V, generator=random, dtype=torch.float64)
 
 
 def run_logits(mesh: Mesh, *, tied: bool, split_hidden: bool, overlap: bool) -> None:
     """Logits in each of the three forms, and the gradients of both weights."""
     tensor = mesh[Axis.TENSOR]
-    ids, _, dy = batch()
+    ids, dy = batch()
     for retain in (True, False, None):
         table, head = full_weights()
         head = table if tied else head
@@ -135,47 +132,6 @@ def run_logits(mesh: Mesh, *, tied: bool, split_hidden: bool, overlap: bool) -> 
             close(layer.weight.grad, layer.layouts["weight"].shard(weight.grad))
 
 
-def run_loss(mesh: Mesh) -> None:
-    """The loss of each rank's own tokens and that of a split vocabulary are the same number."""
-    tensor = mesh[Axis.TENSOR]
-    ids, labels, _ = batch()
-    table, head = full_weights()
-    logits = F.linear(torch.tanh(F.embedding(ids, table)), head)
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    expected.sum().backward()
-    expected = expected.view(B, S)
-    for split in (False, True):
-        communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
-        layers = LayerFactory(
-            mode=Mode.ISP,
-            tensor=tensor,
-            weight=mesh[Axis.WEIGHT],
-            communicator=communicator,
-            vocab_parallel_loss=split,
-            device=CPU,
-            dtype=torch.float64,
-        )
-        embedding, last = layers.embedding(V, D, std=1.0), layers.head(D, V, std=1.0)
-        with torch.no_grad():
-            for layer, weight in ((embedding, table), (last, head)):
-                layer.weight.copy_(layer.layouts["weight"].shard(weight))
-        own_ids, own_labels, own = (
-            t.chunk(tensor.size, 1)[tensor.rank] for t in (ids, labels, expected)
-        )
-        losses = vocab_parallel_cross_entropy(
-            last(torch.tanh(embedding(own_ids))),
-            labels if split else own_labels,
-            first=layers.first_logit(V),
-            channel=layers.loss_channel,
-        )
-        close(losses, expected if split else own)
-        losses.sum().backward()
-        communicator.finish()
-        for layer, weight in ((embedding, table), (last, head)):
-            assert layer.weight.grad is not None
-            close(layer.weight.grad, layer.layouts["weight"].shard(weight.grad))
-
-
 def run_ends(rank: int, world: int) -> None:
     parallel = ParallelConfig(tensor=TensorConfig(size=world), weight=WeightConfig(size=world))
     mesh = Mesh(Topology.create(world, parallel), rank)
@@ -183,7 +139,6 @@ def run_ends(rank: int, world: int) -> None:
     run_logits(mesh, tied=True, split_hidden=False, overlap=True)
     run_logits(mesh, tied=True, split_hidden=True, overlap=True)
     run_logits(mesh, tied=False, split_hidden=True, overlap=False)
-    run_loss(mesh)
     head = HeadWeightParallelCommunicator(
         ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU)),
         mesh[Axis.WEIGHT],
@@ -200,7 +155,6 @@ def test_ends_match_plain_torch(world: int) -> None:
     if world == 1:
         mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
         run_logits(mesh, tied=False, split_hidden=True, overlap=True)
-        run_loss(mesh)
     else:
         run_ranks(world, run_ends, world)
 
@@ -223,62 +177,3 @@ def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
     net(ids).sum().backward()
     assert "gather embedding" not in channel.taken()
     communicator.finish()
-
-
-def test_tied_head_gathers_the_table_for_itself_alone() -> None:
-    """Catches a shared table kept from embedding to head, or gathered once too often."""
-    channel = EchoChannel()
-    communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU), poison=True)
-    layers = LayerFactory(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=channel,
-        communicator=communicator,
-        device=CPU,
-        dtype=torch.float64,
-    )
-    net = nn.ModuleDict({"embedding": layers.embedding(V, D, std=1.0)})
-    for name in "abc":
-        net[name] = layers.column(D, (D,), std=1.0)
-    net["head"] = layers.head(D, V, std=1.0, tied_to=net["embedding"])  # type: ignore[arg-type]
-    bind_names(net)
-    for p in net.parameters():
-        nn.init.ones_(p)
-    communicator.declare(
-        [
-            [
-                DeclaredBlock(
-                    name=name,
-                    module=layer,
-                    uses=(
-                        DeclaredUse(
-                            name=name,
-                            layer=layer,  # type: ignore[arg-type]
-                            weight_in_backward=name != "embedding",
-                        ),
-                    ),
-                )
-                for name, layer in net.items()
-            ]
-        ]
-    )
-    communicator.begin(sequential_actions(1))
-    x = torch.tensor([[1, 2, 3]])
-    for layer in net.values():
-        x = layer(x)
-    x.sum().backward()
-    communicator.finish()
-    events = channel.taken()
-    assert [e for e in events if e.split()[0] in ("gather", "wait")] == [
-        *("gather embedding", "gather a", "wait embedding", "wait a"),
-        *("gather b", "wait b", "gather c", "wait c"),
-        *("gather embedding", "wait embedding"),  # for the head, forward and backward
-        *("gather b", "gather a", "wait b", "wait a"),
-    ]
-    assert [e for e in events if e.startswith("reduce")] == [
-        "reduce head",
-        "reduce c",
-        "reduce b",
-        "reduce a",
-        "reduce embedding",
-    ]

@@ -224,20 +224,6 @@ def test_weights_changed_unseen_between_passes(
         check_from(net, first)
 
 
-@pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("write", FUSED, ids=["SGD", "AdamW"])
-def test_fused_optimizer_in_the_middle(write: Callable[[Net], None], announced: bool) -> None:
-    """Catches a weight that was gathered ahead before a step used after it."""
-    net, communicator, channel = echo_net(bias=True)
-    if announced:
-        communicator.begin(ONE)
-    x = net.blocks[0](net.embedding(IDS)).detach()
-    assert "gather b.wo" in channel.events
-    write(net)
-    y = net.blocks[1](x)
-    torch.testing.assert_close(y, net.blocks[1].plainly(x), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("automatic", [False, True])
 def test_forward_without_backward_is_drained(automatic: bool) -> None:
     """Catches buffers kept for a backward that never comes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,28 @@ Full = dict[str, Tensor]
 """Full parameters by name."""
 
 
+class PlainLayers:
+    """Makes torch's own layers, as `LayerFactory` makes those whose weights are sharded."""
+
+    def column(self, size: int, sizes: tuple[int, ...], **options: Any) -> nn.Linear:
+        return self.row(size, sum(sizes), **options)
+
+    def row(self, size: int, out: int, *, bias: bool = False, std: float) -> nn.Linear:
+        return nn.Linear(size, out, bias=bias, dtype=torch.float64)
+
+    def embedding(self, vocab: int, size: int, *, std: float) -> nn.Embedding:
+        return nn.Embedding(vocab, size, dtype=torch.float64)
+
+    def head(
+        self, size: int, vocab: int, *, std: float, tied_to: nn.Embedding | None = None
+    ) -> nn.Linear:
+        head = nn.Linear(size, vocab, bias=False, dtype=torch.float64)
+        head.weight = head.weight if tied_to is None else tied_to.weight
+        return head
+
+
 class Case(nn.Module):
-    """A small model, and the same in plain torch.
+    """A small model of sharded layers, or of plain ones.
 
     `uses` is what a forward passes, each a block of its own unless a case says otherwise.
     """
@@ -51,16 +72,18 @@ class Case(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        raise NotImplementedError
-
     def declared(self) -> tuple[DeclaredBlock, ...]:
         """The blocks, as the communicator wants them."""
         return tuple(
             DeclaredBlock(name=f"{i}", module=self, uses=(DeclaredUse(name="use", layer=layer),))
             for i, layer in enumerate(self.uses())
         )
+
+
+def plainly(case: type[Case], x: Tensor, full: Full) -> Tensor:
+    """What torch's own layers make of x with these weights."""
+    y: Tensor = torch.func.functional_call(case(PlainLayers()), full, (x,))  # type: ignore[call-arg]
+    return y
 
 
 def linear(x: Tensor, p: Full, name: str) -> Tensor:
@@ -82,10 +105,6 @@ class Bias(Case):
         y: Tensor = self.two(torch.tanh(self.one(x)))
         return y
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        return linear(torch.tanh(linear(x, p, "one")), p, "two")
-
 
 class CalledTwice(Case):
     """Catches a module's second call that finds its weight freed, or gets the first's gradient."""
@@ -106,11 +125,6 @@ class CalledTwice(Case):
         x = torch.tanh(self.shared(self.one(x)))
         y: Tensor = self.shared(torch.sin(self.two(x)))
         return y
-
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        x = torch.tanh(linear(linear(x, p, "one"), p, "shared"))
-        return linear(torch.sin(linear(x, p, "two")), p, "shared")
 
 
 class CalledTwiceDeclaredOnce(CalledTwice):
@@ -134,11 +148,6 @@ class FirstCalledTwice(Case):
         y: Tensor = self.two(torch.tanh(self.one(torch.sin(self.one(x)))))
         return y
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        x = torch.sin(linear(x, p, "one"))
-        return linear(torch.tanh(linear(x, p, "one")), p, "two")
-
 
 class Tied(Case):
     """Catches a shared table gathered for one of its users only, or a gradient lost or doubled."""
@@ -159,11 +168,6 @@ class Tied(Case):
         y: Tensor = self.head(torch.tanh(self.one(self.embedding(x))))
         return y
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        h = torch.tanh(linear(F.embedding(x, p["embedding.weight"]), p, "one"))
-        return F.linear(h, p["embedding.weight"])
-
 
 class Untied(Case):
     """Catches an embedding or a head split wrongly; see `SPLIT_HIDDEN` for the other split."""
@@ -182,10 +186,6 @@ class Untied(Case):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(torch.tanh(self.embedding(x)))
         return y
-
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        return linear(torch.tanh(F.embedding(x, p["embedding.weight"])), p, "head")
 
 
 class Frozen(Case):
@@ -208,11 +208,6 @@ class Frozen(Case):
         x = torch.tanh(self.still(torch.tanh(self.one(x))))
         y: Tensor = self.last(torch.sin(self.third(x)))
         return y
-
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        x = torch.tanh(linear(torch.tanh(linear(x, p, "one")), p, "still"))
-        return linear(torch.sin(linear(x, p, "third")), p, "last")
 
 
 class Adapters(Case):
@@ -242,12 +237,6 @@ class Adapters(Case):
             x = torch.tanh(base(x) + b(a(x)))
         return x
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        for i in (1, 2):
-            x = torch.tanh(linear(x, p, f"base{i}") + linear(linear(x, p, f"a{i}"), p, f"b{i}"))
-        return x
-
 
 class UnevenRows(Case):
     """Catches padding that is read, sent to a gradient, or missing: 7, 3 and 1 rows."""
@@ -267,11 +256,6 @@ class UnevenRows(Case):
         y: Tensor = self.wide(self.one(x))
         return y
 
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        x = torch.sin(linear(torch.tanh(linear(x, p, "seven")), p, "three"))
-        return linear(linear(x, p, "one"), p, "wide")
-
 
 class Undeclared(Case):
     """Catches a layer that nobody declared left without weight or gradient, or confusing others."""
@@ -288,10 +272,6 @@ class Undeclared(Case):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.two(torch.tanh(self.stranger(torch.sin(self.one(x)))))
         return y
-
-    @staticmethod
-    def plain(x: Tensor, p: Full) -> Tensor:
-        return linear(torch.tanh(linear(torch.sin(linear(x, p, "one")), p, "stranger")), p, "two")
 
 
 CASES: tuple[type[Case], ...] = (
@@ -414,7 +394,7 @@ def step(bench: Bench, model: Case, full: Full, number: int) -> Iterator[Tensor]
     """Forward and backward of the micro-batches of a step; yields outputs and input gradients."""
     for batches in bench.inputs(type(model), number):
         for rank, x in enumerate(batches):
-            expected = type(model).plain(x, full)
+            expected = plainly(type(model), x, full)
             expected.square().sum().backward()
             if rank != bench.channel.rank:
                 continue
@@ -431,7 +411,7 @@ def step(bench: Bench, model: Case, full: Full, number: int) -> Iterator[Tensor]
 @torch.no_grad()
 def evaluate(bench: Bench, model: Case, full: Full) -> None:
     x = bench.inputs(type(model), 77)[0][bench.channel.rank].detach()
-    expected = type(model).plain(x, full)
+    expected = plainly(type(model), x, full)
     torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -41,85 +41,6 @@ def three_blocks(*, recomputed: bool) -> Chunks:
     return ((EMBEDDING, *blocks, HEAD),)
 
 
-def test_per_layer() -> None:
-    """Catches: late first gathers, `c` gathered anew for backward, a backward not rolling."""
-    assert planned(three_blocks(recomputed=False), "F0 B0") == [
-        "start: gather embedding a.wqkv a.wo",
-        "F0 embedding.embedding: wait embedding | free embedding",
-        "F0 a.wqkv: wait a.wqkv | free a.wqkv",
-        "F0 a.attn:",
-        "F0 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo",
-        "F0 b.wqkv: wait b.wqkv | free b.wqkv",
-        "F0 b.attn:",
-        "F0 b.wo: wait b.wo; gather c.wqkv c.wo | free b.wo",
-        "F0 c.wqkv: wait c.wqkv",
-        "F0 c.attn:",
-        "F0 c.wo: wait c.wo; gather head",
-        "F0 head.head: wait head",
-        "B0 head.head: | free head",
-        "B0 c.wo: gather b.wo | free c.wo",
-        "B0 c.wqkv: gather b.wqkv | free c.wqkv",
-        "B0 b.wo: wait b.wo; gather a.wo | free b.wo",
-        "B0 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
-        "B0 a.wo: wait a.wo | free a.wo",
-        "B0 a.wqkv: wait a.wqkv | free a.wqkv",
-        "B0 embedding.embedding:",
-    ]
-
-
-def test_per_layer_with_recompute() -> None:
-    """Catches: a second gather for the backward, a recompute that does not start prefetched."""
-    assert planned(three_blocks(recomputed=True), "F0 B0")[8:] == [
-        "F0 c.wqkv: wait c.wqkv",
-        "F0 c.attn:",
-        "F0 c.wo: wait c.wo; gather head",
-        "F0 head.head: wait head",
-        "B0 head.head: | free head",
-        "R0 c.wqkv:",
-        "R0 c.attn:",
-        "R0 c.wo: gather b.wqkv b.wo",
-        "B0 c.wo: | free c.wo",
-        "B0 c.wqkv: | free c.wqkv",
-        "R0 b.wqkv: wait b.wqkv",
-        "R0 b.attn:",
-        "R0 b.wo: wait b.wo; gather a.wqkv a.wo",
-        "B0 b.wo: | free b.wo",
-        "B0 b.wqkv: | free b.wqkv",
-        "R0 a.wqkv: wait a.wqkv",
-        "R0 a.attn:",
-        "R0 a.wo: wait a.wo",
-        "B0 a.wo: | free a.wo",
-        "B0 a.wqkv: | free a.wqkv",
-        "B0 embedding.embedding:",
-    ]
-
-
-def test_per_module() -> None:
-    """Catches: more than the next module ahead, c.wo gathered anew behind the head."""
-    assert planned(three_blocks(recomputed=False), "F0 B0", OverlapUnit.MODULE) == [
-        "start: gather embedding a.wqkv",
-        "F0 embedding.embedding: wait embedding | free embedding",
-        "F0 a.wqkv: wait a.wqkv; gather a.wo | free a.wqkv",
-        "F0 a.attn:",
-        "F0 a.wo: wait a.wo; gather b.wqkv | free a.wo",
-        "F0 b.wqkv: wait b.wqkv; gather b.wo | free b.wqkv",
-        "F0 b.attn:",
-        "F0 b.wo: wait b.wo; gather c.wqkv | free b.wo",
-        "F0 c.wqkv: wait c.wqkv; gather c.wo | free c.wqkv",
-        "F0 c.attn:",
-        "F0 c.wo: wait c.wo; gather head",
-        "F0 head.head: wait head",
-        "B0 head.head: | free head",
-        "B0 c.wo: gather c.wqkv | free c.wo",
-        "B0 c.wqkv: wait c.wqkv; gather b.wo | free c.wqkv",
-        "B0 b.wo: wait b.wo; gather b.wqkv | free b.wo",
-        "B0 b.wqkv: wait b.wqkv; gather a.wo | free b.wqkv",
-        "B0 a.wo: wait a.wo; gather a.wqkv | free a.wo",
-        "B0 a.wqkv: wait a.wqkv | free a.wqkv",
-        "B0 embedding.embedding:",
-    ]
-
-
 def test_per_module_with_recompute() -> None:
     """Catches: a recomputed block let go before its backward, more than one weight ahead of it."""
     chunks = three_blocks(recomputed=True)
@@ -145,22 +66,6 @@ def test_per_module_with_recompute() -> None:
         "B0 a.wo: | free a.wo",
         "B0 a.wqkv: | free a.wqkv",
         "B0 embedding.embedding:",
-    ]
-
-
-def test_the_first_block_stays_for_the_next_micro_batch() -> None:
-    """Catches: `a` gathered anew behind the embedding; an embedding gathered when it is needed."""
-    blocks = (block(name, ("wqkv", "wo")) for name in "abc")
-    lines = planned(((EMBEDDING, *blocks, HEAD),), "F0 B0 F1 B1")
-    assert lines[lines.index("B0 b.wo: wait b.wo; gather a.wo | free b.wo") :][:8] == [
-        "B0 b.wo: wait b.wo; gather a.wo | free b.wo",
-        "B0 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
-        "B0 a.wo: wait a.wo; gather embedding",
-        "B0 a.wqkv: wait a.wqkv",
-        "B0 embedding.embedding:",
-        "F1 embedding.embedding: wait embedding | free embedding",
-        "F1 a.wqkv: | free a.wqkv",
-        "F1 a.wo: gather b.wqkv b.wo | free a.wo",
     ]
 
 
@@ -192,37 +97,6 @@ def test_prefetch_crosses_the_actions_of_a_pipeline() -> None:
     ]
 
 
-def test_prefetch_crosses_the_chunks_of_a_virtual_pipeline() -> None:
-    """Catches: the first block of a chunk gathered when it is needed."""
-    chunks = tuple((block(f"{c}0", ("w1",)), block(f"{c}1", ("w1",))) for c in "ab")
-    assert planned(chunks, "F0 F0.1 F1 F1.1")[2:6] == [
-        "F0 a1.w1: wait a1.w1; gather b0.w1 | free a1.w1",
-        "F0 b0.w1: wait b0.w1; gather b1.w1 | free b0.w1",
-        "F0 b1.w1: wait b1.w1; gather a0.w1 | free b1.w1",
-        "F1 a0.w1: wait a0.w1; gather a1.w1 | free a0.w1",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("phase", "name"), [(Phase.FORWARD, "layers.0"), (Phase.RECOMPUTE, "layers.2")]
-)
-@pytest.mark.parametrize("launch", list(LaunchPoint))
-def test_the_next_block_is_requested_before_the_launch_point(
-    launch: LaunchPoint, phase: Phase, name: str
-) -> None:
-    """Catches: a launch point that is not heeded, in one phase or at all."""
-    chunks = decoder(4, 1.0)
-    steps = plan(chunks, sequential_actions(1), Prefetch(launch=launch)).steps
-    launching = [
-        chunks[0][step.site.block].uses[step.site.use].launch_point
-        for step in steps
-        if step.site.phase is phase and chunks[0][step.site.block].name == name
-        for act in step.before
-        if act.weight.startswith("layers.1.")
-    ]
-    assert launching == [launch] * 4
-
-
 def test_a_block_without_the_launch_point_requests_the_next_before_its_first_visit() -> None:
     """Catches: a gather behind an embedding or head that is asked for when the work is done."""
     chunks = (tuple(block(name, ("up", "down")) for name in "abc"),)
@@ -235,26 +109,6 @@ def test_the_first_step_of_a_stage_without_embedding() -> None:
     assert planned(chunks, "F0")[0] == "start: gather a.w1 b.w1"
     assert planned(chunks[:1], "F0", OverlapUnit.MODULE)[0] == "start: gather a.w1 b.w1"
     assert planned((chunks[0][:1],), "F0")[0] == "start: gather a.w1"
-
-
-def test_evaluation_keeps_nothing() -> None:
-    """Catches: weights kept for a backward that never comes."""
-    assert planned(((block("a", ("w1", "w2")),),), "F0") == [
-        "start: gather a.w1 a.w2",
-        "F0 a.w1: wait a.w1 | free a.w1",
-        "F0 a.w2: wait a.w2 | free a.w2",
-    ]
-
-
-def test_a_block_that_runs_backward_at_once_stays() -> None:
-    """Catches: the last block of a pipeline stage gathered anew for its backward."""
-    assert planned(((block("a", ("w1", "w2")),),), "F0 B0") == [
-        "start: gather a.w1 a.w2",
-        "F0 a.w1: wait a.w1",
-        "F0 a.w2: wait a.w2",
-        "B0 a.w2: | free a.w2",
-        "B0 a.w1: | free a.w1",
-    ]
 
 
 def test_tied_weights_are_gathered_for_both_ends() -> None:
@@ -310,53 +164,6 @@ def test_a_linear_without_input_gradient_reads_nothing_in_backward() -> None:
     first = Block("a", (Use("w1", "a.w1", weight_in_backward=False), Use("w2", "a.w2")))
     lines = planned(((first, block("b", ("w1",)), block("c", ("w1",))),), "F0 B0")
     assert lines[-2:] == ["B0 a.w2: wait a.w2 | free a.w2", "B0 a.w1:"]
-
-
-def test_without_overlap_each_weight_is_gathered_when_it_is_needed() -> None:
-    """Catches: an overlap that cannot be switched off, or that changes more than the time."""
-    chunks = ((EMBEDDING, block("a", ("w1", "w2")), block("b", ("w1",))),)
-    assert planned(chunks, "F0 B0", overlap=False) == [
-        "start:",
-        "F0 embedding.embedding: gather embedding; wait embedding | free embedding",
-        "F0 a.w1: gather a.w1; wait a.w1",
-        "F0 a.w2: gather a.w2; wait a.w2",
-        "F0 b.w1: gather b.w1; wait b.w1",
-        "B0 b.w1: | free b.w1",
-        "B0 a.w2: | free a.w2",
-        "B0 a.w1: | free a.w1",
-        "B0 embedding.embedding:",
-    ]
-
-
-def test_weights_that_stay_are_gathered_once_a_step() -> None:
-    """Catches: a weight freed between forward and backward or micro-batches, or kept beyond."""
-    assert planned(three_blocks(recomputed=False), "F0 B0 F1 B1", reshard_after_forward=False) == [
-        "start: gather embedding a.wqkv a.wo",
-        "F0 embedding.embedding: wait embedding",
-        "F0 a.wqkv: wait a.wqkv",
-        "F0 a.attn:",
-        "F0 a.wo: wait a.wo; gather b.wqkv b.wo",
-        "F0 b.wqkv: wait b.wqkv",
-        "F0 b.attn:",
-        "F0 b.wo: wait b.wo; gather c.wqkv c.wo",
-        "F0 c.wqkv: wait c.wqkv",
-        "F0 c.attn:",
-        "F0 c.wo: wait c.wo; gather head",
-        "F0 head.head: wait head",
-        *("B0 head.head:", "B0 c.wo:", "B0 c.wqkv:", "B0 b.wo:", "B0 b.wqkv:"),
-        *("B0 a.wo:", "B0 a.wqkv:", "B0 embedding.embedding:"),
-        "F1 embedding.embedding: | free embedding",
-        *("F1 a.wqkv:", "F1 a.attn:", "F1 a.wo:", "F1 b.wqkv:", "F1 b.attn:", "F1 b.wo:"),
-        *("F1 c.wqkv:", "F1 c.attn:", "F1 c.wo:", "F1 head.head:"),
-        "B1 head.head: | free head",
-        "B1 c.wo: | free c.wo",
-        "B1 c.wqkv: | free c.wqkv",
-        "B1 b.wo: | free b.wo",
-        "B1 b.wqkv: | free b.wqkv",
-        "B1 a.wo: | free a.wo",
-        "B1 a.wqkv: | free a.wqkv",
-        "B1 embedding.embedding:",
-    ]
 
 
 @pytest.mark.parametrize("between", [1, 3])

@@ -30,7 +30,6 @@ from tests.weights.schedules import (
     HEAD,
     TIED_HEAD,
     block,
-    decoder,
     interleaved,
 )
 
@@ -195,46 +194,3 @@ def test_strange_models_in_strange_orders_hold(seed: int) -> None:
             check(chunks, order, unit, rng.choice(list(LaunchPoint)))
             check_without_overlap(chunks, order, unit)
             check_weights_that_stay(chunks, order, unit)
-
-
-@pytest.mark.parametrize("unit", list(OverlapUnit))
-@pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 1])
-def test_one_gather_forward_and_one_backward_at_every_fraction(
-    unit: OverlapUnit, fraction: float
-) -> None:
-    """Catches: the weights of a partly recomputed model gathered twice on the way back."""
-    chunks = decoder(8, fraction)
-    result = check(chunks, sequential_actions(1), unit, LaunchPoint.WO)
-    kept = {"head"}
-    if unit is OverlapUnit.LAYER:
-        kept |= {f"layers.7.{name}" for name in ("wqkv", "wo", "w1", "w2")}
-    elif fraction < 1:
-        kept |= {"layers.7.w2"}
-    for use in (use for layer in chunks[0] for use in layer.uses if use.weight):
-        back = result.gathers[use.weight, Phase.RECOMPUTE]
-        back += result.gathers[use.weight, Phase.BACKWARD]
-        assert result.gathers[use.weight, Phase.FORWARD] == 1
-        assert back == (use.weight not in kept and use.weight_in_backward), use.weight
-
-
-def test_a_block_that_is_not_recomputed_goes_back_with_one_weight_ahead() -> None:
-    """Catches: a rolling window that gathers the next block at once, or some of it late."""
-    chunks, order = decoder(8), sequential_actions(1)
-    made = plan(chunks, order, Prefetch())
-    result = simulate(made, chunks, order)
-    backward = [
-        here.weights
-        for step, here in zip(made.steps, result.occupancy, strict=True)
-        if step.site.phase is Phase.BACKWARD and 1 <= step.site.block < 8
-    ]
-    assert len(backward) == 4 * 7
-    assert max(backward) == 4 + 1
-    ahead = [a.uses for a in result.lookaheads if a.site.phase is Phase.BACKWARD]
-    assert ahead == [4] * 4 * 7, "each weight is asked for one block ahead"
-
-
-def test_a_recomputed_block_holds_its_weights_and_one_ahead_per_module() -> None:
-    """Catches: a second block gathered while a recomputed one is there, per module."""
-    chunks = decoder(8, 1.0)
-    result = check(chunks, sequential_actions(2), OverlapUnit.MODULE, LaunchPoint.WO)
-    assert result.peak.weights == 4 + 1

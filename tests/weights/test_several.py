@@ -29,6 +29,7 @@ from tests.weights.test_parameters import (
     Way,
     check_and_update,
     linear,
+    plainly,
     start,
     step,
 )
@@ -172,4 +173,4 @@ def test_empty_declaration_starts_nothing() -> None:
     full = start(model)
     communicator.declare([()])
     x = torch.ones(1, D, dtype=torch.float64)
-    torch.testing.assert_close(model(x), Bias.plain(x, full))
+    torch.testing.assert_close(model(x), plainly(Bias, x, full))
