@@ -16,12 +16,6 @@ It always succeeds: in a line sorted by mean cost the front has at most the mean
 and the back at least that, and a step of y changes the cost by at most that of one token. What is
 left of a document that was cut is sorted anew. So costs are even to about that of one token, there
 are at most 2(c - 1) cuts, and most documents stay whole.
-
-Where this leaves more than 5%, so in rows so short that one token matters, tokens are swapped
-between two ranks while it makes them more alike. If c divides S, the costs in which no swap does,
-sorted, rise by at most one key a layer at a time: ranks above a wider step would have, with any
-token, all that are next cheaper, and so cost less than those below. So the greatest cost is within
-5% of the mean from S = 10 c (c - 1) on. For c = 2 it is so wherever that can be.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate, combinations, islice, pairwise, repeat
+from itertools import accumulate, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +38,6 @@ Windows = tuple[tuple[int | None, int], ...]
 _ALL: Windows = ((None, 1),)
 
 _Ints = NDArray[np.int64]
-
-_EVEN = 0.05
-"""Up to this imbalance no token is swapped."""
 
 
 class Slice(NamedTuple):
@@ -158,9 +149,6 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 def _plan(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> ContextPlan:
     line = _Line(lengths, windows)
     held = [line.peel(num_ranks - rank) for rank in range(num_ranks)]
-    costs = [line.cost_of(ranges) for ranges in held]
-    if max(costs) * num_ranks > (1 + _EVEN) * sum(costs):
-        held = line.swapped(held)
     return ContextPlan(lengths, line.slices(held), windows)
 
 
@@ -279,38 +267,3 @@ class _Line:
         for rank, one in cut:
             insort(slices[rank], one)
         return tuple(map(tuple, slices))
-
-    def swapped(self, held: list[list[_Range]]) -> list[list[_Range]]:
-        """The same numbers of tokens in which no swap of two makes two ranks more alike."""
-        costs = np.diff([self.cost(place) for place in range(self.starts[-1] + 1)])
-        ranks = np.empty(len(costs), np.int64)
-        for rank, ranges in enumerate(held):
-            for begin, end in ranges:
-                ranks[begin:end] = rank
-        most = 3 if len(costs) <= 10 * len(held) else 1
-        while (swap := _swap(costs, ranks, len(held), most)) is not None:
-            dear, cheap = map(list, swap)
-            ranks[dear], ranks[cheap] = ranks[cheap], ranks[dear]
-        edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
-        return [[r for r in pairwise(edges) if ranks[r[0]] == rank] for rank in range(len(held))]
-
-
-def _swap(
-    costs: _Ints, ranks: _Ints, num_ranks: int, most: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Up to so many tokens of two ranks whose swap makes these more alike: the least alike ones."""
-    totals = [int(costs[ranks == rank].sum()) for rank in range(num_ranks)]
-    pairs = ((a - b, i, j) for i, a in enumerate(totals) for j, b in enumerate(totals) if a > b)
-    for gap, dear, cheap in sorted(pairs, key=lambda pair: -pair[0]):
-        tokens = [np.flatnonzero(ranks == rank) for rank in (dear, cheap)]
-        if most == 1:  # one of each cost will do
-            tokens = [t[np.unique(costs[t], return_index=True)[1]] for t in tokens]
-        for number in range(1, most + 1):
-            high, low = (list(combinations(t.tolist(), number)) for t in tokens)
-            if high and low:
-                gains = costs[high].sum(1)[:, None] - costs[low].sum(1)
-                left = abs(gap - 2 * gains)
-                i, j = divmod(int(left.argmin()), len(low))
-                if left[i, j] < gap:
-                    return high[i], low[j]
-    return None
