@@ -136,7 +136,7 @@ class Gradient:
     """Gradients that were promised and have not come."""
     passed: bool = False
     """Whether the last backward pass is through with it."""
-    lent: bool = False
+    receives: bool = False
     """Whether a promised gradient is being received in the buffer."""
     waiting: Tensor | None = None
     """The sum of what has come meanwhile."""
@@ -148,7 +148,7 @@ class Gradient:
 
     def sum_in(self) -> tuple[Tensor, bool]:
         """The tensor to add the next gradient to, and whether it is the first one there."""
-        if not self.lent:
+        if not self.receives:
             fresh = self.untouched
             return self.open(), fresh
         if fresh := self.waiting is None:

@@ -81,7 +81,7 @@ class MainGradients(BucketManager):
         What is on its way has to be delivered before: it would end in the next step's gradients.
         """
         for gradient in self.gradients:
-            gradient.owed, gradient.lent, gradient.waiting = 0, False, None
+            gradient.owed, gradient.receives, gradient.waiting = 0, False, None
 
     def expect_last(self) -> None:
         """The next backward pass is the step's last: reduce each bucket once it is complete."""
@@ -100,7 +100,7 @@ class MainGradients(BucketManager):
         """Announce one `add` of this parameter; called before the backward of its use returns.
 
         The first one of a step may, if it is of this `dtype`, be received in the main gradient
-        itself, which is lent for that until it is given to `add`. Raises RuntimeError if the
+        itself, which is not touched until it is given to `add`. Raises RuntimeError if the
         parameter's gradient was final already.
         """
         gradient = self._whole_of[id(parameter)]
@@ -108,7 +108,7 @@ class MainGradients(BucketManager):
         gradient.owed += 1
         if not gradient.untouched or gradient.view.dtype != dtype:
             return None
-        gradient.lent = True
+        gradient.receives = True
         return gradient.open()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -118,8 +118,8 @@ class MainGradients(BucketManager):
         """
         found = self._whole_of[id(parameter)]
         new: Tensor | None = gradient
-        if found.lent and gradient is found.view:
-            new, found.waiting, found.lent = found.waiting, None, False
+        if found.receives and gradient is found.view:
+            new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
             self._accumulate(found, new)
         self._keep_promise(found)
@@ -177,7 +177,7 @@ class MainGradients(BucketManager):
         """
         assert not (self.reduced and self.scatters), "a rank has rows of the sums: `summed`"
         gradient = self._whole_of[id(parameter)]
-        assert not gradient.lent, f"a gradient of {gradient.name} was promised, and is on its way"
+        assert not gradient.receives, f"a gradient of {gradient.name} is on its way"
         gradient.value()
         return self.of(parameter).view
 
@@ -211,12 +211,12 @@ class MainGradients(BucketManager):
 
     def _settle(self, gradient: Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
-        if gradient.passed and not gradient.owed and not gradient.lent:
+        if gradient.passed and not gradient.owed and not gradient.receives:
             gradient.value()
             self.mark_ready(gradient)
 
     def _owed_names(self) -> list[str]:
-        return [found.name for found in self.gradients if found.owed or found.lent]
+        return [found.name for found in self.gradients if found.owed or found.receives]
 
 
 def _check(parameters: list[ShardedParameter]) -> None:

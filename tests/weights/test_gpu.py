@@ -296,5 +296,3 @@ def test_reset_lazy_pools_waits_for_the_readers() -> None:
             other.fill_(torch.nan)
     torch.cuda.synchronize()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
