@@ -1,4 +1,4 @@
-"""Pinned buffers, for a device that is not there; copies are those of `test_kept_inputs.py`."""
+"""Pinned buffers, for a device that is not there; copies are those of `test_same_bits.py`."""
 
 from __future__ import annotations
 

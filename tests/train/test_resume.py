@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.config import JobConfig
-from isp.data.batch import MicroBatch
 from isp.data.config import DataConfig
 from isp.metrics import StepRecord, read_metrics
-from isp.parallel import Mode, ParallelConfig, PipelineConfig, TensorConfig, WeightConfig
+from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.settings import (
     CheckpointConfig,
     CommConfig,
@@ -185,45 +184,6 @@ def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
         _assert_close(_latest(other), whole)
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["into a pipeline", "out of a pipeline"])
-def test_a_stopped_run_goes_on_with_other_stages(config, back):
-    """Catches layers that are named by their place in a stage, or loaded by no stage."""
-    config = replace(config, model=replace(config.model, tie_embeddings=False))
-    stages = replace(
-        config,
-        parallel=replace(MTP_2, pipeline=PipelineConfig(size=2)),
-        data=replace(config.data, micro_num=2),
-    )
-    first, then = (stages, config) if back else (config, stages)
-    whole = _run(4, _elsewhere(first, "whole"))
-    _run(4, first, 3, _stop)
-    _assert_close(_run(4, then), whole)
-
-
-def test_a_run_that_died_goes_on_from_its_last_checkpoint(config):
-    """Catches metrics of lost steps that stay, steps told twice, and a checkpoint passed over."""
-    config = replace(
-        config,
-        parallel=MTP_2,
-        checkpoint=replace(config.checkpoint, interval=3, keep_latest_k=1, async_mode="disabled"),
-    )
-    whole = _numbers(_run(2, _elsewhere(config, "whole")))
-    with pytest.raises(RuntimeError, match="rank 0 died"):
-        _run(2, config, 5, _die)
-    died = _latest(config)
-    assert [r.step for r in _numbers(died)] == [1, 2, 3, 4]
-    with (died / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # what a machine that lost power may leave
-
-    resumed = _run(2, config)
-    assert resumed == died
-    assert [(r.step, r.loss) for r in _numbers(resumed)] == [(r.step, r.loss) for r in whole]
-    assert CheckpointFolder(resumed / "checkpoint").steps() == [STEPS]
-    log = (resumed / "logs" / "rank_0.log").read_text()
-    assert "resumed from" in log
-    assert "step_3" in log
-
-
 def test_a_run_that_hangs_ends_and_goes_on(config):
     """Catches a hang that lasts, that names nobody, or that takes the last checkpoint with it."""
     config = replace(
@@ -239,18 +199,6 @@ def test_a_run_that_hangs_ends_and_goes_on(config):
     resumed = _numbers(_run(2, config))
     assert [(r.step, r.loss) for r in resumed] == [(r.step, r.loss) for r in whole]
     assert "step_4, the newest good one" in (_latest(config) / "logs/rank_0.log").read_text()
-
-
-def test_a_finished_run_started_again_is_a_new_run(config):
-    """Catches a finished run that is written over, or that a second start does nothing to."""
-    config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
-    first = _run(1, config)
-    before = (first / "metrics.jsonl").read_text()
-    second = _run(1, config)
-    assert second != first
-    assert (first / "metrics.jsonl").read_text() == before
-    assert [r.step for r in _numbers(second)] == [1, 2]
-    assert [r.loss for r in _numbers(second)] == [r.loss for r in _numbers(first)]
 
 
 def test_a_run_goes_on_in_the_folder_of_the_latest(config):
@@ -276,38 +224,6 @@ def test_a_stop_saves_without_evaluating(config, monkeypatch):
     (saved,) = CheckpointFolder(stopped / "checkpoint").steps()
     assert 3 <= saved < STEPS
     assert [r.step for r in _numbers(stopped)] == list(range(1, saved + 1))
-
-
-def test_the_last_save_comes_before_the_last_evaluation(config, monkeypatch):
-    """Catches steps that are lost with a run that ends, or is ended, while it evaluates."""
-    with pytest.raises(RuntimeError, match="rank 0 died"):
-        _run(1, _evaluating(config, monkeypatch))
-    assert CheckpointFolder(_latest(config) / "checkpoint").steps() == [STEPS]
-
-
-def test_a_stop_ends_an_evaluation(config, monkeypatch):
-    """Catches a stop that waits for the end of an evaluation, and for another step behind it."""
-    batches = StepData.validation
-
-    def asked(self: StepData) -> Iterator[list[MicroBatch]]:
-        first, *_ = batches(self)
-        yield first
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while True:
-            time.sleep(0.01)  # until the signal has been seen, on whichever rank
-            yield first
-
-    monkeypatch.setattr(StepData, "validation", asked)
-    config = replace(
-        config,
-        data=replace(config.data, valid_fraction=0.2),
-        validation=ValidationConfig(freq=2),
-        checkpoint=replace(config.checkpoint, interval=2),  # saved as well just before
-    )
-    stopped = _run(4, config)
-    assert CheckpointFolder(stopped / "checkpoint").steps() == [2]
-    assert [(r.step, r.val_loss) for r in _numbers(stopped)] == [(1, None), (2, None)]
-    assert "stopped after step 2 of" in (stopped / "logs/rank_0.log").read_text()
 
 
 class _MakeRoom(logging.Handler):
@@ -412,14 +328,3 @@ def test_a_run_goes_on_from_all_of_another(config):
     fork = _run(1, replace(_elsewhere(one, "fork"), checkpoint=checkpoint))
     expected = [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(first)[4:]]
     assert [(r.step, r.loss, r.lr, r.tokens) for r in _numbers(fork)] == expected
-
-
-def test_what_has_changed_is_told(config):
-    """Catches a resumed run with another layout or schedule that looks like the same one."""
-    one = replace(config, parallel=ParallelConfig(), training=replace(config.training, steps=2))
-    run = _run(1, one)
-    other = replace(one, training=replace(one.training, steps=3, max_norm=0.5))
-    assert _run(1, other) == run
-    log = (run / "logs/rank_0.log").read_text()
-    assert "training.steps: 2 there, 3 now" in log
-    assert "training.max_norm: 1.0 there, 0.5 now" in log
