@@ -19,6 +19,7 @@ __all__ = [
     "candidates_at",
     "candidates_in",
     "choose",
+    "newest_at",
     "preview",
 ]
 
@@ -88,15 +89,15 @@ def candidates_in(
 
 
 def candidates_at(path: Path) -> Candidates:
-    """Find `checkpoint.initial_load_path`. Raises ValueError if that is no checkpoint."""
-    try:
-        found = checkpoints_at(path)
-    except ValueError as error:
-        raise ValueError(
-            f"checkpoint.initial_load_path: {error}: name a checkpoint of this project, a folder of"
-            " them, or the folder of a run"
-        ) from None
-    return Candidates(str(path), [str(p) for p in found], "as initial_load_path says", [])
+    """The checkpoint at `path`, or all in it. Raises ValueError if there is none."""
+    return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+
+
+def newest_at(path: Path) -> CheckpointInfo:
+    """The newest of `candidates_at` that looks sound; see `preview`."""
+    found = preview(candidates_at(path))
+    assert found is not None
+    return found
 
 
 def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:

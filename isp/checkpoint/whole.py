@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.boxes import BoxLoadPlanner, Shard
-from isp.checkpoint.choice import Candidates, CheckpointInfo, choose
-from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.choice import CheckpointInfo, candidates_at, choose
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.state import MODEL, model_key
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
@@ -30,7 +29,7 @@ class WholeWeights:
     """
 
     def __init__(self, path: Path) -> None:
-        found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+        found = candidates_at(path)  # no checkpoint is a ValueError, all damaged a CheckpointError
         info = choose(lambda: found, Channel.solo("checkpoint"))
         assert info is not None
         self.info: CheckpointInfo = info

@@ -13,7 +13,7 @@ from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
     from isp.inference.passkey import PasskeyPrompts
-    from isp.inference.rows import TextStream
+    from isp.inference.rows import Rows
     from isp.inference.source import Source
 
 __all__ = ["add_options"]
@@ -91,9 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     args.output = _output(args, path)
     notes, rows = list[str](), None
     if args.rows:
-        rows = open_rows(
-            path, source, files=args.data, tokenizer=args.tokenizer, length=args.lengths[-1]
-        )
+        rows = open_rows(source, files=args.data, length=args.lengths[-1])
         if rows is None:
             notes.append("no text was held out for evaluation: name files with --data")
     prompts = PasskeyPrompts(source.encode, digits=args.digits)
@@ -136,7 +134,7 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
 
 def _evaluate(
-    args: argparse.Namespace, reading: Reading, rows: TextStream | None, prompts: PasskeyPrompts
+    args: argparse.Namespace, reading: Reading, rows: Rows | None, prompts: PasskeyPrompts
 ) -> None:
     """On each rank."""
     from isp.cli.launch import without_nproc

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 from isp.attention.cached import KeyValueCache
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.agreement import attempt
-from isp.checkpoint.choice import Candidates, CheckpointInfo, preview
-from isp.checkpoint.folder import checkpoints_at
+from isp.checkpoint.choice import CheckpointInfo, newest_at
 from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config.models import language_model
@@ -55,10 +54,10 @@ class Source:
     """Tokens of the documents that it was trained on; None: not known."""
     checkpoint: Path | None
     """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
+    data: Mapping[str, Any]
+    """The `data` section that it was trained with, with the tokenizer's keys as they are now."""
     adds_special_tokens: bool
     """Whether a prompt begins with what the tokenizer begins texts with."""
-    template_file: str | None = None
-    """The chat template that conversations were trained with, if not the tokenizer's own."""
 
     @property
     def model(self) -> LanguageModel:
@@ -96,7 +95,7 @@ class Source:
 
     def chat_template(self, path: str | None = None) -> ChatTemplate:
         """The template that the model was trained with, or is saved with, or the file `path`."""
-        return ChatTemplate(self.tokenizer, path or self.template_file)
+        return ChatTemplate(self.tokenizer, path or self.data.get("chat_template"))
 
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered conversation, whose special tokens stand in it."""
@@ -168,10 +167,7 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
     if (path / CONFIG_FILE).is_file():
         source = _of_folder(path, dtype, tokenizer)
     else:
-        found = Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
-        info = preview(found)
-        assert info is not None
-        source = _of_checkpoint(info, path, dtype, tokenizer)
+        source = _of_checkpoint(newest_at(path), path, dtype, tokenizer)
     entries = source.tokenizer.vocab_size
     if tokenizer is not None and entries > source.vocab_size:
         raise ValueError(
@@ -187,14 +183,14 @@ def _of_checkpoint(
     section = _to_read(saved_model(info))
     kept: Any = info.manifest.shared["config"]
     data = kept["data"]
+    if tokenizer is not None:
+        data = {**data, "tokenizer": tokenizer, "eos_token": None, "chat_template": None}
     if section.hf is not None and not (Path(section.hf) / CONFIG_FILE).is_file():
         raise ValueError(
             f"{info.path} is of model.hf={section.hf}, which is not there: its {CONFIG_FILE} is"
             f" needed; paths are from the folder in which the run was started"
         )
-    own = load_tokenizer(
-        tokenizer or data["tokenizer"], eos_token=None if tokenizer else data["eos_token"]
-    )
+    own = load_tokenizer(data["tokenizer"], eos_token=data["eos_token"])
     source = Source(
         title=f"{info.path}, {info.step} steps",
         section=section,
@@ -203,8 +199,8 @@ def _of_checkpoint(
         ends=frozenset([own.eos_id]),
         trained_length=data["seq_len"],
         checkpoint=path,
+        data=data,
         adds_special_tokens=False,
-        template_file=None if tokenizer else data.get("chat_template"),
     )
     check_shapes(info, parameter_shapes(source.model), source.model.earlier_names)
     return source
@@ -217,7 +213,8 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         raise ValueError(
             f"{path} has no tokenizer.json: name a tokenizer with --tokenizer, a path or bytes"
         )
-    own = load_tokenizer(tokenizer or str(path))
+    data = {"tokenizer": tokenizer or str(path)}
+    own = load_tokenizer(data["tokenizer"])
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
@@ -227,6 +224,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         ends=frozenset([own.eos_id]) | _ends(path, described),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
+        data=data,
         adds_special_tokens=tokenizer is None,
     )
 

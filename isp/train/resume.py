@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, preview
+from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
 from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
@@ -171,8 +171,10 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
         check_changes(own, config, topology)
         _check_model(own, config)
     elif checkpoint.initial_load_path is not None:
-        initial = preview(candidates_at(Path(checkpoint.initial_load_path)))
-        assert initial is not None
+        try:
+            initial = newest_at(Path(checkpoint.initial_load_path))
+        except ValueError as error:
+            raise ValueError(f"checkpoint.initial_load_path: {error}") from None
         if not checkpoint.initial_load_model_only:
             _check_length(initial, config)
             check_changes(initial, config, topology)

@@ -59,7 +59,7 @@ __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
 
 @dataclass(frozen=True, kw_only=True)
 class ISPCommModelConfig:
-    """What the communicator has to know of the model."""
+    """The model's numbers that the communicator has to know."""
 
     device: torch.device
     """Device of the weights."""

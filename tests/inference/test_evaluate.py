@@ -103,7 +103,7 @@ def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float 
     path, text, ranks, words = case
     source = open_source(path, dtype="float64", tokenizer="bytes")
     layout = choose_layout(source.model, ranks, words)
-    rows = open_rows(path, source, files=[str(text)], tokenizer="bytes", length=33)
+    rows = open_rows(source, files=[str(text)], length=33)
     assert layout.ranks == ranks
     assert rows is not None
     mesh = Mesh(Topology.create(ranks, layout.parallel), rank)

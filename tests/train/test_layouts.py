@@ -37,7 +37,7 @@ from tests.train.runs import (
     make_run,
 )
 
-STEPS = (1, 7, 8)
+STEPS = (0, 1, 7)
 """In step 7 nobody has a label."""
 EVALUATED = 9
 """Its batch is evaluated afterwards."""

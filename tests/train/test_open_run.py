@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from isp.checkpoint import CheckpointError
-from isp.checkpoint.choice import candidates_at, preview
+from isp.checkpoint.choice import newest_at
 from isp.checkpoint.folder import folder_lock
 from isp.cli import main
 from isp.config import JobConfig, load_config, to_plain
@@ -353,8 +353,7 @@ def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -
     """Catches a change of layout or schedule that is refused, or that nobody is told of."""
     words = ["--parallel.tensor.mode", "msp", "--optimizer.lr", "0.5", "--model.checkpoint", "1"]
     config = load(*words, "--model.attention_backend", "sdpa")
-    info = preview(candidates_at(trained))
-    assert info is not None
+    info = newest_at(trained)
     lines = check_changes(info, config, config.topology(2))
     assert {
         "parallel.tensor.mode: isp there, msp now",
@@ -366,8 +365,7 @@ def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -
 
 def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> None:
     """Catches a key that `isp plan` advises when memory runs out, and that a resume refuses."""
-    info = preview(candidates_at(trained))
-    assert info is not None
+    info = newest_at(trained)
     keys, seen = KeyTable.of(JobConfig), set()
     for *section, name in _keys(to_plain(config)):
         saved = to_plain(config)
@@ -392,8 +390,7 @@ def _keys(plain: dict[str, Any], *section: str) -> Iterator[tuple[str, ...]]:
 
 def test_a_strangers_configuration_is_compared_with_care(config: JobConfig, trained: Path) -> None:
     """Catches an error of the program for keys that are of other types than ours."""
-    info = preview(candidates_at(trained))
-    assert info is not None
+    info = newest_at(trained)
     shared = {"config": {"model": 3, "data": None, "training": {"seed": []}}}
     odd = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
     with pytest.raises(ValueError, match=r"another model, or other data:\n  model: 3 there"):
