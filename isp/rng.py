@@ -106,7 +106,7 @@ class RngStatesTracker:
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Go on from `states`, which replace all streams.
+        """Resume from `states`, which replace all streams.
 
         Raises ValueError for what is not a state of a generator of this device, and RuntimeError
         inside a fork.

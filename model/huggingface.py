@@ -14,6 +14,7 @@ from typing import Any
 
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.settings.json_file import read_json
+from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
 
 __all__ = [
@@ -37,19 +38,8 @@ _ARCHITECTURES = {
 _WINDOWED = (_MISTRAL, _QWEN2, _QWEN3)
 """Families that can say a sliding window."""
 
-_OF_THE_WEIGHTS = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "norm_eps",
-    "qkv_bias",
-    "qk_norm",
-    "tie_embeddings",
-)
+_ADAPTABLE = {"init_std", "rope_scaling", "rope_theta", "sliding_window"}
+_OF_THE_WEIGHTS = [k for k in defaults_of(ModelConfig, KeyRole.MODEL) if k not in _ADAPTABLE]
 """Keys that belong to the weights: a folder's hold, other values are refused."""
 
 _SCALING_KEYS = {

@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isp.comm import Channel
-from isp.data_parallel import DataParallelBucket
 from isp.recompute import Recomputer
 from isp.tensor_parallel import (
     CheckpointWithoutOutput,
-    RngStatesTracker,
     RngStream,
     checkpoint,
     model_parallel_manual_seed,
@@ -170,13 +168,6 @@ def test_each_rank_keeps_a_part_of_the_input() -> None:
         assert kinds == ["all_gather"]
 
 
-def test_a_channel_is_needed_to_distribute() -> None:
-    """Catches a request to distribute that is ignored."""
-    net = Net()
-    with pytest.raises(ValueError, match="needs the channel"):
-        checkpoint(net.part, True, net.x, tracker=net.tracker)
-
-
 def _odd(rank: int) -> str:
     net, channel = Net(rank), Channel(dist.group.WORLD)
     with pytest.raises(ValueError, match="does not divide") as raised:
@@ -187,24 +178,6 @@ def _odd(rank: int) -> str:
 def test_an_input_that_cannot_be_distributed_is_refused() -> None:
     """Catches elements that get lost between two ranks."""
     assert run_ranks(2, _odd) == ["105 does not divide by 2"] * 2
-
-
-@pytest.mark.parametrize("how", [checkpointed, without_output])
-def test_without_gradients_nothing_is_done(how: Callable[[Net], Forward]) -> None:
-    """Catches an output that is dropped though no backward will ever restore it."""
-    net, other = Net(), Net()
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = plain(net)(net.x)
-        torch.manual_seed(0)
-        if how is checkpointed:
-            assert torch.equal(checkpointed(other)(other.x), expected)
-            return
-        part = CheckpointWithoutOutput(tracker=other.tracker)
-        y = part.checkpoint(other.part, other.x)
-        z = y @ other.w
-        part.discard_output_and_register_recompute(z)
-        assert torch.equal(y @ other.w, expected)
 
 
 class Phases:
@@ -355,32 +328,6 @@ def test_a_part_that_fails_leaves_the_streams_in_place() -> None:
     after = net.tracker.snapshot()
     assert torch.equal(after.generator, before.generator)
     assert all(torch.equal(s, after.streams[name]) for name, s in before.streams.items())
-
-
-@pytest.mark.parametrize("drop", [False, True])
-def test_data_parallel_sees_one_backward(drop: bool) -> None:
-    """Catches a recompute that is a backward within the backward: it would end the pass early."""
-    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)])
-    again = Recomputer(tracker=RngStatesTracker(CPU))
-
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            a, b, c, d = self.module
-            if drop:
-                return again.without_output(c, d, again.without_output(a, b, x))
-            return again(nn.Sequential(c, d), again(nn.Sequential(a, b), x))
-
-    model = DataParallelBucket(Recomputed(), Channel.solo())
-    x = Net().x.clone().requires_grad_()
-    model(x).square().sum().backward()
-    found = [p.grad.clone() for p in module.parameters()]
-    model.reset()
-    module(x).square().sum().backward()
-    assert all(torch.equal(g, p.grad) for g, p in zip(found, module.parameters(), strict=True))
 
 
 def test_a_part_inside_a_recomputed_whole() -> None:

@@ -148,21 +148,6 @@ def dropouts(tracker: RngStatesTracker, device: torch.device) -> dict[str, Tenso
     return kept
 
 
-def test_dropout_on_replicated_and_on_split_activations(device: torch.device) -> None:
-    """Catches ranks that drop different parts of what they share, or the same part of their own."""
-    of_ranks = []
-    for rank in range(4):
-        torch.manual_seed(rank)  # whatever the ranks did before
-        tracker = model_parallel_manual_seed(
-            7, tensor_rank=rank, expert_rank=rank // 2, expert_tensor_rank=rank % 2, device=device
-        )
-        of_ranks.append(dropouts(tracker, device))
-    distinct = {s: {tuple(kept[s].tolist()) for kept in of_ranks} for s in RngStream}
-    assert [len(distinct[s]) for s in RngStream] == [1, 4, 4]
-    assert not distinct[RngStream.EQUAL] & distinct[RngStream.PER_RANK]
-    assert not distinct[RngStream.PER_RANK] & distinct[RngStream.EXPERT]
-
-
 def test_a_resumed_run_draws_on(device: torch.device) -> None:
     """Catches streams that begin anew, or stand still, after a checkpoint."""
     tracker = model_parallel_manual_seed(7, tensor_rank=1, device=device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isp.attention.mask import AttentionMask, Chosen, seen_by
-from isp.attention.pieces import EVERYTHING, MaskBlock, document_lengths, pieces_of
+from isp.attention.pieces import EVERYTHING, MaskBlock, blocks_of, document_lengths
 from isp.autograd import Function, once_differentiable
 
 __all__ = ["ExplicitAttention", "block_rows"]
@@ -66,14 +66,13 @@ class ExplicitAttention:
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
         lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
-        pieces = pieces_of(
+        blocks = blocks_of(
             lengths,
             causal=mask.causal,
             window=mask.window,
             split_up_to=q.shape[1],
             rows=block_rows(q.shape[2], max(keys for _, keys in lengths)),
         )
-        blocks = tuple(piece.block for piece in pieces)
         if sinks is not None:
             sinks = sinks.to(dtype)
         numbers, run = (None, 1) if chosen is None else (chosen.numbers.flatten(0, 1), chosen.run)
@@ -137,7 +136,7 @@ class _Blocks(Function):
     ) -> Tensor:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         for block in blocks:
-            rows, keys = _slices(block)
+            rows, keys = block.slices
             chosen = _chosen(numbers, run, block)
             out[rows] = attention.attend(q[rows], k[keys], v[keys], sinks, block, chosen)
         ctx.save_for_backward(q, k, v, sinks, numbers)
@@ -150,7 +149,7 @@ class _Blocks(Function):
         q, k, v, sinks, numbers = ctx.saved_tensors
         totals = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks)]
         for block in ctx.blocks:
-            rows, keys = _slices(block)
+            rows, keys = block.slices
             parts = (q[rows], k[keys], v[keys], sinks)
             leaves = [None if x is None else x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
@@ -169,8 +168,3 @@ def _chosen(numbers: Tensor | None, run: int, block: MaskBlock) -> Tensor | None
     """Of all queries' numbers [T, G, n] what those of a block see."""
     query, key, *_ = block
     return None if numbers is None else seen_by(numbers[query.start : query.stop], run, len(key))
-
-
-def _slices(block: MaskBlock) -> tuple[slice, slice]:
-    query, key, *_ = block
-    return slice(query.start, query.stop), slice(key.start, key.stop)

@@ -14,10 +14,9 @@ __all__ = ["HeadPlan"]
 class HeadPlan:
     """The heads of each rank.
 
-    Query heads are dealt in consecutive runs whose lengths differ by one at most; a rank may get
-    none. A rank gets exactly the KV heads that its query heads look at, so a KV head is replicated
-    only where the query heads that share it are on several ranks; of all such deals this is one
-    with the fewest copies.
+    Query heads are dealt in consecutive runs whose lengths differ by one at most, the longer ones
+    first; a rank may get none. A rank gets exactly the KV heads that its query heads look at, so a
+    KV head is replicated only where the query heads that share it are on several ranks.
 
         7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
         query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11
@@ -41,7 +40,8 @@ class HeadPlan:
                 f" is shared by equally many query heads"
             )
         group = num_query_heads // num_kv_heads
-        sizes = _deal(num_query_heads, num_ranks, group)
+        base, extra = divmod(num_query_heads, num_ranks)
+        sizes = [base + (rank < extra) for rank in range(num_ranks)]
         query = tuple(range(a, b) for a, b in pairwise(accumulate(sizes, initial=0)))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
@@ -68,25 +68,3 @@ class HeadPlan:
 def _seen(query: range, group: int) -> range:
     """The KV heads that these query heads look at."""
     return range(query.start // group, -(-query.stop // group))  # stop rounds up
-
-
-def _deal(num_heads: int, num_ranks: int, group: int) -> tuple[int, ...]:
-    """Query heads of each rank, alike but for one, with the fewest KV heads in all.
-
-    Walks over the ranks and keeps, for each number of larger shares dealt so far, the best deal;
-    of equal ones that whose larger shares come first, so that ranks without heads are the last.
-    """
-    base, extra = divmod(num_heads, num_ranks)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # extras -> copies, minus sizes
-    for rank in range(num_ranks):
-        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for dealt, (copies, sizes) in best.items():
-            start = rank * base + dealt
-            for size in (base, base + 1):
-                after = dealt + size - base
-                seen = len(_seen(range(start, start + size), group)) if size else 0
-                deal = (copies + seen, (*sizes, -size))
-                if after <= extra:
-                    longer[after] = min(longer.get(after, deal), deal)
-        best = longer
-    return tuple(-size for size in best[extra][1])

@@ -1,6 +1,6 @@
-"""Cuts attention under a mask into dense pieces, none of which needs a mask of S x S.
+"""Cuts attention under a mask into dense blocks, none of which needs a mask of S x S.
 
-A piece is a run of queries of one document against the run of keys that any of them sees. Its mask
+A block is a run of queries of one document against the run of keys that any of them sees. Its mask
 is nothing, a plain causal triangle, or a band of at most `_BLOCK_ROWS` rows.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,21 +17,21 @@ from isp.attention.mask import AttentionMask
 
 __all__ = [
     "EVERYTHING",
-    "KeyPiece",
+    "TRIANGLE",
     "MaskBlock",
     "Visible",
+    "blocks_of",
     "document_blocks",
     "document_lengths",
-    "pieces_of",
 ]
 
 _BLOCK_ROWS = 256
-"""Most queries of a piece that needs a band mask; so that mask has at most _BLOCK_ROWS * S bits."""
+"""Most queries of a block that needs a band mask; so that mask has at most _BLOCK_ROWS * S bits."""
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Query i of a piece sees key j if low <= j - i <= high; None: no limit."""
+    """Query i of a block sees key j if low <= j - i <= high; None: no limit."""
 
     low: int | None
     high: int | None
@@ -70,25 +69,15 @@ class MaskBlock(NamedTuple):
     diagonal: int = 0
     """Key i + diagonal is of the token of query i, both counted in the block."""
 
-
-@dataclass(frozen=True)
-class KeyPiece:
-    """A block of `count` documents of equal length, one right after another."""
-
-    block: MaskBlock
-    """Rows of the first document's queries and keys, counted over the whole batch."""
-    count: int
-    num_queries: int
-    """Queries of each document, which is how far apart their blocks are."""
-    num_keys: int
-    """Keys of each document."""
-    goes_on: bool = False
-    """Whether its queries see keys of a piece before it, too."""
-
     @property
     def is_causal_square(self) -> bool:
         """Whether the mask is the plain triangle, which kernels know without being given it."""
-        return self.block.visible == TRIANGLE and len(self.block.query) == len(self.block.key)
+        return self.visible == TRIANGLE and len(self.query) == len(self.key)
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """The queries and the keys."""
+        return slice(self.query.start, self.query.stop), slice(self.key.start, self.key.stop)
 
 
 def document_lengths(
@@ -105,52 +94,35 @@ def document_lengths(
 
 
 @lru_cache(maxsize=64)
-def pieces_of(
+def blocks_of(
     lengths: tuple[tuple[int, int], ...],
     *,
     causal: bool,
     window: int | None,
-    batch_below: int = 0,
-    split_up_to: int = 0,
-    apart_from: int | None = None,
     rows: int = _BLOCK_ROWS,
-) -> tuple[KeyPiece, ...]:
-    """The pieces of documents of these (queries, keys), packed one after another.
+    split_up_to: int = 0,
+) -> tuple[MaskBlock, ...]:
+    """The blocks of documents of these (queries, keys), packed one after another.
 
-    Neighbours of equal length become one piece if they are shorter than `batch_below` tokens.
-    Where all queries see at least `apart_from` keys, those are a piece without a mask, and the
-    others' results are to be merged with its own. The rest is as in `document_blocks`.
+    Queries and keys are counted over all of them; the rest is as in `document_blocks`.
     """
-    pieces: list[KeyPiece] = []
+    found: list[MaskBlock] = []
     query_start = key_start = 0
-    for (num_queries, num_keys), run in groupby(lengths):
-        count = len(list(run))
-        together = count if max(num_queries, num_keys) < batch_below else 1
-        earlier, blocks = num_keys - num_queries, []
-        is_apart = apart_from is not None and earlier >= apart_from and causal and window is None
-        if num_queries and is_apart:
-            blocks.append(MaskBlock(range(num_queries), range(earlier), EVERYTHING))
-        kept = num_queries if blocks else num_keys
-        blocks += [
-            block._replace(key=_shift(block.key, num_keys - kept))
+    for num_queries, num_keys in lengths:
+        found += (
+            block._replace(query=_shift(block.query, query_start), key=_shift(block.key, key_start))
             for block in document_blocks(
                 num_queries,
-                kept,
+                num_keys,
                 causal=causal,
                 window=window,
                 rows=rows,
                 split_up_to=split_up_to,
             )
-        ]
-        for _ in range(0, count, together):
-            for number, block in enumerate(blocks):
-                query, key = _shift(block.query, query_start), _shift(block.key, key_start)
-                block = block._replace(query=query, key=key)
-                goes_on = number > 0 and kept < num_keys
-                pieces.append(KeyPiece(block, together, num_queries, num_keys, goes_on))
-            query_start += num_queries * together
-            key_start += num_keys * together
-    return tuple(pieces)
+        )
+        query_start += num_queries
+        key_start += num_keys
+    return tuple(found)
 
 
 def _shift(rows: range, by: int) -> range:

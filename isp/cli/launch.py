@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,25 +66,14 @@ def follow_launcher() -> None:
     """Have this process, if it is a rank of torchrun's, end at once when its launcher is gone.
 
     A launcher that is killed cannot end its ranks, and they are in sessions of their own. On Linux
-    the kernel kills them, wherever they are; elsewhere a thread does.
+    the kernel kills them, wherever they are.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     launcher = int(os.environ.get(LAUNCHER_REPORTS, os.getppid()))
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the call
-            os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        threading.Thread(
-            target=_outlive, args=(launcher,), name="isp-launcher", daemon=True
-        ).start()
-
-
-def _outlive(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os._exit(128 + signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:

@@ -1,7 +1,7 @@
 """Host memory for what a device has no use for meanwhile, and the way there and back.
 
 [Note: One stream] Copies of both directions follow each other on one stream of their own, behind
-what made a tensor and ahead of who needs it. So a buffer that is given back may be lent again at
+what made a tensor and ahead of who needs it. So a buffer that is given back may be reused at
 once: what is written to it next is queued behind what was read from it.
 
 Without streams, on CPU, a copy is done where it is asked for, and all of its time is exposed.
@@ -107,7 +107,7 @@ class HostMemory:
     """Buffers in host memory, pinned where the device is not the host; a rank has one.
 
     Buffers are kept for reuse: blocks and steps are alike. Where rows are not, the smallest buffer
-    that fits is lent, and a larger one is made in the place of one that is free.
+    that fits is taken, and a larger one is made in the place of one that is free.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class HostMemory:
         """`key`: the key of the configuration that asks for this memory."""
         self.channel = HostChannel(device, log=log) if channel is None else channel
         self.reserved_bytes = 0
-        """Lent or free."""
+        """Leased or free."""
         self.num_buffers = 0
         self.leased_bytes = 0
-        """Lent now."""
+        """Leased now."""
         self.is_apart = device.type == "cuda"
         """Whether it is not the memory that the device computes in; pinned then."""
         self._device = device

@@ -48,7 +48,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def pinned(x: Tensor, device: torch.device) -> Tensor:
     """x, of host memory, in memory that `device` copies from by itself; x itself if it is there.
 
-    It may be dropped while a copy is under way: torch lends it again when that is over.
+    It may be dropped while a copy is under way: torch reuses it when that is over.
     """
     return x.pin_memory() if device.type == "cuda" else x
 

@@ -143,7 +143,7 @@ class DeviceClock:
 
 
 class Observer(Protocol):
-    """Somebody who is told what happens to a log, as it happens."""
+    """Follows what happens to a log, as it happens."""
 
     def launched(self, transfer: TimedTransfer) -> None:
         """A transfer set off; its later times are filled in as they come about."""

@@ -23,7 +23,7 @@ class Pending:
 
     [Note: Lifetime of what travels] Until the wait all that the transfer reads and writes is kept
     alive here. On CUDA the transfer may not be over then: the stream that waits is only told to.
-    So the allocator is told that this stream uses it all, and lends nothing of it again, to
+    So the allocator learns that this stream uses it all, and reuses nothing of it, on
     whatever stream, before that one has come to the end of the transfer.
     """
 

@@ -9,7 +9,7 @@ is persistent, its blocks staying to its end: then only a launch ahead of it hel
 queued on the default stream, of priority 0. All others are higher: those made here (of gathers,
 copies to and from the host, and the ends of timed transfers) have -1, and NCCL's, one for each
 process group, the highest that torch has: -3 on CUDA, -1 on ROCm.
-torch has 32 streams of each priority for a device, and lends them round robin: the 33rd is the
+torch has 32 streams of each priority for a device, and gives them out round robin: the 33rd is the
 first one again, and things queued on it wait for each other. So neither kind ever meets compute,
 on CUDA the two kinds never meet, and each has far fewer than 32. Source: c10/cuda/CUDAStream.cpp.
 """
@@ -82,7 +82,7 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
 def in_use(*tensors: Tensor) -> None:
     """Tell the allocator that the current stream uses `tensors`, of one device and the host.
 
-    Memory that is freed is lent again to the stream it was made on, without a wait for any other.
+    Memory that is freed is reused on the stream it was made on, without a wait for any other.
     Told of another one, the allocator waits for what is queued there when the memory is freed.
     """
     stream = None

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.parallel.layout import ParameterLayout
-from isp.settings.json_file import check_regular, read_json
+from isp.settings.json_file import read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 
@@ -153,7 +153,6 @@ class WeightFiles:
 
     def _opened(self, file: str) -> Any:
         try:
-            check_regular(self.folder / file)
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
             raise ValueError(f"{self.folder / file} is missing, which {_INDEX} names") from None

@@ -113,29 +113,16 @@ class CallRecorder:
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
+        blocks = {entry: name for name, entry in list_entries(self._model)}
+        self._open = reads.open
         with ExitStack() as stack:
-
-            def on(register: Callable[..., Any], fn: Callable[..., Any]) -> None:
-                stack.callback(register(fn).remove)
-
-            for name, entry in list_entries(self._model):
-                on(entry.register_forward_pre_hook, self._entering(name))
-                on(entry.register_forward_hook, self._entering(None))
-                on(entry.register_forward_hook, self._leaving(name))
+            for name, module in self._model.named_modules():
+                begins = partial(self._begins, name, blocks.get(module))
+                ends = partial(self._ends, name, blocks.get(module))
+                stack.callback(module.register_forward_pre_hook(begins).remove)
+                stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
             stack.enter_context(reads)
             stack.enter_context(self.finder)
-            self._open = reads.open
-            for name, module in self._model.named_modules():
-                on(partial(module.register_forward_hook, with_kwargs=True), self._gave(name))
-                on(module.register_forward_pre_hook, self._opening(name, reads.open))
-                on(module.register_forward_hook, lambda *_: reads.open.pop() and None)
-                if is_linear(module):
-                    on(module.register_forward_pre_hook, self._calling(Kind.LINEAR, name))
-                    on(module.register_forward_hook, self._called(name))
-                elif isinstance(module, nn.Embedding):
-                    on(module.register_forward_pre_hook, self._calling(Kind.TABLE, name))
-                elif holds_experts(module):
-                    on(module.register_forward_pre_hook, self._calling(Kind.EXPERTS, name))
             stack.enter_context(experts_passed(self._model))
             yield
 
@@ -149,47 +136,44 @@ class CallRecorder:
             inside = call.block is not None and list_of(call.block) in lists
             yield call if inside else call._replace(block=None)
 
-    def _entering(self, block: str | None) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+    def _begins(
+        self, name: str, block: str | None, module: nn.Module, given: tuple[Any, ...]
+    ) -> None:
+        """A module is called; `block`: its name if it is an entry of a list."""
+        if block is not None:
             self._block = block
-            if block is not None:
-                self.entered[block] += 1
+            self.entered[block] += 1
+        self.called[name] = None
+        self._open.append(module)
+        if is_linear(module):
+            number = self._number(given)
+            self._calls.append(Call(Kind.LINEAR, name, self._block, given=number))
+        elif isinstance(module, nn.Embedding):
+            self._calls.append(Call(Kind.TABLE, name, self._block))
+        elif holds_experts(module):
+            self._calls.append(Call(Kind.EXPERTS, name, self._block, route=_route(given)))
 
-        return enter
-
-    def _leaving(self, block: str) -> Callable[..., None]:
-        def leave(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            self.finder.passed(block, given, output)
+    def _ends(
+        self,
+        name: str,
+        block: str | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """A module has given `output`."""
+        self._open.pop()
+        of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
+        if len(args) == 1 and not kwargs and all(of_tokens):
+            self.by_token[name] = self.by_token.get(name, 0) + 1
+        if is_linear(module):
+            self.finder.called(name, output)
+        if block is not None:
+            self._block = None
+            self.finder.passed(block, args, output)
             if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
                 self.outputs[block] = form
-
-        return leave
-
-    def _called(self, name: str) -> Callable[..., None]:
-        return lambda _, __, output: self.finder.called(name, output)
-
-    def _gave(self, name: str) -> Callable[..., None]:
-        def gave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
-            if len(args) == 1 and not kwargs and all(of_tokens):
-                self.by_token[name] = self.by_token.get(name, 0) + 1
-
-        return gave
-
-    def _opening(self, name: str, opened: list[nn.Module]) -> Callable[..., None]:
-        def opening(module: nn.Module, *_: Any) -> None:
-            self.called[name] = None
-            opened.append(module)
-
-        return opening
-
-    def _calling(self, kind: Kind, name: str) -> Callable[..., None]:
-        def called(_: nn.Module, given: tuple[Any, ...]) -> None:
-            route = _route(given) if kind is Kind.EXPERTS else None
-            number = self._number(given) if kind is Kind.LINEAR else None
-            self._calls.append(Call(kind, name, self._block, route=route, given=number))
-
-        return called
 
     def _number(self, given: tuple[Any, ...]) -> int:
         """That of a linear's input: of the last one's, if it is the very same tensor."""

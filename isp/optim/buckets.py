@@ -136,7 +136,7 @@ class Gradient:
     """Gradients that were promised and have not come."""
     passed: bool = False
     """Whether the last backward pass is through with it."""
-    lent: bool = False
+    receives: bool = False
     """Whether a promised gradient is being received in the buffer."""
     waiting: Tensor | None = None
     """The sum of what has come meanwhile."""
@@ -148,7 +148,7 @@ class Gradient:
 
     def sum_in(self) -> tuple[Tensor, bool]:
         """The tensor to add the next gradient to, and whether it is the first one there."""
-        if not self.lent:
+        if not self.receives:
             fresh = self.untouched
             return self.open(), fresh
         if fresh := self.waiting is None:
@@ -197,6 +197,8 @@ class BucketManager:
         self._buckets: list[GradientBucket] = []
         self._of: dict[int, Gradient] = {}
         """By the id of the parameter."""
+        self._whole_of: dict[int, Gradient] = {}
+        """That in which it travels: its own, if it does so by itself."""
         self._launched = 0
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
@@ -317,6 +319,8 @@ class BucketManager:
             if whole not in of_one:
                 begin = self.of(of_one[0].parameter).view.storage_offset()
                 self._place(whole, bucket.flat[begin:], bucket.flat[:0], bucket)
+            for item in (whole, *of_one):
+                self._whole_of[id(item.parameter)] = self.of(whole.parameter)
         self._buckets.append(bucket)
 
     def _place(

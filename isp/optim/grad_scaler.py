@@ -65,7 +65,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; limits and intervals are this scaler's own."""
+        """Resume from a saved state; limits and intervals are this scaler's own."""
         config = self._config
         self._set(state["scale"])
         self._steps_since_change = min(state["steps_since_change"], config.growth_interval - 1)

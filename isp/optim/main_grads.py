@@ -17,8 +17,8 @@ from isp.weights.transfers import WriteGradient
 __all__ = ["MainGradients"]
 
 
-class MainGradients:
-    """Gradients of this rank's parameters, float32 at least, summed over micro-batches and ranks.
+class MainGradients(BucketManager):
+    """Gradients of this rank's parameters, summed over micro-batches, and over ranks in buckets.
 
     Two routes lead in. What autograd accumulates is taken from `p.grad` as soon as it is there,
     and `p.grad` is None again. What a communicator still has to reduce is announced by `promise`
@@ -32,8 +32,7 @@ class MainGradients:
         gradients.reduce()
         gradients.grad(parameter)           # the sum, on every rank of the layout's `reduce_over`
 
-    With `rows_of`, the channel of a zero1 group, a rank may have the sums of its own rows alone
-    (`BucketManager`), which `summed` gives.
+    Where it `scatters`, a rank has the sums of its own rows alone, which `summed` gives.
 
     Overlap changes no bits: the same buckets are summed by the same collectives with and without
     `expect_last`. All reductions are sums; a mean is the loss's business.
@@ -55,49 +54,21 @@ class MainGradients:
     ) -> None:
         self.parameters = list(parameters)
         _check(self.parameters)
-        self._buckets = BucketManager(
-            self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of
-        )
-        self._gradients = self._buckets.gradients
-        wholes = by_whole(self.parameters)
-        self._of = {
-            id(item.parameter): self._buckets.of(whole.parameter)
-            for whole, members in wholes.items()
-            for item in (whole, *members)
-        }
-        """By the id of a parameter, also of each of several that travel as one."""
+        super().__init__(self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of)
         self._last = False
-        self._reduced = False
-        self._leaves = [whole.parameter for whole in wholes]
-        self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
-
-    @property
-    def reduced(self) -> bool:
+        self.reduced = False
         """Whether `reduce` has been called since `zero`."""
-        return self._reduced
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buckets.num_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that sums in flight take besides, where a rank adds up itself."""
-        return self._buckets.received_bytes
-
-    @property
-    def scatters(self) -> bool:
-        """Whether `summed` gives the rows of this rank alone."""
-        return self._buckets.scatters
+        self._leaves = [whole.parameter for whole in by_whole(self.parameters)]
+        self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
     def zero(self) -> None:
         """Begin a step: every gradient is zero, and no backward pass is the last one yet."""
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
-        self._buckets.reset()
+        self.reset()
         for leaf in self._leaves:
             leaf.grad = None
-        self._last = self._reduced = False
+        self._last = self.reduced = False
 
     @property
     def owed(self) -> bool:
@@ -109,8 +80,8 @@ class MainGradients:
 
         What is on its way has to be delivered before: it would end in the next step's gradients.
         """
-        for gradient in self._gradients:
-            gradient.owed, gradient.lent, gradient.waiting = 0, False, None
+        for gradient in self.gradients:
+            gradient.owed, gradient.receives, gradient.waiting = 0, False, None
 
     def expect_last(self) -> None:
         """The next backward pass is the step's last: reduce each bucket once it is complete."""
@@ -129,15 +100,15 @@ class MainGradients:
         """Announce one `add` of this parameter; called before the backward of its use returns.
 
         The first one of a step may, if it is of this `dtype`, be received in the main gradient
-        itself, which is lent for that until it is given to `add`. Raises RuntimeError if the
+        itself, which is not touched until it is given to `add`. Raises RuntimeError if the
         parameter's gradient was final already.
         """
-        gradient = self._of[id(parameter)]
+        gradient = self._whole_of[id(parameter)]
         self._require_open(gradient)
         gradient.owed += 1
         if not gradient.untouched or gradient.view.dtype != dtype:
             return None
-        gradient.lent = True
+        gradient.receives = True
         return gradient.open()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -145,17 +116,17 @@ class MainGradients:
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
-        found = self._of[id(parameter)]
+        found = self._whole_of[id(parameter)]
         new: Tensor | None = gradient
-        if found.lent and gradient is found.view:
-            new, found.waiting, found.lent = found.waiting, None, False
+        if found.receives and gradient is found.view:
+            new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
             self._accumulate(found, new)
         self._keep_promise(found)
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
         """Let `write` put a gradient into the main gradient, or add it there, as `add` does."""
-        gradient = self._of[id(parameter)]
+        gradient = self._whole_of[id(parameter)]
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
         write(into=buffer, add=not fresh)
@@ -163,14 +134,14 @@ class MainGradients:
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back, or count it as kept."""
-        self._keep_promise(self._of[id(parameter)])
+        self._keep_promise(self._whole_of[id(parameter)])
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, if there is one, and note that this backward pass is through.
 
         The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
         """
-        gradient = self._of[id(parameter)]
+        gradient = self._whole_of[id(parameter)]
         if parameter.grad is not None:
             self._accumulate(gradient, parameter.grad)
             parameter.grad = None
@@ -181,34 +152,34 @@ class MainGradients:
         """Sum over the ranks: launch the buckets that are not on their way yet, wait for all."""
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
-        if self._reduced:
+        if self.reduced:
             raise RuntimeError("these gradients are reduced already: zero() begins a new step")
-        for gradient in self._gradients:
+        for gradient in self.gradients:
             gradient.value()
-        self._buckets.finish()
-        self._reduced = True
+        self.finish()
+        self.reduced = True
 
     def summed(self, parameter: nn.Parameter) -> Tensor:
         """The sums that this rank needs, once reduced: its rows if it `scatters`, else `grad`."""
         if not self.scatters:
             return self.grad(parameter)
-        return self._buckets.rows(self._buckets.of(parameter))
+        return self.rows(self.of(parameter))
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
-        assert self._reduced, "sums are there after reduce()"
-        return self._buckets.all_rows(self._buckets.of(parameter))
+        assert self.reduced, "sums are there after reduce()"
+        return self.all_rows(self.of(parameter))
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient, of the shape of the local shard; a view that later steps reuse.
 
         Where sums are scattered that is this rank's part of them, and of use until `reduce`.
         """
-        assert not (self._reduced and self.scatters), "a rank has rows of the sums: `summed`"
-        gradient = self._of[id(parameter)]
-        assert not gradient.lent, f"a gradient of {gradient.name} was promised, and is on its way"
+        assert not (self.reduced and self.scatters), "a rank has rows of the sums: `summed`"
+        gradient = self._whole_of[id(parameter)]
+        assert not gradient.receives, f"a gradient of {gradient.name} is on its way"
         gradient.value()
-        return self._buckets.of(parameter).view
+        return self.of(parameter).view
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -225,7 +196,7 @@ class MainGradients:
             buffer.add_(value)
 
     def _require_open(self, gradient: Gradient) -> None:
-        if self._reduced or gradient.ready:
+        if self.reduced or gradient.ready:
             raise RuntimeError(
                 f"a gradient of {gradient.name} came after its last one: zero() begins a"
                 f" new step, expect_last() belongs before the last backward pass of a step, and"
@@ -240,12 +211,12 @@ class MainGradients:
 
     def _settle(self, gradient: Gradient) -> None:
         """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
-        if gradient.passed and not gradient.owed and not gradient.lent:
+        if gradient.passed and not gradient.owed and not gradient.receives:
             gradient.value()
-            self._buckets.mark_ready(gradient)
+            self.mark_ready(gradient)
 
     def _owed_names(self) -> list[str]:
-        return [found.name for found in self._gradients if found.owed or found.lent]
+        return [found.name for found in self.gradients if found.owed or found.receives]
 
 
 def _check(parameters: list[ShardedParameter]) -> None:

@@ -2,7 +2,7 @@
 
 S tokens of a row, c context ranks
 
-[Note: Peeling]
+[Note: From both ends]
 Attention's cost is the number of keys that queries see, so a document's last tokens are dear and
 its first ones cheap. All tokens are laid in a line, document after document, cheapest mean cost
 first. A rank takes x tokens from the front of the line and y from its back: x + y is its S/c
@@ -64,7 +64,7 @@ class ContextPlan:
         """The plan for documents of these lengths: S/c tokens for each rank, and even costs.
 
         Where c does not divide S the first ranks have a token more. Kept for the next who asks.
-        Source: ours; see [Note: Peeling].
+        Source: ours; see [Note: From both ends].
         """
         return _plan(tuple(lengths), num_ranks, windows)
 
@@ -148,7 +148,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 @lru_cache(maxsize=64)
 def _plan(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> ContextPlan:
     line = _Line(lengths, windows)
-    held = [line.peel(num_ranks - rank) for rank in range(num_ranks)]
+    held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
     return ContextPlan(lengths, line.slices(held), windows)
 
 
@@ -156,7 +156,7 @@ _Range = tuple[int, int]  # places [begin, end) in a line
 
 
 class _Line:
-    """Tokens in the order of [Note: Peeling]; its places count all, also those that are taken."""
+    """Tokens in the order of [Note: From both ends]; its places count all."""
 
     def __init__(self, lengths: tuple[int, ...], windows: Windows) -> None:
         self.lengths = np.array(lengths, np.int64)
@@ -196,7 +196,7 @@ class _Line:
             first = place
         return [(begin, end) for begin, end in [*ranges, (first, last)] if begin < end]
 
-    def peel(self, num_ranks: int) -> list[_Range]:
+    def take(self, num_ranks: int) -> list[_Range]:
         """Takes the part of the next of so many ranks."""
         left = self.left()
         sizes = list(accumulate((end - begin for begin, end in left), initial=0))

@@ -16,10 +16,10 @@ def check_distributable(hidden_size: int, parallel: ParallelConfig, seq_len: int
             f"model.checkpoint_distribute_activations is for mtp mode: in {mode} mode each tensor"
             f" rank keeps its own tokens only; set it to false"
         )
-    if (numbers := seq_len * hidden_size) % size:
-        usable = any_of([n for n in range(1, 2 * size) if numbers % n == 0])
+    if (elements := seq_len * hidden_size) % size:
+        usable = any_of([n for n in range(1, 2 * size) if elements % n == 0])
         raise ValueError(
-            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row times"
+            f"parallel.tensor.size={size} must divide the {seq_len} tokens of a sequence times"
             f" model.hidden_size={hidden_size} for model.checkpoint_distribute_activations:"
             f" use {usable}, or set it to false"
         )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_regular", "read_json"]
+__all__ = ["read_json"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.  Raises ValueError, naming the file, for anything else."""
     try:
-        check_regular(path)
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
         folder = path.parent
@@ -23,19 +21,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     try:
         found = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{path} is damaged: it is nested too deep to be read") from None
     except ValueError as error:  # no JSON, or a number of too many digits
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no object")
     return found
-
-
-def check_regular(path: Path) -> None:
-    """Raise ValueError for a pipe, a device or a folder, OSError if there is nothing.
-
-    To open a pipe that nobody writes to would wait for ever.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is not a regular file")

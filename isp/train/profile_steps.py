@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles steps `profile_freq`, 2 `profile_freq`, ... of a run; nothing if it is switched off.
+    """Profiles steps `profile_freq`, 2 `profile_freq`, ... of a run.
 
     The step before is recorded too, for at its end the first gathers of the profiled one set off.
     """
@@ -41,8 +41,7 @@ class StepProfiler:
         self._step = step
         self._device = device
         self._traces = folder.path / config.profiler.save_traces_folder
-        enabled = config.profiler.enable_profiling
-        self._lead = clock_lead(step.mesh.host) if enabled else 0.0
+        self._lead = clock_lead(step.mesh.host)
         self._recorder: Recorder | None = None
         self._watching = ExitStack()
 
@@ -60,8 +59,7 @@ class StepProfiler:
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is one of those that are profiled."""
-        profiler = self._config.profiler
-        return profiler.enable_profiling and step % profiler.profile_freq == 0
+        return step % self._config.profiler.profile_freq == 0
 
     def end(self, step: int, loss: float) -> None:
         """Step number `step`, a profiled one, has been taken: write what was seen of it.

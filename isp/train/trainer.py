@@ -84,7 +84,9 @@ class Trainer:
         self._balance = ContextBalance(self.train_step.built.sequence)
         self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh, device)
         self.checkpointer = self._checkpoints.checkpointer
-        self._profiler = StepProfiler(config, self.train_step, device, start.folder)
+        self._profiler: StepProfiler | None = None
+        if config.profiler.enable_profiling:
+            self._profiler = StepProfiler(config, self.train_step, device, start.folder)
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -177,15 +179,18 @@ class Trainer:
             config=config.lr_scheduler,
         )
         loss_scale = None if self.optimizer.scaler is None else self.optimizer.scaler.scale
-        self._profiler.begin(self.step + 1)
+        if self._profiler is not None:
+            self._profiler.begin(self.step + 1)
         self.clock.enter(Phase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
         self._balance.count(batches)
         self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
         self.step += 1
-        if self._profiler.is_due(self.step):
-            self._profile(outcome)
+        if self._profiler is not None and self._profiler.is_due(self.step):
+            self.clock.enter(Phase.PROFILE)
+            self._profiler.end(self.step, outcome.loss)
+            self._leave_phase()
         self.tokens += self.tokens_per_step
         if outcome.skipped:
             self._count_skip(outcome)
@@ -220,7 +225,7 @@ class Trainer:
             self.mesh.host,
             asked=self.stop.requested,
             late=time.monotonic() + self._pace.seconds_to_stop() > self.deadline,
-            flops=model_flops(self.config.language_model, batches) if counts else 0,
+            flops=model_flops(self.train_step.built.model, batches) if counts else 0,
             own_seconds=self._meter.own_seconds,
         )
 
@@ -298,12 +303,6 @@ class Trainer:
                 self.step,
             )
         return val_loss, None
-
-    def _profile(self, outcome: StepOutcome) -> None:
-        """Write the profile of the step that has just been taken; no part of its time."""
-        self.clock.enter(Phase.PROFILE)
-        self._profiler.end(self.step, outcome.loss)
-        self._leave_phase()
 
     def _leave_phase(self) -> None:
         """Leave out the time since the step: no part of it."""

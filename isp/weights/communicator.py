@@ -59,7 +59,7 @@ __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
 
 @dataclass(frozen=True, kw_only=True)
 class ISPCommModelConfig:
-    """The model's numbers that the communicator has to know."""
+    """What the communicator has to know of the model."""
 
     device: torch.device
     """Device of the weights."""

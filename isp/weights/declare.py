@@ -1,6 +1,6 @@
 """A model's declaration to a communicator: its linears, in order.
 
-Nothing is found by matching names, so any model can be driven: it lists its blocks, and in each the
+Nothing is found by matching names, so any model will do: it lists its blocks, and in each the
 places that a forward passes.
 """
 

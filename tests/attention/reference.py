@@ -23,36 +23,40 @@ def make_mask(
     return AttentionMask.of_documents(documents * batch, causal=causal, window=window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d], by loops over the definition."""
-    group = q.shape[2] // k.shape[2]
-    if mask.cu_seqlens is None:
-        rows = [
-            _attend_document(q[b], k[b], v[b], group, mask.causal, mask.window)
-            for b in range(q.shape[0])
-        ]
-        return torch.stack(rows)
-    query_sizes = mask.cu_seqlens.diff().tolist()
-    of_keys = mask.cu_seqlens_k
-    key_sizes = query_sizes if of_keys is None else of_keys.diff().tolist()
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e] -> [B, Sq, H, e], by the definition."""
+    query_sizes, key_sizes = ([x.shape[1]] * x.shape[0] for x in (q, k))
+    if mask.cu_seqlens is not None:
+        query_sizes = key_sizes = mask.cu_seqlens.diff().tolist()
+    if mask.cu_seqlens_k is not None:
+        key_sizes = mask.cu_seqlens_k.diff().tolist()
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     sizes = query_sizes, key_sizes, key_sizes
     parts = (x.flatten(0, 1).split(size) for x, size in zip((q, k, v), sizes, strict=True))
-    documents = zip(*parts, strict=True)
-    outs = [_attend_document(*each, group, mask.causal, mask.window) for each in documents]
-    return torch.cat(outs).view(q.shape)
-
-
-def _attend_document(
-    q: Tensor, k: Tensor, v: Tensor, group: int, causal: bool, window: int | None
-) -> Tensor:
-    """One document: q [Sq, H, d], k and v [Sk, K, d]; rows without a visible key give zeros."""
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    seen = visible(q.shape[0], k.shape[0], causal, window)
-    logits = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-    logits = logits.masked_fill(~seen, -torch.inf)
-    logits = logits.masked_fill(~seen.any(1)[:, None], 0)  # softmax of nothing is not a number
-    weights = logits.softmax(-1).masked_fill(~seen, 0)
-    return torch.einsum("hij,jhd->ihd", weights, v)
+    outs = []
+    for of_q, of_k, of_v in zip(*parts, strict=True):  # [tokens, H, d] of each document
+        seen = visible(len(of_q), len(of_k), mask.causal, mask.window)
+        logits = torch.einsum("ihd,jhd->hij", of_q, of_k) * (scale or q.shape[-1] ** -0.5)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        logits = logits.masked_fill(~seen.any(1)[:, None], 0)  # softmax of nothing is not a number
+        column = (
+            q.new_full((q.shape[2], 1, 1), -torch.inf) if sinks is None else sinks[:, None, None]
+        )
+        logits = torch.cat([logits, column.expand(-1, len(of_q), -1)], 2)
+        weights = logits.softmax(-1)[..., :-1].masked_fill(~seen, 0)
+        outs.append(torch.einsum("hij,jhd->ihd", weights, of_v))
+    return torch.cat(outs).view(*q.shape[:-1], v.shape[-1])
 
 
 @lru_cache

@@ -277,37 +277,6 @@ def test_automatic_choice(
         torch.use_deterministic_algorithms(False)
 
 
-def test_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a warm-up that counts, and documents that a kernel has planned for before."""
-    clock = iter([0.0, 90.0, 100.0, 107.0, 200.0, 205.0, 300.0, 306.0])
-    seen = []
-
-    class Event:
-        def __init__(self) -> None:
-            self.at = next(clock)
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
-
-    class Attend(CpuAttention):
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-            assert q.shape == (1, 40, 8, 16)
-            assert k.shape == v.shape == (1, 40, 2, 16)
-            seen.append(mask.lengths)
-            return super().__call__(q, k, v, mask=mask)
-
-    monkeypatch.setattr(local.streams, "mark", lambda device, timed: Event())
-    monkeypatch.setattr(local, "_make", lambda *_: Attend())
-    monkeypatch.setattr(local, "_TIMED_TOKENS", 40)
-    monkeypatch.setattr(local, "_TIMED_DOCUMENTS", (5, 30, 5))
-    place = _Place(CPU, torch.float32, 16, 4)
-    assert local._milliseconds(AttentionBackend.SDPA, place) == 5.0
-    assert len(seen) == len(set(seen)) == 4
-
-
 def test_a_backend_that_fails_at_length_is_left_out(
     trials: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,46 +318,17 @@ def test_the_slowest_rank_decides(
     assert "not flash3: it does not run on every rank" in caplog.text
 
 
-def _varlen_2_11(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-):  # type: ignore[no-untyped-def]
-    return query, scale, window_size
-
-
-@pytest.mark.parametrize(
-    ("signature", "scale", "window", "expected"),
-    [
-        (_varlen_2_11, 0.5, None, {"scale": 0.5, "window_size": (-1, 0)}),
-        (_varlen_2_11, None, 4, {"scale": None, "window_size": (3, 0)}),
-        (None, None, 4, {"scale": None, "window_size": (3, 0), "enable_gqa": True}),
-    ],
-)
-def test_options_for_each_signature_of_varlen(
-    signature: Callable[..., Any] | None,
-    scale: float | None,
-    window: int | None,
-    expected: dict[str, Any],
-) -> None:
-    """Catches a keyword that some torch does not know; None is the signature of this torch."""
-    attention = VarlenAttention(scale=scale)
-    if signature is not None:
-        attention._parameters = frozenset(inspect.signature(signature).parameters)
-    options = attention._options(AttentionMask(window=window), grouped=True)
-    if signature is None and "enable_gqa" not in attention._parameters:
-        expected = {k: v for k, v in expected.items() if k != "enable_gqa"}
-    assert options == expected
-    full = attention._options(AttentionMask(causal=False), grouped=False)
-    assert full["window_size"] == (-1, -1)
+@pytest.mark.parametrize("knows", [False, True])
+def test_options_for_each_signature_of_varlen(knows: bool) -> None:
+    """Catches a keyword that some torch does not know: `enable_gqa` came with 2.12."""
+    gqa = {"enable_gqa": True} if knows else {}
+    attention = VarlenAttention(scale=0.5)
+    attention._parameters = frozenset(gqa)
+    options = attention._options(AttentionMask(window=4), grouped=True)
+    assert options == {"scale": 0.5, "window_size": (3, 0), **gqa}
+    for causal, window in ((True, (-1, 0)), (False, (-1, -1))):
+        found = attention._options(AttentionMask(causal=causal), grouped=False)
+        assert found == {"scale": 0.5, "window_size": window}
 
 
 @pytest.mark.gpu

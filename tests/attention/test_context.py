@@ -17,16 +17,15 @@ from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
 from isp.comm.tag import UNNAMED
-from tests.attention.context_cases import (
+from tests.attention.cases import (
     LENGTH,
     STRADDLING,
     Case,
     Channels,
     error_of,
-    keys_sent,
     leaves_of,
     make_attention,
-    result_of,
+    wrong_on_ranks,
 )
 from tests.attention.reference import random_inputs
 from tests.ranks import run_ranks
@@ -89,35 +88,6 @@ def _in_a_ring(cases: dict[str, Case]) -> dict[str, Case]:
     }
 
 
-def _check(name: str, case: Case, channels: Channels) -> list[str]:
-    """What is wrong with the case on these ranks."""
-    channels.context.log.collect()
-    found = result_of(case, channels)
-    sent = [t for t in channels.context.log.take() if t.label.startswith("attention.kv")]
-    again = result_of(case, channels)
-    wrong = []
-    if not error_of(found, leaves_of(case, channels)[2]) < TOLERANCE:
-        wrong.append(f"{name}: error {error_of(found, leaves_of(case, channels)[2])}")
-    if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
-        wrong.append(f"{name}: other bits")
-    if channels.head.size == 1:
-        there, back = keys_sent(case, channels.context.size)[channels.context.rank]
-        planned = 2 * case.heads[1] * 4 * 8 * (there * (2 if case.ring else 1) + back)
-        if sum(t.sent_bytes for t in sent) != planned:
-            wrong.append(f"{name}: {sum(t.sent_bytes for t in sent)} bytes for {planned}")
-    return wrong
-
-
-def _on_ranks(rank: int, plans: list[tuple[tuple[int, int], dict[str, Case]]]) -> list[str]:
-    wrong = []
-    for split, cases in plans:
-        channels = Channels.of(*split)
-        if channels is not None:
-            for name, case in cases.items():
-                wrong += _check(f"{name} on {split}", case, channels)
-    return wrong
-
-
 def test_every_split_attends_as_one_process() -> None:
     """Catches a key that is missing or is seen too often or too soon, one that is sent and not
     needed, a lost gradient, a sum in the order of arrival, a rank that waits for an empty one.
@@ -129,7 +99,7 @@ def test_every_split_attends_as_one_process() -> None:
     ]
     for case in {**EVERYWHERE, **plans[-1][1], **plans[-2][1]}.values():
         assert all(x.isfinite().all() for x in case.solved[2])
-    for wrong in run_ranks(8, _on_ranks, plans, timeout_seconds=100):
+    for wrong in run_ranks(8, wrong_on_ranks, plans, TOLERANCE, timeout_seconds=100):
         assert not wrong
 
 

@@ -2,112 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import AttentionMask, DistributedAttention, HeadPlan, explicit
+from isp.attention import AttentionMask, HeadPlan, explicit
 from isp.attention.call import Relative
 from isp.attention.call import attention as attend
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.mask import Chosen
 from isp.attention.sdpa import SdpaAttention
-from isp.comm import Channel
-from tests.attention.reference import make_mask, random_inputs, visible
+from tests.attention.cases import SCALE, Case, wrong_on_ranks
+from tests.attention.reference import make_mask, random_inputs
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12  # float64, sums of a few dozen terms in another order
 LENGTH = 24
-SCALE = 0.4
 DOCUMENTS = [5, 8, 2, 6, 3]
 
 
-def written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """q [B, S, H, d], k [B, S, K, d], v [B, S, K, e] -> [B, S, H, e], by the definition."""
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    ends = [0, q.shape[1]] if mask.cu_seqlens is None else mask.cu_seqlens.tolist()
-    if mask.cu_seqlens is not None:
-        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-    outs = []
-    for a, b in pairwise(ends):
-        logits = torch.einsum("bihd,bjhd->bhij", q[:, a:b], k[:, a:b]) * SCALE
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        weights = logits.exp() * visible(b - a, b - a, mask.causal, mask.window)
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + sinks.exp().view(1, -1, 1, 1)
-        outs.append(torch.einsum("bhij,bjhe->bihe", weights / total, v[:, a:b]))
-    return torch.cat(outs, 1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is attended, and what must come out."""
-
-    mask: AttentionMask
-    softcap: float | None
-    inputs: list[Tensor]
-    """q, k, v and, if there are any, sinks."""
-    dout: Tensor
-    expected: list[Tensor]
-    """The output, and the gradients of the inputs."""
-
-    @classmethod
-    def of(
-        cls,
-        heads: tuple[int, int],
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        packed: bool = True,
-        softcap: float | None = 1.5,
-        sinks: bool = True,
-        value_size: int = 4,
-        batch: int = 2,
-    ) -> Case:
-        mask = make_mask(DOCUMENTS if packed else None, causal, window, batch)
-        inputs, dout = random_inputs(batch, LENGTH, *heads)
-        inputs[2] = inputs[2].detach()[..., :value_size].clone().requires_grad_()
-        if sinks:
-            generator = torch.Generator().manual_seed(1)
-            drawn = torch.randn(heads[0], generator=generator, dtype=torch.float64)
-            inputs.append(drawn.requires_grad_())
-        dout = dout[..., :value_size].contiguous()
-        sink = inputs[3] if sinks else None
-        out = written_out(*inputs[:3], mask, softcap, sink).view(dout.shape)
-        grads = torch.autograd.grad(out, inputs, dout)
-        return cls(mask, softcap, inputs, dout, [out.detach(), *grads])
-
-
-def _error(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(
-        float((a - b.reshape(a.shape)).detach().abs().max())
-        for a, b in zip(found, expected, strict=True)
-    )
+def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 CASES = {
-    "plain": {"softcap": None, "sinks": False, "packed": False},
-    "capped": {"sinks": False},
-    "sinks": {"softcap": None},
-    "both": {"packed": False},
-    "window": {"window": 3},
-    "window of a packed row": {"window": 7, "packed": True, "batch": 1},
-    "not causal": {"causal": False},
-    "not causal, window": {"causal": False, "window": 3, "packed": False},
+    "plain": Case(batch=2, explicit=True),
+    "capped": Case(DOCUMENTS, batch=2, softcap=1.5),
+    "sinks": Case(DOCUMENTS, batch=2, sinks=True),
+    "both": Case(batch=2, softcap=1.5, sinks=True),
+    "window": Case(DOCUMENTS, batch=2, softcap=1.5, sinks=True, window=3),
+    "window of a packed row": Case(DOCUMENTS, softcap=1.5, sinks=True, window=7),
+    "not causal": Case(DOCUMENTS, batch=2, softcap=1.5, sinks=True, causal=False),
+    "not causal, window": Case(batch=2, softcap=1.5, sinks=True, causal=False, window=3),
 }
 
 
@@ -115,13 +46,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_is_what_the_definition_says(name: str, heads: tuple[int, int]) -> None:
     """Catches a cap, a sink, a window or a document that is left out, in output or a gradient."""
-    case = Case.of(heads, **CASES[name])
-    attention = ExplicitAttention(scale=SCALE, softcap=case.softcap)
-    q, k, v, *sinks = case.inputs
-    out = attention(q, k, v, mask=case.mask, sinks=sinks[0] if sinks else None)
-    found = [out.detach(), *torch.autograd.grad(out, case.inputs, case.dout)]
-    assert _error(found, case.expected) < TOLERANCE
-    assert all(x.abs().max() > 0.05 for x in case.expected)
+    case = replace(CASES[name], heads=heads)
+    inputs, dout, expected = case.solved
+    assert _error(case.result(case.attention, inputs, dout), expected) < TOLERANCE
+    assert all(x.abs().max() > 0.05 for x in expected)
 
 
 def test_blocks_of_long_rows_join_without_a_seam() -> None:
@@ -193,57 +121,31 @@ def test_a_query_sees_the_keys_that_are_chosen_for_it(
 
 def test_narrow_numbers_are_summed_in_float32() -> None:
     """Catches a softmax or a gradient of sinks that is rounded to bfloat16 on the way."""
-    case = Case.of((4, 2))
-    leaves = [x.detach().bfloat16().requires_grad_() for x in case.inputs]
-    attention = ExplicitAttention(scale=SCALE, softcap=case.softcap)
-    out = attention(*leaves[:3], mask=case.mask, sinks=leaves[3])
-    grads = torch.autograd.grad(out, leaves, case.dout.bfloat16())
-    assert out.dtype == torch.bfloat16
-    assert [x.dtype for x in grads] == [torch.bfloat16] * 4
-    assert _error([x.double() for x in (out, *grads)], case.expected) < 0.05
+    case = CASES["both"]
+    inputs, dout, expected = case.solved
+    leaves = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    found = case.result(case.attention, leaves, dout.bfloat16())
+    assert [x.dtype for x in found] == [torch.bfloat16] * 5
+    assert _error([x.double() for x in found], expected) < 0.05
 
 
 ON_RANKS = {
-    f"{heads} {name}": Case.of(heads, **options)
+    f"{heads} {name}": replace(case, heads=heads, batch=2)
     for heads in ((6, 2), (7, 7), (3, 1), (2, 2))  # uneven on 4 ranks; the last leave ranks empty
-    for name, options in {
-        "sinks": {"value_size": 3},
-        "no sinks": {"sinks": False, "window": 5, "value_size": 2},
-        "sinks, no cap": {"softcap": None, "packed": False, "causal": False},
+    for name, case in {
+        "sinks": Case(DOCUMENTS, softcap=1.5, sinks=True, value_size=3),
+        "no sinks": Case(DOCUMENTS, softcap=1.5, window=5, value_size=2),
+        "sinks, no cap": Case(sinks=True, causal=False),
     }.items()
 }
 
 
-def _part(x: Tensor, channel: Channel) -> Tensor:
-    return x.chunk(channel.size, dim=1)[channel.rank]
-
-
-def _on_ranks(rank: int, together: int) -> dict[str, float]:
-    channel = Channel(dist.group.WORLD, name="sequence")
-    errors = {}
-    for name, case in ON_RANKS.items():
-        local = ExplicitAttention(scale=SCALE, softcap=case.softcap)
-        attention = DistributedAttention(local, channel, together_below_bytes=together)
-        leaves = [_part(x.detach(), channel).clone().requires_grad_() for x in case.inputs[:3]]
-        leaves += [x.detach().clone().requires_grad_() for x in case.inputs[3:]]
-        sinks = {"sinks": leaves[3]} if len(leaves) > 3 else {}
-        out = attention(*leaves[:3], mask=case.mask, **sinks)
-        grads = torch.autograd.grad(out, leaves, _part(case.dout, channel))
-        found = [out.detach(), *grads[:3]]
-        expected = [_part(x, channel) for x in case.expected[:4]]
-        if sinks:  # every rank has the gradient of its heads, to be summed
-            found.append(channel.all_reduce(grads[3]).wait())
-            expected.append(case.expected[4])
-        errors[name] = _error(found, expected)
-    return errors
-
-
-@pytest.mark.parametrize(("world", "together"), [(2, 1 << 40), (4, 1 << 40), (4, 0)])
-def test_ranks_attend_as_one_does(world: int, together: int) -> None:
+def test_ranks_attend_as_one_does() -> None:
     """Catches the sink of another rank's head, padding of values that is sent back, a rank without
     heads that waits or is waited for.
     """
     assert any(not HeadPlan.of(2, 2, 4).query[rank] for rank in range(4))
-    for errors in run_ranks(world, _on_ranks, together):
-        assert len(errors) == len(ON_RANKS)
-        assert not [(name, error) for name, error in errors.items() if not error < TOLERANCE]
+    apart = {name: replace(case, together=0) for name, case in ON_RANKS.items()}
+    plans = [((2, 1), ON_RANKS), ((4, 1), ON_RANKS), ((4, 1), apart)]
+    for wrong in run_ranks(4, wrong_on_ranks, plans, TOLERANCE):
+        assert not wrong

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from isp.attention import HeadPlan
@@ -35,29 +33,6 @@ def _check_plan(query: int, kv: int, ranks: int) -> None:
             share = len(own) // len(local)
             looked_at = [plan.kv[rank][local[i // share]] for i in range(len(own))]
             assert looked_at == [head // group for head in own]
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_no_even_deal_needs_fewer_copies(ranks: int) -> None:
-    """Catches a deal that cuts groups of query heads where it need not."""
-    for query, kv in HEADS:
-        copies = sum(map(len, HeadPlan.of(query, kv, ranks).kv))
-        assert copies == _fewest_copies(query, kv, ranks)
-
-
-def _fewest_copies(query: int, kv: int, ranks: int) -> int:
-    """By trying every choice of the ranks with a query head more."""
-    base, extra = divmod(query, ranks)
-    group = query // kv
-    fewest = query * ranks
-    for larger in itertools.combinations(range(ranks), extra):
-        copies = start = 0
-        for rank in range(ranks):
-            stop = start + base + (rank in larger)
-            copies += len({head // group for head in range(start, stop)})
-            start = stop
-        fewest = min(fewest, copies)
-    return fewest
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -218,7 +218,7 @@ def test_many_documents_make_one_node() -> None:
 
     with Count():
         torch.autograd.grad(CpuAttention()(*inputs, mask=mask), inputs, dout)
-    assert len(made) == 3  # the gradients of q, k and v
+    assert len(made) == 4  # the result, and the gradients of q, k and v
 
 
 # -- on a GPU ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from isp.attention import AttentionMask
 from isp.attention.mask import AttentionMask as Mask
-from isp.attention.pieces import document_blocks, document_lengths, pieces_of
+from isp.attention.pieces import document_blocks, document_lengths
 from tests.attention.reference import visible
 
 
@@ -45,19 +45,6 @@ def test_a_window_costs_no_more_than_its_width() -> None:
     blocks = document_blocks(length, length, causal=True, window=window, rows=rows)
     assert len(blocks) == length // rows
     assert max(len(block.key) for block in blocks) == rows + window - 1
-
-
-def test_neighbours_of_equal_length_become_one_piece() -> None:
-    """Catches a run of documents that swallows one of another length."""
-    lengths = tuple((n, n) for n in (3, 3, 3, 5, 3, 9, 9))
-    pieces = pieces_of(lengths, causal=True, window=None, batch_below=9)
-    assert [(p.block.query.start, len(p.block.query), p.count) for p in pieces] == [
-        (0, 3, 3),
-        (9, 5, 1),
-        (14, 3, 1),
-        (17, 9, 1),
-        (26, 9, 1),
-    ]
 
 
 @pytest.mark.parametrize(

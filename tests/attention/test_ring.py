@@ -21,7 +21,7 @@ from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel
 from isp.comm.tag import UNNAMED
 from isp.parallel.context import ContextPlan, Slice
-from tests.attention.context_cases import STRADDLING, Case, error_of, random_plan
+from tests.attention.cases import STRADDLING, Case, error_of, random_plan
 from tests.attention.reference import random_inputs, visible
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from isp.attention.route import Route, gather_route, ring_routes
 from isp.parallel.context import ContextPlan, Slice
-from tests.attention.context_cases import random_plan
+from tests.attention.cases import random_plan
 
 
 def _random_plans(number: int) -> list[ContextPlan]:

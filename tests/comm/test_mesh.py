@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import CollectiveTimeout, Mesh, RollCall, World
+from isp.comm import Mesh, World
 from isp.comm.tag import Tag
 from isp.config import load_config
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
@@ -125,29 +124,6 @@ def test_channels_of_a_group_have_numbers_of_their_own() -> None:
         assert added == 2  # tensor and weight
         one, names = "{} group [0, 1]", ("weight", "stage", "world")
         assert progress == {one.format("tensor"): 2} | {one.format(name): 1 for name in names}
-
-
-def _late(rank: int) -> str:
-    mesh = Mesh(_topology(2, weight=2), rank)
-    assert mesh[Axis.STAGE].group is mesh[Axis.WORLD].group
-    roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=1)
-    for _ in range(2):
-        mesh[Axis.WORLD].all_reduce(torch.ones(1)).wait()
-    mesh.set_timeout(1)
-    if rank == 1:
-        time.sleep(4)
-        return ""
-    x = mesh[Axis.STAGE].all_reduce(torch.ones(1), tag=Tag(tensor="x"))
-    with pytest.raises(CollectiveTimeout) as caught, roll_call:
-        x.wait()
-    return str(caught.value)
-
-
-def test_who_does_not_come_is_named_by_its_axis() -> None:
-    """Catches a rank that counts as there for what it has launched on another axis of a group."""
-    said, _ = run_ranks(2, _late)
-    assert "all_reduce of x in the stage group [0, 1] (number 1 there)" in said
-    assert "rank 1 did not arrive" in said
 
 
 def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:

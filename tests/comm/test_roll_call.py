@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Channel, CollectiveError, CollectiveTimeout, Mesh, RollCall
+from isp.comm import CollectiveError, CollectiveTimeout, Mesh, RollCall
 from isp.comm.tag import Tag
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
 from tests.ranks import run_ranks
@@ -118,12 +118,3 @@ def test_a_lost_connection_is_told_at_once() -> None:
     """Catches the start of new ranks held up by those who wait for a dead one to answer."""
     said, _ = run_ranks(2, _fail)
     assert said.startswith("all_gather of x in the tensor group [0, 1] (number 1 there): ")
-
-
-def test_one_rank_has_nobody_to_call() -> None:
-    """Catches a run of one process whose own errors are taken for others'."""
-    with (
-        pytest.raises(RuntimeError, match="its own"),
-        RollCall(Channel.solo(), [], grace_seconds=9),
-    ):
-        raise RuntimeError("its own")

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from pathlib import Path
 
 import pytest
-import torch
 
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.config.keys import KeyTable, docs_of
 from isp.inference.source import _to_read
 from isp.parallel import Mode
 from isp.planner.declared import bare
-from isp.settings import OptimizerConfig, TrainingConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.section import KeyRole, defaults_of
-from isp.train.run import choose_device
 from model.config import ModelConfig
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
-
-
-@pytest.fixture
-def write(tmp_path: Path):
-    """Writes text to a YAML file."""
-
-    def write(text: str) -> Path:
-        path = tmp_path / "job.yaml"
-        path.write_text(text)
-        return path
-
-    return write
 
 
 def faults_of(path: Path, *overrides: str) -> str:
@@ -99,16 +83,6 @@ def test_whole_numbers_may_have_an_exponent(write):
     assert fault in faults_of(path, "--training.steps", "1000.5")
 
 
-def test_faults_of_the_command_line_are_not_the_files(write):
-    """Catches a wrong key for which the user looks into the file."""
-    path, known = write(MINIMAL), "training.stps: no such key; did you mean 'steps'?"
-    assert faults_of(path, "--training.stps", "1") == f"--training.stps: {known}"
-    two = faults_of(path, "--training.stps", "1", "--data.seq_len", "0").splitlines()
-    assert two[0] == "the command line: 2 faults"
-    assert f"  --training.stps: {known}" in two
-    assert faults_of(write(f"{MINIMAL}  sed: 1\n")).startswith(f"{path}: line 5: data.sed: no such")
-
-
 def test_a_section_without_keys_has_its_defaults(write):
     """Catches `optimizer:` with every key commented out read as null."""
     assert load_config(write(f"{MINIMAL}optimizer:\n  # lr: 1\n")).optimizer.lr == 3e-4
@@ -164,94 +138,6 @@ def test_ways_to_compute_are_left_out_by_their_role():
         assert _to_read(model) == plain
 
 
-def test_all_faults_are_reported_at_once_with_their_places(write):
-    """Catches a reader that stops at the first fault, or does not say where it stands."""
-    path = write(
-        "model:\n  preset: tiny\n  num_head: 3\n"
-        "data: {source: python-stdlib}\n"
-        "parallel:\n  tensor:\n    sise: 2\n    mode: isq\n"
-        "training:\n  dtype: fp16\n"
-        "optimizer:\n  lr: -1\n  beta1: 2\n"
-    )
-    lines = faults_of(path, "--metrics.log_freq", "0").splitlines()
-    assert lines[0] == f"{path}: 7 faults"
-    assert {line.strip() for line in lines[1:]} == {
-        "line 3: model.num_head: no such key; did you mean 'num_heads'?",
-        "line 7: parallel.tensor.sise: no such key; did you mean 'size'?",
-        "line 8: parallel.tensor.mode=\"isq\" must be 'mtp', 'msp', 'fsp' or 'isp'",
-        "line 10: training.dtype=\"fp16\" must be 'float64', 'float32', 'bfloat16' or 'float16'",
-        "line 12: optimizer.lr=-1 must be above 0 (default: 0.0003)",
-        "line 13: optimizer.beta1=2 must be below 1 (default: 0.9)",
-        "--metrics.log_freq: metrics.log_freq=0 must be at least 1 (default: 1)",
-    }
-
-
-@pytest.mark.parametrize(
-    ("key", "suggestion"),
-    [
-        ("training.step", "'steps'"),
-        ("training.lr", "'optimizer.lr'"),
-        ("lr", "'optimizer.lr'"),
-        ("parallel.tensor_size", "'parallel.tensor.size'"),
-        ("optimiser.lr", "'optimizer'"),
-        ("metrics.nothing_like_it", None),
-    ],
-)
-def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
-    """Catches a typo that leaves the user to look the key up."""
-    message = faults_of(write(MINIMAL), f"--{key}", "1")
-    assert "no such key" in message
-    expected = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
-    assert expected in message
-
-
-def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
-    """Catches a typo on the command line that is looked for in the file."""
-    path = write(f"{MINIMAL}parallel:\n  weight: {{size: 1}}\n")
-    message = faults_of(path, "--parallel.tenser.size", "2")
-    assert message == (
-        "--parallel.tenser.size: parallel.tenser: no such key; did you mean 'tensor'?"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--training.steps"], "--training.steps has no value: it takes a whole number"),
-        (["--training.steps", "ten"], 'training.steps="ten" must be a whole number'),
-        (["--optimizer.lr", "true"], "optimizer.lr=true must be a number"),
-        (["--training.deterministic", "1"], "training.deterministic=1 must be true or false"),
-        (["--parallel.tensor", "2"], "parallel.tensor=2 must be a section with keys size, mode"),
-        (["--data.source", "[1]"], "data.source must be text or a list of texts"),
-        (["--optimizer.lr", "[1"], "'[1' is not a YAML value"),
-        (["--optimizer.lr", "nan"], 'optimizer.lr="nan" must be a number'),
-        (["--optimizer.lr", ".nan"], "optimizer.lr=NaN must be finite"),
-        (["training.steps", "1"], "'training.steps' is not an override"),
-        (["--data.source.x", "1"], "--data.source.x: data.source is a key, and has none below it"),
-        (["--training.seed", str(2**64)], f"seed={2**64} must be at most {2**63 - 1} (default: 0)"),
-        (["--training.steps", "2024-13-45"], "'2024-13-45' is not a YAML value: month must be in"),
-        (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
-        (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
-        (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
-        (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused(write, words, fault):
-    """Catches a wrong value obeyed as something else (true for 1), or an unclear refusal."""
-    assert fault in faults_of(write(MINIMAL), *words)
-
-
-def test_numbers_that_exclude_each_other_are_refused(write):
-    """Catches a warm-up and a decay that overlap, and heads that a mode cannot split."""
-    path = write(MINIMAL)
-    words = ["--training.steps=10", "--lr_scheduler.warmup_steps=6"]
-    assert load_config(path, [*words, "--lr_scheduler.decay_ratio=0.4"]).training.steps == 10
-    assert "use warmup_steps up to 5" in faults_of(path, *words, "--lr_scheduler.decay_ratio=0.5")
-    split = ["--parallel.tensor.size=3", "--data.seq_len=2049"]
-    assert load_config(path, split).parallel.tensor.size == 3
-    assert "model.num_heads=4" in faults_of(path, *split, "--parallel.tensor.mode=mtp")
-
-
 def test_micro_batches_follow_from_a_global_batch(write):
     """Catches a global batch that changes with the ranks, or a micro_num that is not obeyed."""
     path, whole = write(MINIMAL), "--training.global_batch_size=24"
@@ -274,52 +160,6 @@ def test_micro_batches_follow_from_a_global_batch(write):
     ):
         stages.for_ranks(48)
     assert load_config(write(to_yaml(config))).for_ranks(4) == config.for_ranks(4)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_chunks", "micro_num", "fault"),
-    [
-        ("1F1B", 2, 4, "use num_chunks=1, or schedule=Interleaved1F1B or InterleavedZeroBubble"),
-        ("Interleaved1F1B", 1, 4, "use num_chunks=2 or more, or schedule=1F1B"),
-        ("Interleaved1F1B", 2, 5, "in 2 equal rounds: use a multiple of parallel.pipeline.size=2"),
-        ("InterleavedZeroBubble", 1, 5, "in 2 equal rounds"),
-        ("ZBVZeroBubble", 1, 4, "two chunks on each rank, not parallel.pipeline.num_chunks=1"),
-        ("ZBVZeroBubble", 2, 1, "data.micro_num=2 or more"),
-        ("Interleaved1F1B", 4, 4, "parallel.pipeline.size=2 x num_chunks=4 is more than"),
-    ],
-)
-def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro_num, fault):
-    """Catches a schedule that fails only once its ranks run."""
-    words = [
-        "--parallel.pipeline.size=2",
-        f"--parallel.pipeline.schedule={schedule}",
-        f"--parallel.pipeline.num_chunks={num_chunks}",
-        f"--data.micro_num={micro_num}",
-        "--model.num_layers=7",
-    ]
-    assert fault in faults_of(write(MINIMAL), *words)
-
-
-@pytest.mark.parametrize(
-    ("word", "fault"),
-    [
-        ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
-        ("--parallel.pipeline.num_chunks=2", "needs parallel.pipeline.size=2 or more"),
-        ("--profiler.profile_freq=1", "profile_freq=1 must be at least 2 (default: 10)"),
-        ("--profiler.save_traces_folder=../x", "must name a folder in that of the run"),
-    ],
-)
-def test_what_no_part_carries_out_yet_is_refused(write, word, fault):
-    """Catches a key that is accepted and then silently ignored."""
-    assert fault in faults_of(write(MINIMAL), word)
-
-
-def test_sizes_that_do_not_fit_the_world_are_refused(write):
-    """Catches an impossible split found only once processes have started."""
-    config = load_config(write(MINIMAL), ["--parallel.tensor.size=3", "--data.seq_len=2049"])
-    assert config.topology(6).data == 2
-    with pytest.raises(ConfigError, match=r"parallel\.tensor\.size=3 must divide .* use 1, 2 or 4"):
-        config.topology(4)
 
 
 def test_a_section_that_the_mode_ignores_is_named(write):
@@ -359,47 +199,6 @@ def test_a_warm_up_that_outlasts_the_run_is_told(write):
     assert "training.steps=5: the learning rate ends at 50% of optimizer.lr" in note
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("", ": the file is empty"),
-        ("# nothing\n", ": the file is empty"),
-        ("- a\n- b\n", ": holds no sections"),
-        ("text", ": holds no sections"),
-        ("model:\n  preset: [\n", ", line 3, column 1: not YAML"),
-        ("model:\n\tpreset: tiny\n", ", line 2, column 1: not YAML"),
-        ("a: 1\n---\nb: 2\n", ", line 2, column 1: not YAML: but found another document"),
-        ("a: \x07", ": not YAML"),
-        ("model:\n  preset: 2024-13-45\n", ", line 2, column 11: not YAML: month must be in 1..12"),
-        (
-            f"{MINIMAL}training:\n  seed: 1\n  seed: 2\n",
-            ", line 7: training.seed is given twice, first on line 6: keep one",
-        ),
-        ("data: !!python/object/apply:os.getcwd []\n", ", line 1, column 7: not YAML: could not"),
-        ("training: {steps: 1}\n", ": 2 faults\n  model is missing"),
-    ],
-)
-def test_a_broken_file_is_refused_with_its_line(write, text, fault):
-    """Catches a traceback, or a message without the place, for a file that is no configuration."""
-    path = write(text)
-    assert f"{path}{fault}" in faults_of(path)
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path):
-    """Catches a missing file, a folder and a binary file that end in a traceback."""
-    assert "cannot read it: No such file" in faults_of(tmp_path / "absent.yaml")
-    assert "cannot read it: Is a directory" in faults_of(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "not a text file in UTF-8" in faults_of(tmp_path / "binary")
-
-
-def test_an_unknown_preset_is_refused(write):
-    """Catches a preset's typo that falls back to default sizes."""
-    faults = faults_of(write(MINIMAL), "--model.preset", "tiney", "--optimizer.lr=-1")
-    assert ": 2 faults" in faults
-    assert "--model.preset: model.preset=tiney is not known: use one of tiny, " in faults
-
-
 CONFIGS = {
     "quickstart.yaml": 4,
     "quickstart_pipeline.yaml": 4,
@@ -424,27 +223,6 @@ def test_every_config_fits_its_ranks():
         assert config.unused() == []
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "device", "words"),
-    [
-        ("flash2", "float32", "auto", "model.attention_backend=flash2 needs bfloat16 or float16"),
-        ("varlen", "bfloat16", "cpu", "not bfloat16 on cpu: use model.attention_backend=sdpa"),
-    ],
-)
-def test_an_attention_that_cannot_run_is_refused(write, backend, dtype, device, words):
-    """Catches a forced backend that is found impossible only by the ranks."""
-    keys = f"attention_backend={backend}", f"dtype={dtype}", f"device={device}"
-    overrides = [f"--{s}.{k}" for s, k in zip(("model", "training", "training"), keys, strict=True)]
-    assert words in faults_of(write(MINIMAL), *overrides)
-
-
-def test_cudnn_is_refused_where_kernels_must_be_deterministic(write):
-    """Catches a kernel that torch would refuse on every rank."""
-    overrides = ["--model.attention_backend=cudnn", "--training.deterministic=true"]
-    overrides += ["--training.dtype=bfloat16", "--training.device=cuda"]
-    assert "cudnn is not deterministic" in faults_of(write(MINIMAL), *overrides)
-
-
 @pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("off", False), ("on", True)])
 def test_compile_takes_the_words_of_yaml(write, word, value):
     """Catches a switch whose plain words are refused."""
@@ -452,49 +230,6 @@ def test_compile_takes_the_words_of_yaml(write, word, value):
     assert config.model.compile is value or config.model.compile == value == "auto"
     fault = faults_of(write(MINIMAL), "--model.compile", "fast")
     assert fault.endswith("model.compile must be true or false or auto")
-
-
-def test_an_attention_whose_package_is_missing_is_refused(write):
-    """Catches a forced backend that nobody installed, found out by every rank."""
-    overrides = ["--model.attention_backend=flash3", "--training.dtype=bfloat16"]
-    config = load_config(write(MINIMAL), overrides)
-    with pytest.raises(
-        ConfigError,
-        match=r"flash3 needs the package flash_attn_interface, .*: build it .*, or use auto",
-    ):
-        config.require_packages()
-
-
-def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
-    """Catches training.device=auto that turns into cpu behind the check of the configuration."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    overrides = ["--model.attention_backend=varlen", "--training.dtype=bfloat16"]
-    with pytest.raises(ValueError, match="not bfloat16 on cpu"):
-        choose_device(load_config(write(MINIMAL), overrides))
-
-
-@pytest.mark.parametrize("value", ["-2", "1" + "0" * 31, ".nan", ".inf"])
-def test_every_number_has_a_range(write, value):
-    """Catches a number that reaches the ranks whatever it is: a traceback, or no answer."""
-    numbers = [
-        ".".join(path)
-        for path, hint in KeyTable.of(JobConfig).hints.items()
-        if {int, float} & {hint, *typing.get_args(hint)} and "*" not in path
-    ]
-    assert len(numbers) > 50
-    faults = faults_of(write(MINIMAL), *(f"--{key}={value}" for key in numbers)).splitlines()
-    refused = {line.strip().removeprefix("--").split(":")[0] for line in faults[1:]}
-    assert refused == set(numbers)
-
-
-def test_sections_made_in_python_are_refused_alike():
-    """Catches a check of files alone: of types, ranges and several keys, all faults at once."""
-    with pytest.raises(ValueError, match=r"^optimizer\.lr=-1 must be .*\noptimizer\.beta1="):
-        OptimizerConfig(lr=-1, beta1=1.0)
-    with pytest.raises(ValueError, match=r'^training\.steps="1" must be a whole number$'):
-        TrainingConfig(steps="1")
-    with pytest.raises(ValueError, match=r"^training\.steps=0 "):
-        dataclasses.replace(TrainingConfig(), steps=0)
 
 
 def test_the_reference_names_every_key_and_what_it_means():

@@ -86,18 +86,6 @@ def test_a_phase_that_the_device_is_still_at_is_left() -> None:
         assert clock.take()[Phase.OPTIMIZER] == 0
 
 
-def test_transfers_stay_until_they_are_waited_for() -> None:
-    """Catches the wait for what travels between two steps counted in neither."""
-    log = CommLog()
-    log.collect()
-    first, second = (log.start("all_gather", "weight", Tag(tensor=label), 8) for label in "ab")
-    first.waited = True
-    assert log.take_waited() == [first]
-    assert log.take_waited() == []
-    second.waited, second.exposed = True, 0.5
-    assert log.take_waited() == [second]
-
-
 def test_a_transfer_that_is_waited_for_lasts_until_the_wait_returns() -> None:
     """Catches more time waited than under way: a busy machine wakes the waiting rank late."""
     log = CommLog()

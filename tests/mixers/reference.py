@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.mixers.recurrence import Inputs
-
-__all__ = ["by_document", "convolution", "delta_rule", "mamba2", "selective"]
+from isp.mixers.delta_rule import DeltaRule
+from isp.mixers.recurrence import Inputs, Recurrence
+from isp.mixers.state_space import Mamba2, SelectiveScan
 
 
 def by_document(run, lengths, *xs: Tensor) -> Tensor:
@@ -31,47 +33,130 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -
     return out if bias is None else out + bias
 
 
-def delta_rule(v: Tensor, g: Tensor, beta: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """v [T, H, V], g [T, H] or [T, H, K], beta [T, H], q and k [T, G, K] -> [T, H, V]."""
+def delta_rule(
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    state: Tensor | None = None,
+    *,
+    normalise: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """v [T, H, V], g [T, H] or [T, H, K], beta [T, H], q and k [T, G, K], state [H, K, V] before
+    -> [T, H, V], and the state behind."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    state, outs = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
+    if normalise:
+        q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, outs = v.new_zeros(*k.shape[1:], v.shape[2]) if state is None else state, []
     for t in range(len(v)):
         decay = g[t].exp()
         state = state * decay.view(len(decay), -1, 1)
         missing = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
         state = state + torch.einsum("h,hk,hv->hkv", beta[t], k[t], missing)
         outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[-1] ** -0.5)
-    return torch.stack(outs) if outs else v
+    return torch.stack(outs) if outs else v, state
 
 
 def mamba2(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor
-) -> Tensor:
-    """x [T, H, P], dt [T, H], B and C [T, G, N], A, D and bias [H] -> [T, H, P]."""
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [T, H, P], dt [T, H] as it counts, B and C [T, G, N], A and D [H], state [H, P, N] before
+    -> [T, H, P], and the state behind."""
     B, C = (t.repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))
-    dt = F.softplus(dt + bias).clamp(0.05, 0.9)
-    state, outs = x.new_zeros(*x.shape[1:], B.shape[2]), []
+    state, outs = x.new_zeros(*x.shape[1:], B.shape[2]) if state is None else state, []
     for t in range(len(x)):
         written = torch.einsum("h,hp,hn->hpn", dt[t], x[t], B[t])
         state = (A * dt[t]).exp().view(-1, 1, 1) * state + written
         outs.append(torch.einsum("hpn,hn->hp", state, C[t]) + D.unsqueeze(1) * x[t])
-    return torch.stack(outs) if outs else x
+    return torch.stack(outs) if outs else x, state
 
 
-def selective(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor
-) -> Tensor:
-    """x and dt [T, C], B and C [T, 1, N], A [C, N], D and bias [C] -> [T, C]."""
-    dt = F.softplus(dt + bias)
+def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
+    """x and dt [T, C], as it counts, B and C [T, N], A [C, N] -> [T, C], without those of D."""
     state, outs = torch.zeros_like(A), []
     for t in range(len(x)):
-        state = (A * dt[t].unsqueeze(1)).exp() * state + torch.outer(dt[t] * x[t], B[t, 0])
-        outs.append(state @ C[t, 0] + D * x[t])
+        state = (A * dt[t].unsqueeze(1)).exp() * state + torch.outer(dt[t] * x[t], B[t])
+        outs.append(state @ C[t])
     return torch.stack(outs) if outs else x
 
 
-def inputs_of(xs: list[Tensor], num_of_heads: int, num_of_groups: int) -> Inputs:
-    """Tensors in the order of `Inputs`."""
-    ends = num_of_heads, num_of_heads + num_of_groups
-    return Inputs(tuple(xs[: ends[0]]), tuple(xs[ends[0] : ends[1]]), tuple(xs[ends[1] :]))
+class Kind(NamedTuple):
+    """A recurrence, its loop over tokens, and the shapes of what it reads."""
+
+    recurrence: Recurrence
+    plain: Callable[..., Tensor]
+    of_heads: tuple[tuple[int, ...], ...]
+    of_groups: tuple[tuple[int, ...], ...]
+    constants: tuple[tuple[int, ...], ...]
+    state: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """Of tensors of tokens."""
+        return len(self.of_heads) + len(self.of_groups)
+
+    def tensors(self, tokens: int, seed: int) -> list[Tensor]:
+        """Random ones, in the order of `Inputs`."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(tokens, *s) for s in (*self.of_heads, *self.of_groups)]
+        shapes += self.constants
+        xs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        if isinstance(self.recurrence, DeltaRule):
+            xs[1], xs[2] = -xs[1].abs(), xs[2].sigmoid()
+        else:
+            xs[self.number] = -xs[self.number].abs()
+        return [x.requires_grad_() for x in xs]
+
+    def inputs(self, xs: Sequence[Tensor]) -> Inputs:
+        """Tensors in the order of `Inputs`."""
+        of_heads, rest = xs[: len(self.of_heads)], xs[len(self.of_heads) :]
+        groups = len(self.of_groups)
+        return Inputs(tuple(of_heads), tuple(rest[:groups]), tuple(rest[groups:]))
+
+
+def delta_kind(
+    heads: int,
+    groups: int,
+    *,
+    key: int = 5,
+    value: int = 3,
+    per_feature: bool = False,
+    normalise: bool = True,
+) -> Kind:
+    """The gated delta rule; with a decay for each feature, KDA."""
+    g = (heads, key) if per_feature else (heads,)
+    shapes = ((heads, value), g, (heads,)), ((groups, key),) * 2, (), (heads, key, value)
+    rule = DeltaRule(normalise=normalise)
+    return Kind(rule, lambda *xs: delta_rule(*xs, normalise=normalise)[0], *shapes)
+
+
+def mamba2_kind(heads: int, groups: int, *, key: int = 4, value: int = 3) -> Kind:
+    """Mamba2, its steps within limits."""
+
+    def plain(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor
+    ) -> Tensor:
+        return mamba2(x, F.softplus(dt + bias).clamp(0.05, 0.9), B, C, A, D)[0]
+
+    shapes = ((heads, value), (heads,)), ((groups, key),) * 2, ((heads,),) * 3, (heads, value, key)
+    return Kind(Mamba2(dt_softplus=True, dt_limit=(0.05, 0.9)), plain, *shapes)
+
+
+def selective_kind(channels: int, *, key: int = 4) -> Kind:
+    """Mamba's selective scan."""
+
+    def plain(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor
+    ) -> Tensor:
+        return selective(x, F.softplus(dt + bias), B[:, 0], C[:, 0], A) + D * x
+
+    constants = (channels, key), (channels,), (channels,)
+    shapes = ((channels,),) * 2, ((1, key),) * 2, constants, (channels, key)
+    return Kind(SelectiveScan(dt_softplus=True), plain, *shapes)

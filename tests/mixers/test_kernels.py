@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,7 @@ from torch import Tensor
 
 from isp.mixers import kernels
 from isp.mixers.convolution import convolve_alone
-from isp.mixers.delta_rule import DeltaRule
-from isp.mixers.recurrence import Inputs, Recurrence
-from isp.mixers.state_space import Mamba2, SelectiveScan
+from tests.mixers import reference
 
 LENGTHS = (3, 1, 5)
 calls: list[str] = []
@@ -40,23 +38,17 @@ def chunk_gated_delta_rule(
     assert cu_seqlens.equal(cu_seqlens_cpu)
     assert output_final_state
     calls.append("delta")
-    q, k, v, g, beta = (x[0] for x in (q, k, v, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    assert initial_state is None or len(initial_state) == len(cu_seqlens) - 1
     outs, states = [], []
     for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
-        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-        if initial_state is not None:
-            assert initial_state.shape[0] == len(cu_seqlens) - 1
-            state = initial_state[n]
-        for t in range(a, b):
-            state = state * g[t].exp().view(len(state), -1, 1)
-            missing = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
-            state = state + torch.einsum("h,hk,hv->hkv", beta[t], k[t], missing)
-            outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[-1] ** -0.5)
+        out, state = reference.delta_rule(
+            *(x[0, a:b] for x in (v, g, beta, q, k)),
+            None if initial_state is None else initial_state[n],
+            normalise=use_qk_l2norm_in_kernel,
+        )
+        outs.append(out)
         states.append(state)
-    return torch.stack(outs)[None], torch.stack(states)
+    return torch.cat(outs)[None], torch.stack(states)
 
 
 def mamba_chunk_scan_combined(
@@ -70,20 +62,16 @@ def mamba_chunk_scan_combined(
     calls.append("mamba2")
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
-    if seq_idx is None:
-        seq_idx = torch.zeros(x.shape[:2], dtype=torch.int32)
-    assert seq_idx.dtype == torch.int32
-    state = x.new_zeros(*x[:, 0].shape, B.shape[-1]) if initial_states is None else initial_states
-    outs = []
-    for t in range(x.shape[1]):
-        if t and seq_idx[0, t] != seq_idx[0, t - 1]:
-            state = torch.zeros_like(state)
-        written = torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
-        state = (A * dt[:, t]).exp()[..., None, None] * state + written
-        outs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
-    out = torch.stack(outs, 1)
-    return (out, state) if return_final_states else out
+    assert seq_idx is None or seq_idx.dtype == torch.int32
+    ends = [0, x.shape[1]]
+    if seq_idx is not None:
+        ends[1:1] = (seq_idx[0].diff().nonzero().flatten() + 1).tolist()
+    state, outs = None if initial_states is None else initial_states[0], []
+    for a, b in pairwise(ends):
+        out, behind = reference.mamba2(*(t[0, a:b] for t in (x, dt, B, C)), A, D, state)
+        outs.append(out)
+    out = torch.cat(outs)[None]
+    return (out, behind[None]) if return_final_states else out
 
 
 def selective_scan_fn(
@@ -93,12 +81,7 @@ def selective_scan_fn(
     """mamba_ssm.ops.selective_scan_interface: u and delta [B, D, L], B and C [B, N, L]."""
     assert u.dtype == delta.dtype == A.dtype == B.dtype == C.dtype
     calls.append("selective")
-    state, outs = u.new_zeros(*u.shape[:2], A.shape[1]), []
-    for t in range(u.shape[2]):
-        written = (delta[..., t] * u[..., t])[..., None] * B[:, None, :, t]
-        state = (A * delta[..., t, None]).exp() * state + written
-        outs.append((state * C[:, None, :, t]).sum(-1))
-    return torch.stack(outs, -1)
+    return reference.selective(*(x[0].T for x in (u, delta, B, C)), A).T[None]
 
 
 def causal_conv1d_fn(
@@ -139,31 +122,20 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
 
 
-class Kind(NamedTuple):
-    recurrence: Recurrence
-    of_heads: tuple[tuple[int, ...], ...]
-    of_groups: tuple[tuple[int, ...], ...]
-    constants: tuple[tuple[int, ...], ...]
-    state: tuple[int, ...]
-
-
-def kind(name: str, key: int, value: int) -> Kind:
+def kind(name: str, key: int, value: int) -> reference.Kind:
     """With keys, or numbers of a state, and values of these sizes."""
-    rule, groups = DeltaRule(normalise=name == "delta"), ((2, key),) * 2
+    sizes = {"key": key, "value": value}
     if name == "delta":
-        return Kind(rule, ((4, value), (4,), (4,)), groups, (), (4, key, value))
+        return reference.delta_kind(4, 2, **sizes)
     if name == "kda":
-        return Kind(rule, ((2, value), (2, key), (2,)), groups, (), (2, key, value))
+        return reference.delta_kind(2, 2, **sizes, per_feature=True, normalise=False)
     if name == "mamba2":
-        recurrence = Mamba2(dt_softplus=True, dt_limit=(0.1, 0.9))
-        return Kind(recurrence, ((4, value), (4,)), groups, ((4,),) * 3, (4, value, key))
-    constants = (value, key), (value,), (value,)
-    scan = SelectiveScan(dt_softplus=True)
-    return Kind(scan, ((value,),) * 2, ((1, key),) * 2, constants, (value, key))
+        return reference.mamba2_kind(4, 2, **sizes)
+    return reference.selective_kind(value, key=key)
 
 
 def computed(
-    kind: Kind,
+    kind: reference.Kind,
     lengths: tuple[int, ...],
     *,
     way: str,
@@ -171,18 +143,13 @@ def computed(
     device: str = "cpu",
 ) -> list[Tensor]:
     """Results, final states, and every gradient; `dtype` is that of tokens."""
-    wide, draw = torch.promote_types(dtype, torch.float32), torch.Generator().manual_seed(7)
-    shapes = [(sum(lengths), *s) for s in (*kind.of_heads, *kind.of_groups)]
-    shapes += [*kind.constants, (len(lengths), *kind.state)]
-    xs = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
-    ends = len(kind.of_heads), len(kind.of_heads) + len(kind.of_groups)
-    if isinstance(kind.recurrence, DeltaRule):
-        xs[1], xs[2] = -xs[1].abs(), xs[2].sigmoid()
-    else:
-        xs[ends[1]] = -xs[ends[1]].abs()
-    types = [dtype] * ends[1] + [wide] * (len(xs) - ends[1])
-    xs = [x.to(device, at).requires_grad_() for x, at in zip(xs, types, strict=True)]
-    inputs = Inputs(tuple(xs[: ends[0]]), tuple(xs[ends[0] : ends[1]]), tuple(xs[ends[1] : -1]))
+    wide = torch.promote_types(dtype, torch.float32)
+    initial = torch.Generator().manual_seed(8)
+    xs = kind.tensors(sum(lengths), 7)
+    xs.append(torch.randn(len(lengths), *kind.state, generator=initial, dtype=torch.float64))
+    types = [dtype] * kind.number + [wide] * (len(xs) - kind.number)
+    xs = [x.detach().to(device, at).requires_grad_() for x, at in zip(xs, types, strict=True)]
+    inputs = kind.inputs(xs[:-1])
     if way == "summary":
         outs: tuple[Tensor, ...] = (kind.recurrence.summary(inputs, lengths),)
     else:

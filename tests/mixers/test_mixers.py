@@ -15,13 +15,12 @@ from torch import Tensor
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.mixers.convolution import convolve
-from isp.mixers.delta_rule import DeltaRule
 from isp.mixers.placement import Placement, rank_slices
-from isp.mixers.recurrence import Recurrence
 from isp.mixers.scan import scan_by_heads, scan_by_state
-from isp.mixers.state_space import Mamba2, SelectiveScan
+from isp.mixers.state_space import Mamba2
 from isp.parallel.context import ContextPlan, Slice
 from tests.mixers import reference
+from tests.mixers.reference import Kind
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12  # float64, sums in another order
@@ -29,37 +28,13 @@ TOLERANCE = 1e-12  # float64, sums in another order
 STRADDLING = (1, 2, 23, 3, 1, 17, 9, 8)
 
 
-class Kind(NamedTuple):
-    recurrence: Recurrence
-    plain: Callable[..., Tensor]
-    of_heads: tuple[tuple[int, ...], ...]
-    of_groups: tuple[tuple[int, ...], ...]
-    constants: tuple[tuple[int, ...], ...]
-
-
-def delta(heads: int, groups: int, *, per_feature: bool = False) -> Kind:
-    g = (heads, 5) if per_feature else (heads,)
-    shapes = ((heads, 3), g, (heads,)), ((groups, 5), (groups, 5)), ()
-    return Kind(DeltaRule(normalise=True), reference.delta_rule, *shapes)
-
-
-def mamba2(heads: int, groups: int) -> Kind:
-    shapes = ((heads, 3), (heads,)), ((groups, 4), (groups, 4)), ((heads,),) * 3
-    return Kind(Mamba2(dt_softplus=True, dt_limit=(0.05, 0.9)), reference.mamba2, *shapes)
-
-
-def selective(channels: int) -> Kind:
-    shapes = ((channels,), (channels,)), ((1, 4), (1, 4)), ((channels, 4), (channels,), (channels,))
-    return Kind(SelectiveScan(dt_softplus=True), reference.selective, *shapes)
-
-
 KINDS = {
-    "delta": delta(6, 2),
-    "delta, fewer heads than ranks": delta(3, 3),
-    "kda": delta(4, 4, per_feature=True),
-    "mamba2": mamba2(6, 2),
-    "mamba2, one head": mamba2(1, 1),
-    "selective": selective(5),
+    "delta": reference.delta_kind(6, 2),
+    "delta, fewer heads than ranks": reference.delta_kind(3, 3),
+    "kda": reference.delta_kind(4, 4, per_feature=True),
+    "mamba2": reference.mamba2_kind(6, 2),
+    "mamba2, one head": reference.mamba2_kind(1, 1),
+    "selective": reference.selective_kind(5),
 }
 
 PLANS: dict[str, Callable[[int], ContextPlan]] = {
@@ -107,24 +82,9 @@ def _scattered(lengths: tuple[int, ...], size: int) -> ContextPlan:
     return ContextPlan(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
 
 
-def _inputs(kind: Kind, tokens: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(tokens, *s) for s in (*kind.of_heads, *kind.of_groups)]
-    xs = [
-        torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, *kind.constants)
-    ]
-    if isinstance(kind.recurrence, DeltaRule):
-        xs[1], xs[2] = -xs[1].abs(), xs[2].sigmoid()
-    else:
-        at = len(shapes)
-        xs[at] = -xs[at].abs()
-    return [x.requires_grad_() for x in xs]
-
-
 def _plain(kind: Kind, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    xs = _inputs(kind, sum(lengths))
-    number = len(kind.of_heads) + len(kind.of_groups)
-    constants = xs[number:]
+    xs = kind.tensors(sum(lengths), 3)
+    number, constants = kind.number, xs[kind.number :]
     out = reference.by_document(lambda *a: kind.plain(*a, *constants), lengths, *xs[:number])
     out.backward(_seed(out))
     return out.detach(), [x.grad for x in xs]  # type: ignore[misc]
@@ -140,11 +100,10 @@ def _on_rank(rank: int, cases: list[tuple[str, str, str]], size: int) -> list[An
     for kind_name, plan_name, way in cases:
         kind, plan = KINDS[kind_name], PLANS[plan_name](size)
         placement = Placement(channel, plan)
-        number = len(kind.of_heads) + len(kind.of_groups)
-        xs = _inputs(kind, sum(plan.lengths))
+        number, xs = kind.number, kind.tensors(sum(plan.lengths), 3)
         own = torch.from_numpy(plan.order).split(placement.sizes)[rank]
         mine = [x.detach()[own].requires_grad_() for x in xs[:number]]
-        inputs = reference.inputs_of([*mine, *xs[number:]], len(kind.of_heads), len(kind.of_groups))
+        inputs = kind.inputs([*mine, *xs[number:]])
         scan = scan_by_heads if way == "heads" else scan_by_state
         out = scan(kind.recurrence, inputs, placement)
         expected, gradients = _plain(kind, plan.lengths)
@@ -227,7 +186,7 @@ def test_convolutions_equal_a_loop_over_tokens(size: int) -> None:
 @pytest.mark.parametrize("name", ["delta", "kda", "mamba2"])
 def test_weak_decays_are_not_lost_behind_strong_ones(name: str) -> None:
     """Catches decays in float32 that are differences of sums: 1e5 and 1e-3 leave 0."""
-    kind, xs = KINDS[name], [x.detach().float() for x in _inputs(KINDS[name], 64)]
+    kind, xs = KINDS[name], [x.detach().float() for x in KINDS[name].tensors(64, 3)]
     strong = torch.arange(64).view(-1, *(1 for _ in xs[1].shape[1:])) % 32 == 5
     time = torch.where(strong, 1e5, 1e-3).expand_as(xs[1])
     recurrence, xs[1] = kind.recurrence, -time
@@ -237,7 +196,7 @@ def test_weak_decays_are_not_lost_behind_strong_ones(name: str) -> None:
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         of_dtype = [x.to(dtype) for x in xs]
-        inputs = reference.inputs_of(of_dtype, len(kind.of_heads), len(kind.of_groups))
+        inputs = kind.inputs(of_dtype)
         out, states = recurrence.scan(inputs, [64], None)
         summary = recurrence.summary(inputs, [64])[0]
         return out, states, recurrence.after(summary, torch.ones_like(states[0]), inputs)
@@ -252,7 +211,7 @@ def test_backward_of_a_scan_is_linear_in_its_length(name: str) -> None:
     kind = KINDS[name]
 
     def taken(tokens: int) -> int:
-        inputs = reference.inputs_of(_inputs(kind, tokens), len(kind.of_heads), len(kind.of_groups))
+        inputs = kind.inputs(kind.tensors(tokens, 3))
         lengths = [tokens // 2] * 2
         out, _ = kind.recurrence.scan(inputs, lengths, None)
         found, rest = set(), [out.grad_fn]
@@ -270,13 +229,12 @@ def _kda_by_heads_on_rank(rank: int, size: int) -> list[bool]:
     placement = Placement(
         Channel(dist.group.WORLD, name="tensor"), _contiguous((16, 32, 16), sizes)
     )
-    shapes = ((4, 16), (4, 16), (4,)), ((4, 16), (4, 16)), ()
-    kind = Kind(DeltaRule(normalise=True), reference.delta_rule, *shapes)
-    whole, own = _inputs(kind, 64), slice(*placement.ends[rank : rank + 2])
+    kind = reference.delta_kind(4, 4, key=16, value=16, per_feature=True)
+    whole, own = kind.tensors(64, 3), slice(*placement.ends[rank : rank + 2])
     mine = [x.detach()[own].requires_grad_() for x in whole]
-    inputs = reference.inputs_of(whole, 3, 2)
+    inputs = kind.inputs(whole)
     expected, _ = kind.recurrence.scan(inputs, placement.document_lengths, None)
-    out = scan_by_heads(kind.recurrence, reference.inputs_of(mine, 3, 2), placement)
+    out = scan_by_heads(kind.recurrence, kind.inputs(mine), placement)
     expected.backward(_seed(expected))
     out.backward(_seed(expected)[own])
     pairs = [

@@ -35,5 +35,7 @@ def test_sizes_and_switches_that_do_not_fit_are_refused() -> None:
         ModelConfig(**SIZES, checkpoint_distribute_activations=True)
     odd = {**SIZES, "hidden_size": 33, "num_heads": 8, "head_dim": 8}
     config = ModelConfig(**odd, checkpoint=1.0, checkpoint_distribute_activations=True)
-    with pytest.raises(ValueError, match=r"size=8 must divide the 5 tokens of a row times .*=33"):
+    with pytest.raises(
+        ValueError, match=r"size=8 must divide the 5 tokens of a sequence times .*=33"
+    ):
         config.check_layout(_parallel(Mode.MTP, 8, 1), 5)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.cli import main
 from isp.comm import Mesh
 from isp.optim import MainGradients, Zero1Optimizer, check_groups
 from isp.optim.update_rules import GroupValues, group_values
@@ -142,32 +141,3 @@ def test_a_group_of_nothing_is_refused() -> None:
             "the parameters are embedding.weight, layers.N.wo.weight, layers.N.norm.weight,"
             " layers.N.wo.bias, head.weight"
         )
-
-
-@pytest.mark.parametrize(
-    ("entries", "faults"),
-    [
-        ("[{pattern: nothing}]", ["param_groups.0.pattern='nothing' is in no name"]),
-        ("[{pattern: '['}]", ['.0.pattern="[" is not a regular expression']),
-        ("[{pattern: a}, {patern: b}]", [".1.pattern is missing", "did you mean 'pattern'?"]),
-        ("[{pattern: a, lr_scale: -1}]", ["lr_scale=-1 must be at least 0"]),
-        ("[{pattern: a, lr_scale: high}]", ['.0.lr_scale="high" must be a number']),
-        ("[{pattern: a, weight_decay: -1}]", ["weight_decay=-1 must be at least 0"]),
-        ("[embedding]", ['.0="embedding" must be a section with keys pattern, lr_scale, weight']),
-        ("embedding", ['param_groups="embedding" must be a list']),
-    ],
-)
-def test_faults_are_told_before_ranks_start(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    entries: str,
-    faults: list[str],
-) -> None:
-    """Catches an entry that is ignored, or whose place in the list is not told."""
-    monkeypatch.setattr("isp.cli.launch.launch", lambda *words: pytest.fail("ranks have started"))
-    job = write_job(tmp_path)
-    assert main(["train", str(job), "--nproc", "2", "--optimizer.param_groups", entries]) == 2
-    error = capsys.readouterr().err
-    for fault in faults:
-        assert fault in error

@@ -95,7 +95,7 @@ def test_a_gradient_is_received_where_it_is_summed():
     assert gradients.promise(w, torch.bfloat16) is None, "main gradients are wider"
     place = gradients.promise(w, torch.float32)
     assert place is not None
-    assert gradients.promise(w, torch.float32) is None, "lent already"
+    assert gradients.promise(w, torch.float32) is None, "received already"
     place.fill_(torch.nan)  # half of it has arrived, say
     gradients.add(w, torch.ones(1, 1))
     for scale in (256.0, *[0.5] * 8):
@@ -103,7 +103,7 @@ def test_a_gradient_is_received_where_it_is_summed():
         assert w.grad is None
     dy, x = torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)
     gradients.add_by(w, partial(weight_gradient, dy, x))
-    with pytest.raises(AssertionError, match="p0 was promised, and is on its way"):
+    with pytest.raises(AssertionError, match="a gradient of p0 is on its way"):
         gradients.grad(w)
     gradients.add(w, place.fill_(1000.0))
     gradients.reduce()

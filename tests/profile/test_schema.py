@@ -11,12 +11,6 @@ from isp.profile import Profile
 from tests.profile.example import example_profile
 
 
-def test_json_gives_the_same_profile_back():
-    """Catches a field that is lost, renamed or read as another type."""
-    profile = example_profile()
-    assert Profile.from_json(profile.to_json()) == profile
-
-
 def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
     """Catches NaN in the file, which no JSON reader but Python's takes."""
     profile = example_profile()

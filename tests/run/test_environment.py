@@ -31,13 +31,6 @@ def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Environment.from_json(json.dumps(environment)).variables == {}
 
 
-def test_place_of_this_process() -> None:
-    """Catches a rank without a host or a device."""
-    place = RankPlace.here(torch.device("cpu"))
-    assert place.hostname
-    assert place.device
-
-
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     command = ["git", *identity, "-C", str(folder), *words]

@@ -1,31 +1,25 @@
 """Streams, buffers and dtypes of the communicator on a GPU.
 
 One GPU has no link, so most tests bring their own: a channel that copies on a stream of its own,
-as NCCL does, behind kernels that sleep. Real ranks talk over gloo, forked from a fresh process.
+as NCCL does, behind kernels that sleep.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Channel, Mesh, Pending
+from isp.comm import Channel, Pending
 from isp.comm.tag import UNNAMED, Tag
-from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
-from isp.weights.transfers import ParameterGradients
-from tests.weights.echo import CPU, Net, echo_layers, leased_bytes
+from tests.weights.echo import Net, echo_layers, leased_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -214,17 +208,6 @@ def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, p
         assert communicator.pool.reuses > 0
 
 
-@pytest.mark.parametrize("cycles", [SHORT_CYCLES])
-def test_results_wait_for_a_slow_wire(cycles: int) -> None:
-    """Catches a weight read, or a gradient or padded piece freed, before its transfer is over."""
-    wanted_net, plain = gpu_net(WireChannel(), overlap=False, vocab_size=7)
-    expected = three_steps(wanted_net, plain)
-    for pool in (True, False):
-        net, communicator = gpu_net(WireChannel(cycles=cycles), pool=pool, vocab_size=7)
-        found = three_steps(net, communicator)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def publish_late(net: Net) -> torch.cuda.Event:
     """Double all weights on another stream, after a long sleep; recorded when that is done."""
     stream = torch.cuda.Stream()
@@ -296,32 +279,6 @@ def test_no_host_synchronisation_in_a_step() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-class Recorder(ParameterGradients):
-    """Notes the dtypes that are delivered."""
-
-    def __init__(self) -> None:
-        self.dtypes: set[torch.dtype] = set()
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self.dtypes.add(gradient.dtype)
-        super().add(parameter, gradient)
-
-
-def test_bfloat16() -> None:
-    """Catches weights gathered in another dtype, and gradients narrowed before delivery."""
-    net, communicator = gpu_net(WireChannel(), dtype=torch.bfloat16)
-    recorder = Recorder()
-    communicator.deliver_to(recorder)
-    communicator.begin(ONE)
-    y = net(ids())
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y, net.plainly(ids()), rtol=0.02, atol=0.02)
-    y.float().square().sum().backward()
-    communicator.finish()
-    assert recorder.dtypes == {torch.float32}
-    assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.bfloat16}
-
-
 def test_reset_lazy_pools_waits_for_the_readers() -> None:
     """Catches freed buffers given to the allocator, and by it to others, while they are read."""
     net, communicator = gpu_net(WireChannel())
@@ -333,57 +290,9 @@ def test_reset_lazy_pools_waits_for_the_readers() -> None:
         found = net(tokens)
     communicator.drain()
     communicator.pool.reset_lazy_pools()
-    with torch.cuda.stream(communicator._stream):  # where the buffers were allocated
+    with torch.cuda.stream(communicator._gatherer._stream):  # where the buffers were allocated
         others = [torch.empty(4, 4, dtype=torch.float64, device=gpu()) for _ in range(64)]
         for other in others:
             other.fill_(torch.nan)
     torch.cuda.synchronize()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-# -- real ranks on one GPU -------------------------------------------------------------------
-
-
-def train_on(device: torch.device, rank: int, *, overlap: bool) -> list[Tensor]:
-    """Outputs and weights of three steps over gloo; each rank has its own tokens."""
-    mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
-    weight = mesh[Axis.WEIGHT]
-    communicator = ISPCommunicator(
-        weight, ISPCommModelConfig(device=device), prefetch=Prefetch(overlap=overlap), poison=True
-    )
-    layers = echo_layers(communicator, weight, device=device)
-    net = Net(layers, bias=True, num_recomputed=1, vocab_size=7)
-    communicator.declare([net.declared()])
-    seen = []
-    for step in range(3):
-        communicator.begin(ONE)
-        tokens = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 0]], device=device).roll(rank + step)
-        seen.append(net(tokens))
-        seen[-1].square().sum().backward()
-        communicator.finish()
-        update(net)
-    return [t.detach().cpu() for t in (*seen, *net.parameters())]
-
-
-def compare_devices(rank: int) -> None:
-    expected = train_on(CPU, rank, overlap=True)
-    on_gpu = [train_on(torch.device("cuda", 0), rank, overlap=o) for o in (True, False)]
-    for a, b, c in zip(*on_gpu, expected, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c, rtol=1e-10, atol=1e-10)
-
-
-def test_two_ranks_over_gloo_on_one_gpu() -> None:
-    """Catches what only real transfers of CUDA tensors show: results equal those on the CPU."""
-    code = "from tests import ranks; from tests.weights import test_gpu as t; "
-    code += "ranks.run_ranks(2, t.compare_devices)"
-    # A process that has not touched CUDA yet: only such a one may fork ranks that use it.
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr

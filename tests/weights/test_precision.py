@@ -18,7 +18,6 @@ from isp.comm.channel import DryChannel
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, named_parameters
-from isp.models.build import build_model
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import ParameterLayout
@@ -30,7 +29,6 @@ from isp.weights.transfers import (
     ParameterGradients,
     ShardedParameter,
 )
-from model.config import ModelConfig
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -150,66 +148,15 @@ def in_the_gradients_own_dtype(mesh: Mesh) -> None:
     assert torch.equal(found, shard_of(summed, mesh.rank).bfloat16())  # rounded once, at the end
 
 
-def never_narrower_than_the_gradient(mesh: Mesh) -> None:
-    for reduce_dtype in (torch.float32, None):
-        s = setting(mesh, reduce_dtype=reduce_dtype, dtype=torch.float64)
-        run_backward(s, 0)
-        s.communicator.finish()
-        expected = shard_of(reduce(torch.add, products(0, torch.float64)), mesh.rank)
-        assert s.layer.weight.grad is not None
-        assert torch.equal(s.layer.weight.grad, expected)
-
-
-def by_reduce_scatter(mesh: Mesh) -> None:
-    s = setting(mesh, sum_locally=False)
-    recorder = Recorder()
-    s.communicator.deliver_to(recorder)
-    run_backward(s, 0)
-    s.communicator.finish()
-    (found,) = recorder.delivered
-    assert found.dtype == torch.float32
-    parts = [p.double() for p in products(0, torch.bfloat16)]
-    exact = shard_of(reduce(torch.add, parts), mesh.rank)
-    bound = shard_of(reduce(torch.add, [p.abs() for p in parts]), mesh.rank) * WORLD * 2**-24
-    assert ((found.double() - exact).abs() <= bound).all()  # float32 sums, in whatever order
-
-
 def run_precision(rank: int) -> None:
     mesh = Mesh(Topology.create(WORLD, ParallelConfig(weight=WeightConfig(size=WORLD))), rank)
     in_float32_in_rank_order(mesh)
     in_the_gradients_own_dtype(mesh)
-    never_narrower_than_the_gradient(mesh)
-    by_reduce_scatter(mesh)
 
 
 def test_sums_of_bfloat16_gradients() -> None:
     """Catches sums rounded on the way, in the order of arrival, or narrowed before delivery."""
     run_ranks(WORLD, run_precision)
-
-
-def delivered_dtypes(rank: int, switch: str) -> set[torch.dtype]:
-    weight = WeightConfig(size=2, reduce_dtype=switch)  # type: ignore[arg-type]
-    parallel = ParallelConfig(weight=weight)
-    mesh = Mesh(Topology.create(2, parallel), rank)
-    config = ModelConfig(
-        vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
-    )
-    built = build_model(config, parallel, mesh, seed=0, device=CPU, dtype=torch.bfloat16)
-    assert built.communicator is not None
-    recorder = Recorder()
-    built.communicator.deliver_to(recorder)
-    tokens = torch.tensor([[1, 2, 3]])
-    built.chunks[0](tokens, torch.arange(3)[None], None).float().sum().backward()
-    built.communicator.finish()
-    return {g.dtype for g in recorder.delivered}
-
-
-@pytest.mark.parametrize(
-    ("switch", "dtype"), [("float32", torch.float32), ("gradient", torch.bfloat16)]
-)
-def test_reduce_dtype_of_the_configuration(switch: str, dtype: torch.dtype) -> None:
-    """Catches `parallel.weight.reduce_dtype` that does not reach the reductions."""
-    assert run_ranks(2, delivered_dtypes, switch) == [{dtype}] * 2
 
 
 @pytest.mark.parametrize(("sum_locally", "item_bytes"), [(True, 2), (False, 4)])

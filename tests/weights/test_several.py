@@ -24,14 +24,11 @@ from tests.weights.test_parameters import (
     WAYS,
     Bench,
     Bias,
-    CalledTwice,
     D,
     Way,
     check_and_update,
     linear,
-    plainly,
     start,
-    step,
 )
 
 
@@ -100,25 +97,6 @@ def run_experts(bench: Bench, announced: bool) -> None:
     assert max(leased_bytes(c) for c in (dense, expert)) == 0
 
 
-def run_interleaved(bench: Bench, announced: bool) -> None:
-    ways = (Way(), Way(overlap=False))
-    communicators = [bench.communicator(way) for way in ways]
-    models = [Bias(bench.layers(communicators[0])), CalledTwice(bench.layers(communicators[1]))]
-    fulls = [start(model) for model in models]
-    for communicator, model in zip(communicators, models, strict=True):
-        communicator.declare([model.declared()])
-    for number in range(2):
-        if announced:
-            for communicator in communicators:
-                communicator.begin(sequential_actions(MICRO))
-        steps = [step(bench, m, f, number) for m, f in zip(models, fulls, strict=True)]
-        for _ in itertools.zip_longest(*steps):
-            pass
-        for communicator, model, full in zip(communicators, models, fulls, strict=True):
-            communicator.finish()
-            check_and_update(model, full)
-
-
 def run_chunks(bench: Bench) -> None:
     """Two chunks of one model in the order of an interleaved pipeline."""
     rank = bench.channel.rank
@@ -155,7 +133,6 @@ def run_several(rank: int) -> None:
     bench = Bench(rank, 2)
     for announced in (False, True):
         run_experts(bench, announced)
-        run_interleaved(bench, announced)
     run_chunks(bench)
 
 
@@ -163,14 +140,3 @@ def test_several_communicators_and_chunks() -> None:
     """Catches a wrapper's call that reaches one communicator only, state shared between the
     communicators of a process, and a chunk's weights looked for in another's state."""
     run_ranks(2, run_several)
-
-
-def test_empty_declaration_starts_nothing() -> None:
-    """Catches a communicator without weights that stumbles over a layer nobody declared."""
-    bench = Bench(0, 1)
-    communicator = bench.communicator(Way())
-    model = Bias(bench.layers(communicator))
-    full = start(model)
-    communicator.declare([()])
-    x = torch.ones(1, D, dtype=torch.float64)
-    torch.testing.assert_close(model(x), plainly(Bias, x, full))

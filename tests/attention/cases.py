@@ -1,4 +1,4 @@
-"""Rows, plans and what must come of them, for tests of attention over context ranks."""
+"""Rows, plans and what must come of them, for tests of attention over head and context ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from isp.attention.local import LocalAttention
 from isp.comm import Channel
 from isp.parallel.context import ContextPlan, Slice
 from tests.attention.reference import attend, make_mask, random_inputs, visible
-from tests.attention.test_explicit import SCALE, written_out
 
 LENGTH = 48
+SCALE = 0.4
 STRADDLING = [5, 20, 1, 1, 14, 7]
 
 
@@ -56,7 +56,11 @@ class Case:
     batch: int = 1
     window: int | None = None
     causal: bool = True
+    explicit: bool = False
+    """By `ExplicitAttention`, as with what follows."""
+    softcap: float | None = None
     sinks: bool = False
+    value_size: int = 4
     seed: int | None = 0
     """Of a random plan; None: the balanced one."""
     sizes: tuple[int, ...] = ()
@@ -64,10 +68,19 @@ class Case:
     stripes: int | None = None
     ring: bool = False
     local: Callable[[], LocalAttention] = CpuAttention
+    together: int = 1 << 40
+    """Bytes up to which q, k and v travel as one."""
+
+    @property
+    def attention(self) -> LocalAttention:
+        """That of a device."""
+        if self.explicit or self.sinks or self.softcap is not None:
+            return ExplicitAttention(scale=SCALE, softcap=self.softcap)
+        return self.local()
 
     @property
     def mask(self) -> AttentionMask:
-        return make_mask(self.documents, self.causal, self.window)
+        return make_mask(self.documents, self.causal, self.window, self.batch)
 
     @property
     def lengths(self) -> list[int]:
@@ -83,12 +96,22 @@ class Case:
     def solved(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         """q, k, v and perhaps sinks; the gradient of the output; the output and all gradients."""
         inputs, dout = random_inputs(self.batch, sum(self.lengths), *self.heads)
+        inputs[2] = inputs[2].detach()[..., : self.value_size].clone().requires_grad_()
+        dout = dout[..., : self.value_size].contiguous()
+        options: dict[str, Any] = {}
+        if isinstance(self.attention, ExplicitAttention):
+            options = {"scale": SCALE, "softcap": self.softcap}
         if self.sinks:
             inputs.append(torch.linspace(-1, 1, self.heads[0]).double().requires_grad_())
-            out = written_out(*inputs[:3], self.mask, None, inputs[3]).view(dout.shape)
-        else:
-            out = attend(*inputs, self.mask)
+            options["sinks"] = inputs[3]
+        out = attend(*inputs[:3], self.mask, **options)
         return inputs, dout, [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+    def result(self, attention: LocalAttention, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+        """The output and all gradients by `attention`."""
+        sinks = {"sinks": leaves[3]} if self.sinks else {}
+        out = attention(*leaves[:3], mask=self.mask, **sinks)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 class Channels(NamedTuple):
@@ -148,10 +171,9 @@ def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
 
 def make_attention(case: Case, channels: Channels) -> DistributedAttention:
     """The attention that the case asks for."""
-    local = ExplicitAttention(scale=SCALE) if case.sinks else case.local()
     options = {"stripes": case.stripes, "ring": case.ring, "plan_of": case.plan_of}
-    inner = ContextAttention(local, channels.context, (), **options)
-    return DistributedAttention(inner, channels.head)
+    inner = ContextAttention(case.attention, channels.context, (), **options)
+    return DistributedAttention(inner, channels.head, together_below_bytes=case.together)
 
 
 def leaves_of(case: Case, channels: Channels) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -165,15 +187,44 @@ def leaves_of(case: Case, channels: Channels) -> tuple[list[Tensor], Tensor, lis
 
 def result_of(case: Case, channels: Channels) -> list[Tensor]:
     """The output and all gradients of this rank; those of sinks are summed over the ranks."""
-    attention = make_attention(case, channels)
     leaves, dout, _ = leaves_of(case, channels)
-    sinks = {"sinks": leaves[3]} if case.sinks else {}
-    out = attention(*leaves[:3], mask=case.mask, **sinks)
-    grads = list(torch.autograd.grad(out, leaves, dout))
-    for grad in grads[3:]:
+    found = case.result(make_attention(case, channels), leaves, dout)
+    for grad in found[4:]:
         for channel in channels:
             grad.copy_(channel.all_reduce(grad).wait())
-    return [out.detach(), *grads]
+    return found
+
+
+def wrong_on_ranks(
+    rank: int, plans: list[tuple[tuple[int, int], dict[str, Case]]], tolerance: float
+) -> list[str]:
+    """What is wrong with cases on splits into h x c ranks."""
+    wrong = []
+    for split, cases in plans:
+        channels = Channels.of(*split)
+        if channels is not None:
+            for name, case in cases.items():
+                wrong += _wrong(f"{name} on {split}", case, channels, tolerance)
+    return wrong
+
+
+def _wrong(name: str, case: Case, channels: Channels, tolerance: float) -> list[str]:
+    channels.context.log.collect()
+    found = result_of(case, channels)
+    sent = [t for t in channels.context.log.take() if t.label.startswith("attention.kv")]
+    again = result_of(case, channels)
+    wrong = []
+    error = error_of(found, leaves_of(case, channels)[2])
+    if not error < tolerance:
+        wrong.append(f"{name}: error {error}")
+    if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
+        wrong.append(f"{name}: other bits")
+    if channels.head.size == 1:
+        there, back = keys_sent(case, channels.context.size)[channels.context.rank]
+        planned = 2 * case.heads[1] * 4 * 8 * (there * (2 if case.ring else 1) + back)
+        if sum(t.sent_bytes for t in sent) != planned:
+            wrong.append(f"{name}: {sum(t.sent_bytes for t in sent)} bytes for {planned}")
+    return wrong
 
 
 def error_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
