@@ -76,8 +76,8 @@ def _compare(name: str, args: argparse.Namespace) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         prompt = (torch.arange(args.prompt) * 7 % 500).unsqueeze(0)
         ways: dict[str, Way] = {
-            "isp, decoder": partial(_by_isp, _own(Path(folder)), prompt),
-            "isp, traced": partial(_by_isp, _traced(model, folder), prompt),
+            "isp, own decoder": partial(_by_isp, _own(Path(folder)), prompt),
+            "isp, the folder as it is": partial(_by_isp, _as_it_is(model, folder), prompt),
             "transformers, dynamic": partial(_generated, model, prompt, "dynamic"),
             "transformers, static": partial(_generated, model, prompt, "static"),
             "transformers, bare loop": partial(_bare_loop, model, prompt),
@@ -98,16 +98,16 @@ def _tell(
         f"{name}: {parameters:,} parameters, {args.tokens} tokens behind {args.prompt},"
         f" {args.rounds} rounds, {args.threads} thread"
     )
-    print(f"  {'':23} {'ms a token':>16}   {'times the decoder, least and median':>36}")
-    print(f"  {'':23} {'cpu':>8} {'wall':>8} {'cpu':>17} {'wall':>17}")
-    own = spent["isp, decoder"]
+    print(f"  {'':24} {'ms a token':>16}   {'times the decoder, least and median':>36}")
+    print(f"  {'':24} {'cpu':>8} {'wall':>8} {'cpu':>17} {'wall':>17}")
+    own = spent["isp, own decoder"]
     for way, rounds in spent.items():
         told = [f"{statistics.median(x):8.2f}" for x in zip(*rounds, strict=True)]
         for i in (0, 1):
             ratios = [a[i] / b[i] for a, b in zip(rounds, own, strict=True)]
             least = min(a[i] for a in rounds) / min(b[i] for b in own)
             told.append(f"{least:11.2f} {statistics.median(ratios):5.2f}")
-        print(f"  {way:23} {' '.join(told)}")
+        print(f"  {way:24} {' '.join(told)}")
 
 
 def _decoding(run: Way, count: int) -> Spent:
@@ -124,8 +124,8 @@ def _own(folder: Path) -> Engine:
     return source.engine(parallel, Mesh(Topology.create(1, parallel), 0), torch.device("cpu"))
 
 
-def _traced(model: Any, folder: str) -> Engine:
-    """The folder read as it is, as a model that the decoder does not compute would be."""
+def _as_it_is(model: Any, folder: str) -> Engine:
+    """The code of transformers, as for a model that the decoder does not compute."""
     from dataclasses import replace
 
     from model.config import ModelConfig

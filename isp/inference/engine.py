@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +24,10 @@ from isp.comm import Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
-from isp.models.chunk import TracedChunk
 from isp.models.decoding import decoding_layout
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig, Topology
 from isp.weights.trace import sequential_actions
-from model.decoder import Decoder
-from model.inference import InferenceDecoder
 
 __all__ = ["Engine"]
 
@@ -39,29 +35,12 @@ Build = Callable[[ParallelConfig, Mesh], BuiltModel]
 """Builds a model with its weights for a layout; a collective."""
 
 
-class _Reader(Protocol):
-    """A model on one rank, whole; both kinds of `isp.models.protocol.Chunk` are."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    def logits_of(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor | None,
-        pick: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """The logits of the tokens that `pick` leaves of what the head is given."""
-
-
 class Engine:
     """A model that reads and decodes over all ranks of a mesh, which is one tensor group."""
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: TracedModel,
         parallel: ParallelConfig,
         mesh: Mesh,
         *,
@@ -121,9 +100,7 @@ class _Layout:
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
-        assert isinstance(chunk, Decoder | TracedChunk), chunk
-        if isinstance(chunk, TracedChunk):
-            chunk.model.eval()
+        chunk.model.eval()
         self.mesh = mesh
         self._built = built
         self._device = device
@@ -131,12 +108,8 @@ class _Layout:
         facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
         self._sliced = facts.slices_batch and tensor.size > 1
         self._splits_logits = facts.splits_features and tensor.size > 1
-        self._reader: _Reader = chunk
         self._padded_to = tensor.size if facts.splits_sequence else 1
         """Tokens of a call are a multiple of it."""
-        if isinstance(chunk, Decoder) and (facts.splits_features or tensor.size == 1):
-            self._reader = InferenceDecoder(chunk, tensor, split_tokens=facts.splits_sequence)
-            self._padded_to = 1
 
     def logits(
         self,
@@ -163,7 +136,7 @@ class _Layout:
             return self._joined(x, torch.arange(num, device=x.device) if rows is None else rows)
 
         tokens, positions = self._given(tokens[None], positions[None], padding=padding)
-        logits = self._reader.logits_of(tokens, positions, ends, pick)[:, :num]
+        logits = self._chunk.logits_of(tokens, positions, ends, pick)[:, :num]
         if self._splits_logits:
             logits = self._whole(logits)
         return logits[0]
@@ -201,7 +174,7 @@ class _Layout:
 
     def _whole(self, logits: Tensor) -> Tensor:
         """The logits [1, n, V] of which a rank has [1, n, V'], the last ones maybe fewer."""
-        tensor, vocab_size = self.mesh[Axis.TENSOR], self._reader.vocab_size
+        tensor, vocab_size = self.mesh[Axis.TENSOR], self._chunk.vocab_size
         share = -(-vocab_size // tensor.size)
         logits = F.pad(logits, (0, share - logits.shape[-1])).contiguous()
         gathered: Tensor = tensor.all_gather(

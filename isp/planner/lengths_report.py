@@ -158,12 +158,11 @@ def _verdict(plan: MemoryPlan) -> str:
 def _generation(plan: MemoryPlan) -> str:
     found, length = plan.generation, plan.planned.config.data.seq_len
     mode = "" if found.ranks == 1 else f" in {found.mode}"
-    buffers = f" and {_gib(found.buffers)} GiB to read a prompt" if found.buffers else ""
     return (
         f"generation by {_ranks(found.ranks)}{mode}: the cache of {length:,} tokens takes"
-        f" {_gib(found.cache)} GiB of a rank,\nbeside {_gib(found.weights)} GiB of weights"
-        f"{buffers}, and the next token at least {found.seconds * 1e3:.3g} ms,\nin which cache"
-        f" and weights are read"
+        f" {_gib(found.cache)} GiB of a rank,\nbeside {_gib(found.weights)} GiB of weights,"
+        f" and the next token at least {found.seconds * 1e3:.3g} ms,\nin which cache and weights"
+        f" are read"
     )
 
 
