@@ -28,7 +28,7 @@ from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
 from isp.train.check import Check, Verdict
 from isp.train.check_layouts import Layout, fault_of
-from isp.train.check_subjects import HuggingFaceSubject
+from isp.train.check_subjects import Subject
 
 README = Path(__file__).parents[1] / "isp" / "models" / "README.md"
 
@@ -322,7 +322,7 @@ they are, as in the unmodified model. In isp mode; text is generated on one rank
 |---|---|---|---|---|"""
 
 
-def layouts_of(subject: HuggingFaceSubject) -> list[Layout]:
+def layouts_of(subject: Subject) -> list[Layout]:
     """The layouts that a model can be split in, of `LAYOUTS` and `SPLIT`.
 
     Chunks of attention are not split by tokens, and features only where a plan says how.
@@ -330,7 +330,7 @@ def layouts_of(subject: HuggingFaceSubject) -> list[Layout]:
     return [x for x in (*LAYOUTS, *SPLIT) if not fault_of(subject, x, ParallelConfig())]
 
 
-def jobs_of(subject: HuggingFaceSubject) -> Iterator[tuple[Check, list[Layout]]]:
+def jobs_of(subject: Subject) -> Iterator[tuple[Check, list[Layout]]]:
     """The comparisons of a model; one that scans is split by heads and by state."""
     kinds = {call.kind for call in subject.language_model(0.0).trace.calls}
     more = OF_MIXERS if kinds & {Kind.CONVOLUTION, Kind.SCAN} else ()
@@ -348,7 +348,7 @@ def check(architecture: str) -> str:
     """A line on an architecture in all layouts; begins with `ok` if nothing differs."""
     began, verdicts = time.monotonic(), list[Verdict]()
     try:
-        jobs = list(jobs_of(HuggingFaceSubject(config_of(architecture))))
+        jobs = list(jobs_of(Subject.of_config(config_of(architecture))))
     except ValueError as error:
         return f"refused  {architecture}: {_in_line(str(error))}"
     for job, layouts in jobs:

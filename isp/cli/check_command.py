@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from isp.train.check import Check, Verdict
     from isp.train.check_layouts import Layout
     from isp.train.check_model import CheckKeys
-    from isp.train.check_reference import Subject
 
 from isp.cli.options import Run
 
@@ -73,12 +72,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.train.check import Check
     from isp.train.check_layouts import layouts_of, most_stages
     from isp.train.check_model import keys_from
-    from isp.train.check_subjects import (
-        HuggingFaceSubject,
-        decoder_subject,
-        num_blocks,
-        read_folder,
-    )
+    from isp.train.check_subjects import Subject, num_blocks, read_folder
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)
@@ -92,10 +86,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
         training = keys.training
         folder = None if keys.model.hf is None else Path(keys.model.hf)
     blocks = num_blocks(most_stages(args.layouts), keys.model)
-    subject: Subject = (
-        decoder_subject(keys.model, blocks)
+    subject = (
+        Subject.of_decoder(keys.model, blocks)
         if folder is None
-        else HuggingFaceSubject(read_folder(folder), blocks, keys.model)
+        else Subject.of_config(read_folder(folder), blocks, keys.model)
     )
     layouts, left_out = layouts_of(args.layouts, subject, keys.parallel)
     for reason in left_out:

@@ -31,11 +31,11 @@ from isp.train.check_layouts import TOKENS, Layout
 from isp.train.check_reference import (
     Outputs,
     Reference,
-    Subject,
     make_reference,
     make_rows,
     modules_of,
 )
+from isp.train.check_subjects import Subject
 from isp.train.step import StepOutcome, TrainStep
 from isp.weights.declare import WeightHolder, declared_uses, weight_names
 from isp.weights.plan import ActKind, Plan

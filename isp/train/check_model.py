@@ -15,8 +15,7 @@ from isp.settings import OptimizerConfig
 from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.check import Check, Verdict
 from isp.train.check_layouts import TOKENS, Layout, layouts_of, most_stages
-from isp.train.check_reference import Subject
-from isp.train.check_subjects import HuggingFaceSubject, OwnSubject, num_blocks
+from isp.train.check_subjects import Subject, num_blocks
 from isp.train.check_table import HEAD, heading, line, summary
 from model.config import ModelConfig
 
@@ -121,7 +120,7 @@ def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ())
 def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckResult:
     keys = keys_from(overrides, f"the {type(model).__name__} that isp.check is given")
     blocks = num_blocks(most_stages(layouts), keys.model)
-    subject: Subject = _subject_of(model, blocks, keys.model)
+    subject = _subject_of(model, blocks, keys.model)
     chosen, _ = layouts_of(layouts, subject, keys.parallel)
     try:
         comparison = Check(subject, chosen, parallel=keys.parallel, optimizer=keys.optimizer)
@@ -132,16 +131,14 @@ def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckRes
     return CheckResult(heading(comparison), tuple(comparison.run(layout) for layout in chosen))
 
 
-def _subject_of(
-    model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT
-) -> OwnSubject | HuggingFaceSubject:
+def _subject_of(model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
     if hasattr(model, "peft_config"):
         raise ValueError("isp.check makes a small model without adapters: give it the base model")
     if hasattr(model, "set_attn_implementation"):
         whole: Any = model
-        small = HuggingFaceSubject(whole.config, layers, how)
+        small = Subject.of_config(whole.config, layers, how)
         if isinstance(small.model, type(model)):
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("isp.check runs a module with its weights: make it on the CPU")
-    return OwnSubject(model, how)
+    return Subject.of_module(model, how)

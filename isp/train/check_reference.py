@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,48 +16,19 @@ from torch import Tensor, nn
 
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
-from isp.models.protocol import Chunk, LanguageModel
+from isp.models.chunk import TracedChunk
 from isp.optim.update_rules import group_values
 from isp.settings import OptimizerConfig
+from isp.train.check_subjects import Plain
 
 __all__ = [
     "GlobalBatch",
     "Outputs",
-    "Plain",
     "Reference",
-    "Subject",
     "make_reference",
     "make_rows",
     "modules_of",
 ]
-
-
-class Plain(Protocol):
-    """A model on one rank, without anything of the runtime."""
-
-    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[B, S], [B, S] -> [B, S, V]."""
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """By name, shared ones once."""
-
-    def modules(self) -> dict[str, nn.Module]:
-        """By name, those that have an output to compare."""
-
-
-class Subject(Protocol):
-    """A small model that is checked: plain, and as the runtime sees it."""
-
-    name: str
-    vocab_size: int
-
-    def plain(self) -> Plain:
-        """A copy, with the weights to begin from."""
-
-    def language_model(self, checkpoint: float) -> LanguageModel:
-        """A copy to be built for a layout: 0: no block is recomputed; 1: those that a run asks for,
-        or all.
-        """
 
 
 class GlobalBatch(NamedTuple):
@@ -184,7 +155,7 @@ def _updated(
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def modules_of(chunks: Iterable[Chunk]) -> dict[str, nn.Module]:
+def modules_of(chunks: Iterable[TracedChunk]) -> dict[str, nn.Module]:
     """All modules of the chunks' parts, by their names in the model."""
     return {
         f"{name}.{below}" if below else name: module

@@ -17,7 +17,7 @@ import isp
 from isp.models.tiny import tiny_config
 from isp.train.check import CASES, Check, CheckCase, Differences, worst_of
 from isp.train.check_layouts import Layout
-from isp.train.check_subjects import HuggingFaceSubject
+from isp.train.check_subjects import Subject
 from tests.models import models
 from tests.ranks import run_ranks
 
@@ -101,7 +101,7 @@ def _chosen(name: str) -> list[tuple[Layout, CheckCase]]:
 
 def _jobs(name: str, chosen: list[tuple[Layout, CheckCase]]) -> list[_Job]:
     """The last in a mode that splits features, where the model's plan does."""
-    subject = HuggingFaceSubject(tool.config_of(name))
+    subject = Subject.of_config(tool.config_of(name))
     fits = tool.layouts_of(subject)
     chosen = [(x if x in fits else Layout(x.tensor, x.weight), case) for x, case in chosen]
     check = Check(subject, fits, cases=list(dict.fromkeys(case for _, case in chosen)))
@@ -160,7 +160,7 @@ def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -
     transformers is given positions, by which its attention alone knows of documents.
     """
     case = CheckCase(packed=True, recomputed=False)
-    check = Check(HuggingFaceSubject(tool.config_of(name)), [Layout(2, 1)], cases=[case])
+    check = Check(Subject.of_config(tool.config_of(name)), [Layout(2, 1)], cases=[case])
     reference, plain = check.references[True], check.subject.plain()
     alone = reference.outputs["lm_head"]  # [R, S, V]
     batches = reference.rows.micro_batches(0, len(alone), packed=True)

@@ -14,8 +14,7 @@ from isp.models.model import TracedModel
 from isp.parallel import ParallelConfig, PipelineConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
-from isp.train.check_reference import Subject
-from isp.train.check_subjects import HuggingFaceSubject, OwnSubject
+from isp.train.check_subjects import Subject
 from tests.models.own import VOCAB, OwnBlock
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -109,27 +108,27 @@ class OneBias(Plain):
 
 def _gemma() -> Subject:
     """Tied, with a scaled embedding."""
-    return HuggingFaceSubject(transformers.AutoConfig.for_model("gemma3_text"), layers=4)
+    return Subject.of_config(transformers.AutoConfig.for_model("gemma3_text"), layers=4)
 
 
 def _two_streams() -> Subject:
     """Whose blocks give two tensors, in float32 or wider."""
-    return HuggingFaceSubject(transformers.AutoConfig.for_model("zaya"))
+    return Subject.of_config(transformers.AutoConfig.for_model("zaya"))
 
 
 def _lists() -> Subject:
     """With a list of modules that are no blocks, and give tensors of tokens, too."""
-    return HuggingFaceSubject(transformers.AutoConfig.for_model("granite_swa"))
+    return Subject.of_config(transformers.AutoConfig.for_model("granite_swa"))
 
 
 def _own() -> Subject:
-    return OwnSubject(Plain())
+    return Subject.of_module(Plain())
 
 
 def _writing() -> Subject:
     model = Plain()
     model.blocks = nn.ModuleList(Writes(32, 4, 2, 0.0) for _ in range(4))
-    return OwnSubject(model)
+    return Subject.of_module(model)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_stages_compute_what_the_model_does(subject: object, layout: str, case: 
     """Catches hidden states of another stage, gradients that do not come back or are counted twice,
     and tied weights whose two gradients are not added."""
     assert callable(subject)
-    made: Subject = subject()
+    made = subject()
     (chosen,), _ = layouts_of(layout, made, ParallelConfig())
     verdict = Check(made, [chosen], cases=[case]).run(chosen)
     assert verdict.agrees, verdict
