@@ -1,28 +1,13 @@
-"""The `model` section of the configuration: sizes and options of a decoder, and what follows.
-
-[Note: FLOP rule] Forward and backward of the matrix products, nothing else:
-
-    6 x matmul parameters x tokens  +  12 x layers x heads x head size x sum of len^2 / 2
-
-A parameter of a product is multiplied and added for each token once forward and twice backward. The
-embedding is a lookup and has no products; the head has, also where it uses the embedding's table.
-In attention a pair of tokens costs 4 x head size forward (scores, then values) and twice that
-backward; a document has len^2 / 2 pairs where each token attends to those before it, so a packed
-row counts what its documents really attend to. With a sliding window of W, a document longer than
-W has W x len - W^2 / 2 pairs. What is computed again in backward is not counted: the rule measures
-the work that has to be done, and does not reward doing it twice.
-"""
+"""The `model` section of the configuration: sizes and options of a decoder; read without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.parallel.context import Windows
 from isp.parallel.distributable import check_distributable
 from isp.parallel.partition import any_of
 from isp.settings.attention_backend import AttentionBackend
@@ -37,21 +22,12 @@ from isp.settings.section import (
     section,
 )
 
-if TYPE_CHECKING:
-    from isp.attention import LocalAttention
-    from isp.layers.factory import LayerFactory
-    from isp.layers.module import RowsOf
-    from model.decoder import Decoder
-
 __all__ = ["ModelConfig"]
 
 
 @section("model", KeyRole.MODEL)
 class ModelConfig:
-    """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder.
-
-    A `LanguageModel`, except for a folder: see `JobConfig.language_model`.
-    """
+    """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder."""
 
     preset: Annotated[str | None, KeyRole.PLACE] = None
     """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
@@ -210,80 +186,11 @@ class ModelConfig:
         """Features of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
-    @property
-    def num_parameters(self) -> int:
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * self.block_parameters + tables + self.hidden_size
-
-    @property
-    def block_parameters(self) -> int:
-        """Parameters of one block."""
-        q, kv = self.num_heads * self.head_size, self.kv_heads * self.head_size
-        attention = self.hidden_size * (2 * q + 2 * kv)
-        attention += (q + 2 * kv) * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-
-    @property
-    def tied_weight(self) -> str | None:
-        return "embedding.weight" if self.tie_embeddings else None
-
-    @property
-    def earlier_names(self) -> Mapping[str, RowsOf]:
-        return {}
-
-    @property
-    def flop_rule(self) -> str:
-        return (
-            "6 x matmul parameters x tokens + 12 x layers x heads x head size x half the square of"
-            " each document's length, recomputation not counted"
-        )
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that are a factor of a matrix product, the head's included."""
-        q, kv = self.num_heads * self.head_size, self.kv_heads * self.head_size
-        block = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
-        return self.num_layers * block + self.vocab_size * self.hidden_size
-
-    def flops(self, document_lengths: Iterable[int]) -> int:
-        """FLOPs of forward and backward over documents of these lengths, in tokens: see FLOP rule.
-
-        The documents of a packed row are `cu_seqlens.diff().tolist()`; a row that is not packed is
-        one document. Sums over micro-batches and data ranks are sums of the results.
-        """
-        tokens = pairs_doubled = 0
-        for length in document_lengths:
-            assert length >= 0
-            reach = length if self.sliding_window is None else min(length, self.sliding_window)
-            tokens += length
-            pairs_doubled += reach * (2 * length - reach)
-        heads = self.num_layers * self.num_heads * self.head_size
-        return 6 * self.matmul_parameters * tokens + 6 * heads * pairs_doubled
-
-    @property
-    def attention_windows(self) -> Windows:
-        return ((self.sliding_window, self.num_layers),)
-
-    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
-        from isp.attention.heads import HeadPlan  # here: a configuration is read without torch
-
-        kept = min(tokens, self.sliding_window or tokens)
-        heads = HeadPlan.of(self.num_heads // parts, self.kv_heads // parts, ranks).most_attended_kv
-        return item_bytes * self.num_layers * kept * 2 * heads * self.head_size
-
-    def build(
-        self,
-        layers: LayerFactory,
-        stages: Iterable[int] = (0,),
-        num_stages: int = 1,
-        *,
-        attention: LocalAttention | None = None,
-    ) -> tuple[Decoder, ...]:
-        from model.decoder import build_stages  # here: a configuration is read without torch
-
-        return build_stages(self, layers, stages, num_stages, attention)
-
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
+        """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
+
+        `seq_len` is the number of tokens in one row of a batch.
+        """
         size, mode = parallel.tensor.size, parallel.tensor.mode
         facts, _ = mode.facts, self.recomputation
         if facts.splits_features:

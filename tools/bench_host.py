@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isp.attention import AttentionMask
 from isp.comm import Mesh, streams
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
@@ -152,7 +153,8 @@ def _ours(config: ModelConfig, row: Row) -> Pass:
     assert row.parallel is not None
     mesh = Mesh(Topology.create(2, row.parallel), 0)
     device = torch.device("cpu")
-    built = build_model(config, row.parallel, mesh, seed=0, device=device, dtype=torch.float32)
+    model = language_model(config, "float32")
+    built = build_model(model, row.parallel, mesh, seed=0, device=device, dtype=torch.float32)
     gradients = MainGradients(built.trained, mesh)
     optimizer = Zero1Optimizer(gradients, mesh, OptimizerConfig())
     batches = [_batch() for _ in range(row.micro_num)]
@@ -198,7 +200,7 @@ def as_on_device() -> Iterator[None]:
     with (
         mock.patch.object(streams, "serve", return_value=True),
         mock.patch.object(Mesh, "open_host", lambda mesh, axis, name: mesh[axis]),
-        mock.patch("model.decoder.make_local_attention", return_value=_Attention()),
+        mock.patch("isp.models.model.make_local_attention", return_value=_Attention()),
     ):
         try:
             yield

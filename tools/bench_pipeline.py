@@ -31,8 +31,8 @@ import torch.multiprocessing as mp
 from paced import Paced
 
 from isp.comm import Link, Mesh, TimedTransfer
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
-from isp.layers.linear import ParallelLinear
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import (
@@ -77,12 +77,11 @@ class Contestant:
         )
         self.link = Link(1e15, 0.0)
         self.mesh = Mesh(Topology.create(world, parallel), rank, link=self.link)
-        built = build_model(model, parallel, self.mesh, seed=1, device=CPU, dtype=torch.float32)
-        for chunk in built.chunks:
-            for block in chunk.blocks():
-                for layer in block.modules():
-                    if isinstance(layer, ParallelLinear):
-                        layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
+        traced = language_model(model, "float32")
+        built = build_model(traced, parallel, self.mesh, seed=1, device=CPU, dtype=torch.float32)
+        for layer in built.linears:
+            if layer.name != traced.trace.head:
+                layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
         gradients = MainGradients(built.parameters, self.mesh, rows_of=self.mesh[Axis.ZERO1])
         optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig())
         self.step = TrainStep(built, gradients, optimizer, self.mesh, micro_num=micro)

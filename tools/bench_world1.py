@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Mesh
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.layers.rotary import RotaryEmbedding
 from isp.models.build import build_model
@@ -84,7 +85,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """The decoder in plain modules; its parameters come in the order of ours."""
+    """The decoder in plain modules; q, k and v, and gate and up, are one linear each."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -107,16 +108,17 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     """A training step of ours, as the trainer builds it, and of the plain model."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     device = torch.device("cpu")
-    built = build_model(config, ParallelConfig(), mesh, seed=0, device=device, dtype=torch.float32)
+    model = language_model(config, "float32")
+    built = build_model(model, ParallelConfig(), mesh, seed=0, device=device, dtype=torch.float32)
     parameters = list(built.parameters)
     plain = Plain(config)
     own = dict(plain.named_parameters())
-    assert len(own) == len(parameters)
+    assert sum(p.numel() for p in own.values()) == model.num_parameters
     with torch.no_grad():
         for item in parameters:
-            own[item.name.replace("attention.w", "w").replace("feed_forward.", "")].copy_(
-                item.parameter
-            )
+            name, first, _ = model.earlier_names[item.name]
+            whole = own[name.replace("attention.w", "w").replace("feed_forward.", "")]
+            whole[first : first + len(item.parameter)].copy_(item.parameter)
     gradients = MainGradients(parameters, mesh)
     optimizer = Zero1Optimizer(gradients, mesh, ADAMW, max_norm=MAX_NORM)
     train_step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)

@@ -5,30 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from paced import Paced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from isp.attention import CpuAttention, DistributedAttention, LocalAttention
+from isp.attention import CpuAttention, LocalAttention
 from isp.comm import Channel, Mesh, Pending, TimedTransfer
 from isp.comm.tag import Purpose, Tag
+from isp.config.models import language_model
 from isp.layers.factory import LayerFactory
-from isp.layers.head import VocabParallelHead
-from isp.layers.module import init_weights, named_parameters
+from isp.models.chunk import TracedChunk
+from isp.models.swap import SwappedTable
 from isp.optim import MainGradients
 from isp.parallel import Axis, Mode, Topology
 from isp.parallel.config import ParallelConfig, Prefetch, TensorConfig, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.weights.parameter import ShardedParameter
 from isp.weights.pool import MemoryPool
 from isp.weights.trace import sequential_actions
-from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
+from isp.weights.wp import LocalWeights, WPCommunicator
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -62,9 +65,27 @@ class Row:
     name: str
     step: Callable[[], StepResult]
     gradients: Callable[[], dict[str, Tensor]]
-    """This rank's rows of each gradient of the last step, by the parameter's name."""
+    """This rank's part of each gradient of the last step, by the parameter's name."""
     pool: MemoryPool | None = None
     """What weights are gathered into."""
+    part: Callable[[str, Tensor], Tensor] = lambda _, whole: whole
+    """Cuts this rank's part of a parameter out of the whole."""
+
+
+class Built(NamedTuple):
+    """The decoder on a rank."""
+
+    chunk: TracedChunk
+    parameters: tuple[ShardedParameter, ...]
+    gradients: MainGradients
+
+    def by_name(self) -> dict[str, Tensor]:
+        """This rank's part of each gradient."""
+        return {item.name: self.gradients.grad(item.parameter) for item in self.parameters}
+
+
+LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Gives the sum of the losses of tokens, positions and labels [B, S]."""
 
 
 @dataclass
@@ -82,44 +103,71 @@ class Compute:
     dtype: torch.dtype = torch.float32
     attention: LocalAttention = field(default_factory=CpuAttention, repr=False)
 
-    def decoder(
-        self, mesh: Mesh, communicator: WPCommunicator, *, dtype: torch.dtype | None = None
-    ) -> Decoder:
-        """The model with the same weights in every contestant, of `dtype` if that is another."""
+    def build(self, mesh: Mesh, communicator: WPCommunicator) -> Built:
+        """The decoder with the same weights in every contestant."""
         layers = LayerFactory(
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],
             communicator=Paced(communicator, self.pause) if self.paced_gflops else communicator,
             device=self.device,
-            dtype=dtype or self.dtype,
+            dtype=self.dtype,
         )
-        model = Decoder(self.model, layers, DistributedAttention(self.attention, Channel.solo()))
-        init_weights(model, seed=1)
+        model = language_model(self.model, str(self.dtype).removeprefix("torch."))
+        (chunk,) = model.build(layers, attention=self.attention)
+        chunk.init_weights(1)
+        parameters = tuple(chunk.shards())
+        return Built(chunk, parameters, MainGradients(parameters, mesh))
+
+    def plain(self) -> Decoder:
+        """The same decoder in plain torch with weights in float32, as is usual."""
+        _, parameters, _ = replace(self, dtype=torch.float32).build(mesh_of(1, 0), LocalWeights())
+        model = Decoder(self.model).to(self.device)
+        model.load_state_dict({item.name: item.parameter.detach() for item in parameters})
+        for linear in model.modules() if self.paced_gflops else ():
+            if isinstance(linear, nn.Linear):
+                seconds = self.seconds(*linear.weight.shape)
+                linear.register_forward_hook(lambda *_, s=seconds: time.sleep(s))
+                linear.register_full_backward_hook(lambda *_, s=seconds: time.sleep(2 * s))
         return model
 
     def pause(self, layer: Any) -> float:
         """Seconds that a product with the weight of `layer` takes; a lookup takes none."""
-        if isinstance(layer.communicator, EmbeddingWeightParallelCommunicator):
+        if isinstance(layer, SwappedTable):
             return 0.0
         rows, columns = layer.layouts["weight"].global_shape
-        if isinstance(layer, VocabParallelHead):  # three products in one use and one gradient
+        if layer.name == "lm_head":  # three products in one use and one gradient
             rows = 3 * rows // 2
-        return 2e-9 * rows * columns * self.paced_tokens / self.paced_gflops  # type: ignore[no-any-return]
+        return self.seconds(rows, columns)
 
-    def forward_and_backward(self, model: nn.Module) -> StepResult:
+    def seconds(self, rows: int, columns: int) -> float:
+        """Those of a product with a weight of this shape."""
+        return 2e-9 * rows * columns * self.paced_tokens / self.paced_gflops
+
+    def forward_and_backward(self, loss_of: LossOf) -> StepResult:
         """A pass over this rank's rows; the loss is the mean over the tokens of all ranks."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (self.rows, self.tokens + 1)
         ids = torch.randint(self.model.vocab_size, shape, generator=generator).to(self.device)
         positions = torch.arange(self.tokens, device=self.device).expand(self.rows, -1)
-        scale = 1 / (self.rows * self.tokens * dist.get_world_size())
-        hidden = model(ids[:, :-1], positions, None)
-        factor = torch.tensor(scale, device=self.device)
-        loss = scale * model.loss(hidden, ids[:, 1:], factor)  # type: ignore[operator]
+        loss = self.scale * loss_of(ids[:, :-1], positions, ids[:, 1:])
         forward_ended = time.perf_counter()
         loss.backward()
         return StepResult(loss.detach(), forward_ended)
+
+    def by_chunk(self, chunk: TracedChunk) -> LossOf:
+        """The losses of a traced decoder."""
+
+        def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+            expected = torch.tensor(self.scale, device=self.device)
+            return chunk.loss(chunk(ids, positions, None), labels, expected)
+
+        return loss_of
+
+    @property
+    def scale(self) -> float:
+        """What makes a mean of a rank's sum of losses."""
+        return 1 / (self.rows * self.tokens * dist.get_world_size())
 
 
 def compare(alone: Row, rows: Sequence[Row], tolerance: float) -> None:
@@ -129,17 +177,15 @@ def compare(alone: Row, rows: Sequence[Row], tolerance: float) -> None:
     """
     expected = alone.step().loss
     dist.all_reduce(expected)
-    wanted = alone.gradients()
+    wholes = alone.gradients()
     for row in rows:
         loss = row.step().loss
         dist.all_reduce(loss)
         assert (loss - expected).abs() <= tolerance * expected.abs(), (row.name, loss, expected)
         for name, grad in row.gradients().items():
-            whole = wanted[name]
-            if grad.shape != whole.shape:  # fully_shard cuts the norms' weights, too
-                whole = whole.chunk(dist.get_world_size())[dist.get_rank()]
-            off = (grad.float() - whole.float()).norm()
-            assert off <= tolerance * whole.float().norm(), (row.name, name, off)
+            own = row.part(name, wholes[name])
+            off = (grad.float() - own.float()).norm()
+            assert off <= tolerance * own.float().norm(), (row.name, name, off)
 
 
 def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
@@ -150,20 +196,21 @@ def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
 
 def compute_alone(compute: Compute) -> Row:
     """The whole model on every rank, nothing travels."""
-    model = compute.decoder(mesh_of(1, 0), LocalWeights())
+    built = compute.build(mesh_of(1, 0), LocalWeights())
 
     def step() -> StepResult:
-        model.zero_grad()
-        return compute.forward_and_backward(model)
+        built.gradients.zero()
+        built.gradients.expect_last()
+        result = compute.forward_and_backward(compute.by_chunk(built.chunk))
+        built.gradients.reduce()
+        return result
 
     def gradients() -> dict[str, Tensor]:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        """Whole, summed over the ranks."""
+        named = {name: grad.clone() for name, grad in built.by_name().items()}
         for grad in named.values():
             dist.all_reduce(grad)
-        return {
-            name: grad.chunk(size)[rank] if grad.dim() > 1 else grad for name, grad in named.items()
-        }
+        return named
 
     return Row("compute alone", step, gradients)
 
@@ -211,25 +258,24 @@ def ours(
         prefetch=Prefetch(**prefetch),
         reduce_channel=apart,
     )
-    model = compute.decoder(mesh, communicator)
-    communicator.declare([model.weight_blocks()])
-    parameters = list(named_parameters(model))
-    gradients = MainGradients(parameters, mesh)
-    communicator.deliver_to(gradients)
+    built = compute.build(mesh, communicator)
+    communicator.declare([built.chunk.weight_blocks()])
+    communicator.deliver_to(built.gradients)
+    layouts = {item.name: item.layout for item in built.parameters}
 
     def step() -> StepResult:
-        gradients.zero()
-        gradients.expect_last()
+        built.gradients.zero()
+        built.gradients.expect_last()
         communicator.begin(sequential_actions(1))
-        result = compute.forward_and_backward(model)
+        result = compute.forward_and_backward(compute.by_chunk(built.chunk))
         communicator.finish()
-        gradients.reduce()
+        built.gradients.reduce()
         return result
 
-    def shards() -> dict[str, Tensor]:
-        return {item.name: gradients.grad(item.parameter) for item in parameters}
+    def part(name: str, whole: Tensor) -> Tensor:
+        return layouts[name].shard(whole)
 
-    return Row(name, step, shards, communicator.pool)
+    return Row(name, step, built.by_name, communicator.pool, part)
 
 
 class _Arriving(dist.Work):
@@ -300,26 +346,27 @@ def theirs(
 ) -> Row:
     """The step with torch's `fully_shard`, on blocks and root, through a channel or by itself.
 
-    Where the model computes in 16 bit it keeps its weights in float32, as is usual, and sums
-    gradients in float32, as ours does.
+    The model is the plain decoder, and its loss torch's cross-entropy. Where it computes in 16 bit
+    it keeps its weights in float32, as is usual, and sums gradients in float32, as ours does.
     `prefetch`: asynchronous unshard, each unit requested while the one before it runs, forward and
     backward, the first ones before the forward begins; embedding and head are units of their own.
     `defer_reduce`: gradients are reduced asynchronously too. fully_shard does so on a GPU alone; a
     custom reduce-scatter that nobody waits for until the step ends does it here.
     """
-    model: Any = compute.decoder(mesh_of(1, 0), LocalWeights(), dtype=torch.float32)
+    model: Any = compute.plain()
     options: dict[str, Any] = {
         "mesh": init_device_mesh(compute.device.type, (dist.get_world_size(),))
     }
     if compute.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(compute.dtype, torch.float32)
-    chain: list[Any] = list(model.blocks())
+    trunk = model.model
+    chain: list[Any] = list(trunk.layers)
     for block in chain:
         fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     if prefetch:
-        fully_shard(model.embedding, **options, reshard_after_forward=reshard_after_forward)
-        fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
-        chain = [model.embedding, *chain, model.norm]
+        fully_shard(trunk.embed_tokens, **options, reshard_after_forward=reshard_after_forward)
+        fully_shard([trunk.norm, model.lm_head], **options, reshard_after_forward=False)
+        chain = [trunk.embed_tokens, *chain, trunk.norm]
     fully_shard(model, **options)
     deferred: list[Pending] = []
     for unit in [*chain, *([] if prefetch else [model])]:
@@ -336,12 +383,16 @@ def theirs(
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
 
+    def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        logits = model(ids, positions).flatten(0, 1).float()
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum")
+
     def step() -> StepResult:
         model.zero_grad()
         if prefetch:
             for unit in chain[:2]:
                 unit.unshard(async_op=True)
-        result = compute.forward_and_backward(model)
+        result = compute.forward_and_backward(loss_of)
         while deferred:
             deferred.pop(0).wait()
         return result
@@ -349,4 +400,8 @@ def theirs(
     def gradients() -> dict[str, Tensor]:
         return {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
 
-    return Row(name, step, gradients)
+    def part(_: str, whole: Tensor) -> Tensor:
+        rank, parts = dist.get_rank(), whole.chunk(dist.get_world_size())
+        return parts[rank] if rank < len(parts) else whole[:0]
+
+    return Row(name, step, gradients, part=part)

@@ -46,7 +46,7 @@ class TrainState:
     """None to save or load the weights alone."""
     topology: Topology
     earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
-    """See `isp.models.protocol.LanguageModel`."""
+    """See `isp.models.model.TracedModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)

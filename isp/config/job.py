@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -19,7 +19,6 @@ from isp.config.models import language_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
-from isp.models.protocol import LanguageModel
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
 from isp.parallel.topology import Topology
@@ -39,6 +38,9 @@ from isp.settings.section import KeyRole, defaults_of, section
 from model.config import ModelConfig
 from model.huggingface import with_init_from
 from model.presets import with_preset
+
+if TYPE_CHECKING:
+    from isp.models.model import TracedModel
 
 __all__ = [
     "ConfigError",
@@ -122,7 +124,7 @@ class JobConfig:
             check_model_folder(self.model.hf, self.parallel)
 
     @property
-    def language_model(self) -> LanguageModel:
+    def language_model(self) -> TracedModel:
         """The model that `model` describes; one of `model.hf` is read and traced, once."""
         return language_model(self.model, self.training.dtype)
 
@@ -130,7 +132,7 @@ class JobConfig:
         """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked."""
         if self.model.hf is None:
             return
-        model: Any = self.language_model
+        model = self.language_model
         model.check_layout(self.parallel, self.row_tokens)
         positions = model.learned_positions
         if positions is not None and self.data.seq_len > positions:

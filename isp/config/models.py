@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from isp.models.protocol import LanguageModel
 from isp.settings.packages import require_hf
 from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
@@ -17,7 +16,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 __all__ = ["language_model"]
 
 
-def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> LanguageModel:
+def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> TracedModel:
     """The traced model of the section, or of its folder, to be computed in `dtype`.
 
     One that does not train may have dropout.
@@ -50,7 +49,7 @@ def _decoder(model: ModelConfig) -> TracedModel:
 
     from isp.models.model import TracedModel
     from isp.models.pretrained import begun_by_the_model
-    from model.plain import Decoder
+    from model.decoder import Decoder
     from model.weight_names import earlier_names
 
     with torch.device("meta"):

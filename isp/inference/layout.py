@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isp.config import sections_from
 from isp.models.decoding import decoding_layout
-from isp.models.protocol import LanguageModel
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors
 from isp.settings.section import section
+
+if TYPE_CHECKING:
+    from isp.models.model import TracedModel
 
 __all__ = ["InferenceLayout", "choose_layout"]
 
@@ -28,7 +30,7 @@ class InferenceLayout(NamedTuple):
         """All of them are one tensor group."""
         return self.parallel.tensor.size
 
-    def describe(self, model: LanguageModel) -> str:
+    def describe(self, model: TracedModel) -> str:
         """For people."""
         if self.ranks == 1:
             return "1 rank"
@@ -43,7 +45,7 @@ class _Keys:
     """The split over ranks."""
 
 
-def choose_layout(model: LanguageModel, ranks: int, overrides: Sequence[str]) -> InferenceLayout:
+def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> InferenceLayout:
     """The layout of `ranks` ranks: mtp, or what `overrides` of `parallel` say.
 
     One rank where mtp was not asked for and does not fit the model. Raises ValueError, naming key,

@@ -22,7 +22,7 @@ from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from isp.inference.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import CheckpointConfig
 from isp.settings.json_file import read_json
@@ -60,23 +60,19 @@ class Source:
     """Whether a prompt begins with what the tokenizer begins texts with."""
 
     @property
-    def model(self) -> LanguageModel:
+    def model(self) -> TracedModel:
         """The model; one that is read as it is is traced, once."""
         return language_model(self.section, self.dtype, trains=False)
 
     @property
     def position_limit(self) -> int | None:
         """Rows of a table of learned positions; None without one: there is no limit."""
-        if self.section.hf is None:
-            return None
-        return self.model.learned_positions  # type: ignore[attr-defined, no-any-return]
+        return self.model.learned_positions
 
     @property
     def vocab_size(self) -> int:
         """Rows of the table of tokens."""
-        if self.section.hf is None:
-            return self.section.vocab_size
-        return self.model.trace.vocab_size  # type: ignore[attr-defined, no-any-return]
+        return self.model.vocab_size
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with those that begin one; ValueError where the model has fewer."""

@@ -17,7 +17,8 @@ from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer, linears_of
-from isp.models.protocol import Chunk, LanguageModel
+from isp.models.chunk import TracedChunk
+from isp.models.model import TracedModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
 from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -31,8 +32,8 @@ __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only"]
 class BuiltModel:
     """This rank's parts of a model, and what drives its weights where they travel."""
 
-    model: LanguageModel
-    chunks: tuple[Chunk, ...]
+    model: TracedModel
+    chunks: tuple[TracedChunk, ...]
     """One for each stage that this rank has, in forward order."""
     stages: tuple[int, ...]
     """The stage that each chunk is."""
@@ -83,7 +84,7 @@ class BuiltModel:
 
 
 def build_model(
-    model: LanguageModel,
+    model: TracedModel,
     parallel: ParallelConfig,
     mesh: Mesh,
     *,
@@ -160,13 +161,13 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
 
 
 def shape_only(
-    model: LanguageModel,
+    model: TracedModel,
     mode: Mode,
     stages: Iterable[int] = (0,),
     num_stages: int = 1,
     *,
     embed_split_hidden: bool = False,
-) -> tuple[Chunk, ...]:
+) -> tuple[TracedChunk, ...]:
     """Stages of the model as one rank would have them alone, without memory for weights."""
     solo = Channel.solo()
     layers = LayerFactory(
@@ -181,7 +182,7 @@ def shape_only(
     return model.build(layers, stages, num_stages, attention=CpuAttention())
 
 
-def parameter_shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of the whole model, by name."""
     (whole,) = shape_only(model, Mode.ISP)
     return {item.name: item.layout.global_shape for item in whole.shards()}

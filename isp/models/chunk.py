@@ -34,7 +34,7 @@ __all__ = ["TracedChunk"]
 
 
 class TracedChunk:
-    """A traced model on this rank: its modules hold shards, its calls are followed; a `Chunk`."""
+    """A traced model on this rank: its modules hold shards, its calls are followed."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class TracedChunk:
         """None: the whole model."""
         self.model, self.trace = holders.model, follower.trace
         self.splits_logits = holders.layers.splits_logits
+        """Whether the losses need the labels of the whole sequence, or those of its tokens."""
         self._host, self._layers = host, holders.layers
         self.holders, self._follower = holders, follower
         self._weights = weights
@@ -97,8 +98,10 @@ class TracedChunk:
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """This rank's logits: x and positions [B, S'] -> [B, S', V'], or what the head is given.
 
-        Of a stage, what the next one is given, [B, S', D]; of a later stage x is that, too. All
-        positions, [B, S], where the table leaves a rank its tokens.
+        x are the tokens; of a later stage, what the one before gave, [B, S', D]. All positions,
+        [B, S], where the table leaves a rank its tokens. cu_seqlens [documents + 1], int32, in host
+        memory: where the documents of the sequence of all ranks begin, B being 1; None if it is not
+        packed.
         """
         stage, instead = self._stage, Instead(self.left_out, calls=self._ends)
         if stage is not None:
@@ -138,7 +141,11 @@ class TracedChunk:
         return self._forward(x, positions, cu_seqlens, Instead(calls=picked))
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
-        """The sum of the tokens' cross-entropies: what a forward gave, [B, S'] -> []."""
+        """The sum of the tokens' cross-entropies: what a forward gave, and labels [B, S'] -> [].
+
+        Labels are [B, S] if `splits_logits`. `expected` [], not 0, is the gradient that the sum
+        will have if there is a backward: gradients are computed together with the loss.
+        """
         if self._loss is None:
             return self._whole_losses(output, labels).sum()
         log = self._layers.tensor.log
@@ -157,9 +164,11 @@ class TracedChunk:
         return (item for item in self.holders.named if own is None or item.name in own)
 
     def init_weights(self, seed: int | None) -> None:
-        """As `Chunk.init_weights`: the model's own weights, or those of their source.
+        """Give the parameters their initial weights, the same in every layout.
 
-        A weight that two stages of a rank have is filled twice.
+        The model's own, or those of their source. None leaves the parameters to others; buffers
+        that no checkpoint has get their values. A weight that two stages of a rank have is filled
+        twice.
         """
         if self._weights is not None:
             self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from isp.models.protocol import LanguageModel
 from isp.parallel.config import Mode, ParallelConfig
+
+if TYPE_CHECKING:
+    from isp.models.model import TracedModel
 
 __all__ = ["decoding_layout"]
 
 
-def decoding_layout(model: LanguageModel, parallel: ParallelConfig) -> ParallelConfig:
+def decoding_layout(model: TracedModel, parallel: ParallelConfig) -> ParallelConfig:
     """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
 
     Weights that are gathered for each token would cost as much as for a whole prompt. They are all

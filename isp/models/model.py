@@ -1,4 +1,7 @@
-"""`TracedModel`: somebody else's model as a `LanguageModel`, known by its trace."""
+"""`TracedModel`: a model as the runtime asks for it, known by its trace.
+
+B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class TracedModel:
-    """Somebody else's model, known by its trace."""
+    """A model that can be built for any layout, known by its trace."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class TracedModel:
         earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
         """`weights`: the source of those of a `model` without memory; None: it has them.
-        `earlier_names`: see `LanguageModel`.
+        `earlier_names`: of parameters, by name, what they are in checkpoints of earlier versions.
 
         Not `in_place`, `build` takes a copy of the model each time.
         """
@@ -169,7 +172,13 @@ class TracedModel:
         )
 
     def flops(self, document_lengths: Iterable[int]) -> int:
-        """FLOPs of forward and backward; of experts, as many count as a token goes to."""
+        """FLOPs of forward and backward over documents of these lengths, in tokens.
+
+        Those of products, convolutions and scans, whose backward has twice the forward's; of
+        experts, as many count as a token goes to. A lookup has none, a head has them though it uses
+        the embedding's table. What is recomputed is not counted: the rule measures the work that
+        has to be done, and does not reward doing it twice.
+        """
         lengths = list(document_lengths)
         total = 6 * self.trace.multiplied * sum(lengths)
         for call in self.trace.calls:
@@ -186,7 +195,10 @@ class TracedModel:
 
     @property
     def attention_windows(self) -> Windows:
-        """Of the attentions that the trace met."""
+        """The windows of its attention layers, with how many have each; empty: it attends to none.
+
+        Of packed sequences they decide which rank has which tokens.
+        """
         windows = (call.sizes.window for call in self.trace.calls if call.sizes is not None)
         return tuple(Counter(windows).items())
 
@@ -214,7 +226,11 @@ class TracedModel:
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
     def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
-        """As `LanguageModel.cache_bytes`. Values are kept as long as keys."""
+        """Bytes that a rank keeps of a document of so many tokens while it generates, at most.
+
+        Keys and values have `item_bytes` each, and are kept equally long. The rank's layers have
+        one of `parts` of the heads, which `ranks` exchange for tokens.
+        """
         total = 0
         for call in self.trace.calls:
             if call.sizes is not None:
@@ -230,7 +246,10 @@ class TracedModel:
         return total
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
-        """Raise ValueError, naming key, value and way out, if it cannot be split as asked."""
+        """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
+
+        `seq_len` is the number of tokens in one row of a batch.
+        """
         check_layout(parallel, seq_len)
         if self.recomputation.distributed:
             check_distributable(self.hidden_size, parallel, seq_len)
@@ -317,10 +336,12 @@ class TracedModel:
         *,
         attention: LocalAttention | None = None,
     ) -> tuple[TracedChunk, ...]:
-        """As `isp.models.protocol.LanguageModel.build`.
+        """The chunks of a rank that has these of `num_stages` stages, weights uninitialised.
 
-        The model itself is sharded if that was asked for, else a copy of it; on the meta device
-        one without memory.
+        A weight that two of them use is one parameter. `attention` computes the attention of whole
+        sequences; None: what the model asks for, on the device of `layers`. Raises ValueError if
+        that does not run there. The model itself is sharded if it may be changed in place, else a
+        copy of it; on the meta device one without memory.
         """
         every = stages_of(self._shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from isp.models.build import shape_only
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
@@ -31,7 +31,7 @@ class RankShape(NamedTuple):
 
 
 def rank_shape(
-    model: LanguageModel,
+    model: TracedModel,
     mode: Mode,
     order: PipelineOrder,
     rank: int,
@@ -63,7 +63,7 @@ class RankPlan(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def schedule_text(model: LanguageModel, parallel: ParallelConfig, micro_num: int) -> str:
+def schedule_text(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> str:
     """The grid of a training step of `micro_num` micro-batches on each stage, for people.
 
     Raises ValueError outside isp mode, where nothing travels.
@@ -75,7 +75,7 @@ def schedule_text(model: LanguageModel, parallel: ParallelConfig, micro_num: int
     return "\n\n".join(f"{own.title}\n\n{text}" for own, text in zip(plans, grids, strict=True))
 
 
-def rank_plans(model: LanguageModel, parallel: ParallelConfig, micro_num: int) -> list[RankPlan]:
+def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> list[RankPlan]:
     """The plan of one training step on each pipeline rank.
 
     Raises ValueError outside isp mode, where nothing travels.

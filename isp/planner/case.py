@@ -9,7 +9,7 @@ import torch
 
 from isp.config import JobConfig
 from isp.config.models import language_model
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.optim import update_rule
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.context import ContextPlan
@@ -78,7 +78,7 @@ class PlanCase:
         )
 
     @property
-    def language_model(self) -> LanguageModel:
+    def language_model(self) -> TracedModel:
         """What `model` describes."""
         return language_model(self.model, self.dtype)
 

@@ -34,7 +34,6 @@ from isp.config.models import language_model
 from isp.layers.head import num_chunks
 from isp.layers.linear import linears_of
 from isp.models.chunk import TracedChunk
-from isp.models.protocol import Chunk
 from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Coordinates, PlanCase
@@ -201,17 +200,15 @@ def _rehearsed(
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
     (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
-    if isinstance(whole, TracedChunk) and not on_cpu:
+    if not on_cpu:
         fuse_norms(whole.model)
     blocks = whole.weight_blocks()
     parameters = list(by_whole(whole.shards()))
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
-    run_blocks: Sequence[int] = range(len(blocks))
-    if isinstance(whole, TracedChunk):
-        run_blocks = _first_and_last(kinds)
-        whole.left_out = frozenset(b.name for i, b in enumerate(blocks) if i not in run_blocks)
+    run_blocks = _first_and_last(kinds)
+    whole.left_out = frozenset(b.name for i, b in enumerate(blocks) if i not in run_blocks)
     recorder.follow(blocks, run_blocks)
     own = tokens // tensor.size if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
@@ -224,13 +221,13 @@ def _rehearsed(
             linear.weight_gradients = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
-        if isinstance(whole, TracedChunk) and whole.learns:
+        if whole.learns:
             _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.forget()
         with saved_tensors_hooks(recorder.keep, lambda x: x):
             output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
-            headless = isinstance(whole, TracedChunk) and whole.trace.head is None
+            headless = whole.trace.head is None
             rest = 0
             with Made() as made:
                 if recomputed:
@@ -261,10 +258,11 @@ def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
     return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
 
-def _forward(whole: Chunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _forward(
+    whole: TracedChunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
     try:
-        output: Tensor = whole(ids, ids, cu_seqlens)
-        return output
+        return whole(ids, ids, cu_seqlens)
     except (NotImplementedError, RuntimeError) as error:
         if model.hf is None:
             raise
@@ -286,7 +284,7 @@ _PRODUCTS = 3
 
 
 def _loss(
-    whole: Chunk, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
+    whole: TracedChunk, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
 ) -> tuple[Tensor, int]:
     """The loss, and bytes of the gradient of the tokens in chunks that are not run.
 

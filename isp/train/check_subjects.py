@@ -16,7 +16,7 @@ from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64, tiny_model
 from isp.settings.recomputation import Recomputation
 from model.config import ModelConfig
-from model.plain import Decoder
+from model.decoder import Decoder
 
 __all__ = [
     "Plain",

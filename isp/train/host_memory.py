@@ -11,7 +11,7 @@ import torch
 from isp.comm.host_memory import available_bytes, total_bytes
 from isp.config import JobConfig
 from isp.models.build import shape_only
-from isp.models.protocol import Chunk
+from isp.models.chunk import TracedChunk
 from isp.optim import update_rule
 from isp.optim.buckets import master_dtype
 from isp.optim.states import kept
@@ -151,7 +151,7 @@ def _numbers(config: JobConfig, topology: Topology, stage: int) -> int:
     return sum(map(math.prod, shapes.values())) // topology.weight
 
 
-def _chunks(config: JobConfig, stage: int) -> tuple[Chunk, ...]:
+def _chunks(config: JobConfig, stage: int) -> tuple[TracedChunk, ...]:
     """Those of pipeline rank `stage`, without memory."""
     order = PipelineOrder(config.parallel.pipeline)
     stages = order.stages_of(stage)

@@ -59,4 +59,4 @@ def import_folder(folder: Path, into: Path, *, dtype: str) -> int:
     with Checkpointer(into, CheckpointConfig(), world=mesh[Axis.WORLD]) as checkpointer:
         shared = saved_values(config, mesh.topology)
         checkpointer.save(0, state, tokens=0, shared=shared, wait=True)
-    return model.num_parameters
+    return built.model.num_parameters

@@ -24,7 +24,7 @@ from isp.metrics import (
     watched_stream,
 )
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.train.step import StepOutcome
@@ -38,7 +38,7 @@ def evaluation_is_due(config: JobConfig, step: int) -> bool:
     return freq > 0 and (step % freq == 0 or step == config.training.steps)
 
 
-def model_flops(model: LanguageModel, batches: Iterable[MicroBatch]) -> int:
+def model_flops(model: TracedModel, batches: Iterable[MicroBatch]) -> int:
     """The FLOPs of forward and backward over `batches`, by the model's rule."""
     lengths: list[int] = []
     for batch in batches:

@@ -19,7 +19,7 @@ from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
-from isp.models.protocol import LanguageModel
+from isp.models.model import TracedModel
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
@@ -51,7 +51,7 @@ def make_train_step(
     mesh: Mesh,
     device: torch.device,
     *,
-    model: LanguageModel | None = None,
+    model: TracedModel | None = None,
     clock: PhaseClock | None = None,
     weights_may_change: bool = False,
     initial_weights: bool = True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isp.attention import HeadPlan
+from isp.config.models import language_model
 from model.config import ModelConfig
 
 RANKS = [1, 2, 3, 4, 8]
@@ -56,5 +57,14 @@ def test_kv_heads_must_divide_query_heads() -> None:
 def test_kv_heads_that_a_rank_attends_with(heads: tuple[int, int], ranks: int, kept: int) -> None:
     """In the third case a KV head is repeated, as another is seen by twice as many query heads."""
     assert HeadPlan.of(*heads, ranks).most_attended_kv == kept
-    model = ModelConfig(hidden_size=64, head_dim=8, num_heads=heads[0], num_kv_heads=heads[1])
-    assert model.cache_bytes(5, 1, 1, ranks) == kept * model.num_layers * 5 * 2 * 8
+    sizes = ModelConfig(
+        vocab_size=32,
+        hidden_size=64,
+        num_layers=2,
+        head_dim=8,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        intermediate_size=32,
+    )
+    model = language_model(sizes, "float32")
+    assert model.cache_bytes(5, 1, 1, ranks) == kept * sizes.num_layers * 5 * 2 * 8

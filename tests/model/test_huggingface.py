@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from isp.config import ConfigError, load_config, to_yaml
-from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.config.models import language_model
+from isp.layers.rope_scaling import RopeScalingType
 from isp.models.build import parameter_shapes
-from model.config import ModelConfig
 from model.huggingface import config_json, model_values, trained_positions
 from model.presets import PRESETS
 from model.weight_names import WeightTable
-from tests.model.test_decoder import CONFIG, SCALINGS, filled
+from tests.model.decoders import CONFIG, SCALINGS, config_of, filled
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,7 +92,7 @@ INTERNLM2_7B: dict[str, Any] = {
 )
 def test_published_configurations_are_the_presets(found, preset) -> None:
     """A key read by another name, or a default of ours in the place of theirs."""
-    theirs, ours = _model(model_values(found)), _model(PRESETS[preset])
+    theirs, ours = config_of(model_values(found)), config_of(PRESETS[preset])
     if preset.startswith("internlm2"):  # no other rotation up to the context
         assert theirs.rope_scaling.base_factor(128) == 1.0
         theirs = replace(theirs, rope_scaling=None)
@@ -201,15 +201,16 @@ def test_a_decoder_of_our_own_is_the_same_in_transformers(model, tmp_path) -> No
     ours = filled(model)
     described = config_json(model, dtype="float64", context=24)
     (tmp_path / "config.json").write_text(json.dumps(described))
-    table = WeightTable(model, described["model_type"], parameter_shapes(model))
-    weights = {item.name: item.parameter.detach() for item in ours.shards()}
+    shapes = parameter_shapes(language_model(model, "float64"))
+    table = WeightTable(model, described["model_type"], shapes)
+    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
     tensors = {
         theirs: torch.cat([weights[own][a:b] for own, a, b in table.parts_of(theirs)])
         for theirs in table.shapes
     }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = torch.arange(24)[None] % 50
-    logits = ours.logits(ours(tokens, torch.arange(24)[None], None))
+    logits = ours(tokens, torch.arange(24)[None])
     assert (loaded(tmp_path)(tokens) - logits).abs().max() < 1e-9 * logits.abs().max()
     assert described["torch_dtype"] == "float64"
 
@@ -217,7 +218,7 @@ def test_a_decoder_of_our_own_is_the_same_in_transformers(model, tmp_path) -> No
 @pytest.mark.parametrize("model", MADE)
 def test_what_is_written_is_read_again(model) -> None:
     """A key that one direction forgets."""
-    again = _model(model_values(config_json(model, dtype="float32", context=24)))
+    again = config_of(model_values(config_json(model, dtype="float32", context=24)))
     scaling = model.rope_scaling
     if scaling is not None and scaling.type is RopeScalingType.NTK:
         base = model.rope_theta * scaling.base_factor(model.head_size)
@@ -228,7 +229,7 @@ def test_what_is_written_is_read_again(model) -> None:
 
 def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
     """A folder written with the context, or the tokens, of the one that it began from."""
-    model = _model(model_values(LLAMA_3_1_8B))
+    model = config_of(model_values(LLAMA_3_1_8B))
     like = {**LLAMA_3_1_8B, "eos_token_id": [1, 2], "dtype": "bfloat16"}
     same = config_json(model, dtype="float32", context=10**6, like=like)
     del like["dtype"]
@@ -236,11 +237,13 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
     longer = replace(model, rope_theta=4e6, rope_scaling=None, sliding_window=7)
     other = config_json(longer, dtype="float32", context=10**6, like=like)
     plain = {key: like[key] for key in like if key != "rope_scaling"}
-    reached = config_json(_model(model_values(plain)), dtype="float32", context=10**6, like=plain)
+    reached = config_json(
+        config_of(model_values(plain)), dtype="float32", context=10**6, like=plain
+    )
     assert reached == {**plain, "torch_dtype": "float32", "max_position_embeddings": 10**6}
     assert other["eos_token_id"] == [1, 2]
     assert other["max_position_embeddings"] == 10**6
-    assert _model(model_values(other)) == longer
+    assert config_of(model_values(other)) == longer
     with pytest.raises(ValueError, match="vocab_size=5, the run had 128256"):
         config_json(model, dtype="float32", context=8, like={**like, "vocab_size": 5})
     with pytest.raises(ValueError, match="both"):
@@ -271,10 +274,3 @@ def test_a_missing_package_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the safetensors package: bash tools/setup_env"):
         config.require_packages()
-
-
-def _model(values: dict[str, Any]) -> ModelConfig:
-    scaling = values.get("rope_scaling")
-    return ModelConfig(
-        **{**values, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
-    )

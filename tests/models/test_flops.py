@@ -1,11 +1,132 @@
-"""FLOPs of models of transformers against written-out ones."""
+"""FLOPs of models against counted and written-out products."""
 
 from __future__ import annotations
 
-import transformers
+from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from isp.config.models import language_model
 from isp.models.model import TracedModel
+from model.config import ModelConfig
 from tests.models.folders import small_config
+
+CONFIG = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+)
+
+
+def count(run: Callable[[], Tensor]) -> int:
+    """Forward and backward FLOPs of the products in `run`."""
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    return counter.get_total_flops()
+
+
+def products(config: ModelConfig) -> nn.Sequential:
+    """The model's linears, one after the other; q, k and v, and gate and up, are halves."""
+    q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
+    d, inner = config.hidden_size, config.intermediate_size
+    block = [(d, q + 2 * kv), (q, d), (d, 2 * inner), (inner, d)]
+    sizes = [*(block * config.num_layers), (d, config.vocab_size)]
+    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+
+def run_products(linears: nn.Sequential, tokens: int) -> Tensor:
+    outs = [
+        linear(torch.ones(tokens, linear.in_features, requires_grad=True)).sum()
+        for linear in linears
+    ]
+    return torch.stack(outs)
+
+
+def attend(config: ModelConfig, lengths: list[int]) -> Tensor:
+    """Attention by einsum over whole squares, document by document, in every layer."""
+    outs = []
+    for length in lengths * config.num_layers:
+        q, k, v = (
+            torch.ones(config.num_heads, length, config.head_size, requires_grad=True)
+            for _ in range(3)
+        )
+        outs.append(torch.einsum("hqk,hkd->hqd", torch.einsum("hqd,hkd->hqk", q, k), v).sum())
+    return torch.stack(outs)
+
+
+def traced(config: ModelConfig) -> TracedModel:
+    return language_model(config, "float32")
+
+
+def attention_flops(config: ModelConfig, lengths: list[int]) -> int:
+    model = traced(config)
+    return model.flops(lengths) - 6 * model.trace.multiplied * sum(lengths)
+
+
+def test_linears_are_counted_as_torch_counts_them() -> None:
+    """Catches a forgotten projection, the embedding counted, or the head not counted."""
+    linears = products(CONFIG)
+    assert count(lambda: run_products(linears, 7)) == 6 * traced(CONFIG).trace.multiplied * 7
+    assert sum(p.numel() for p in linears.parameters()) == traced(CONFIG).trace.multiplied
+
+
+@pytest.mark.parametrize("lengths", [[24], [5, 11, 8], [2] * 12])
+def test_causal_attention_is_half_of_the_squares(lengths: list[int]) -> None:
+    """Catches a packed row counted as one document, or the causal half not taken."""
+    squares = count(lambda: attend(CONFIG, lengths))
+    assert 2 * attention_flops(CONFIG, lengths) == squares
+
+
+@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 1000])
+def test_window_counts_the_pairs_inside_it(window: int) -> None:
+    """Catches a window ignored, or one that is longer than the document taken to be full."""
+    length = 64
+    config = replace(CONFIG, sliding_window=window)
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    pairs = int(((column <= row) & (column > row - window)).sum())
+    per_pair = 12 * config.num_layers * config.num_heads * config.head_size
+    # The rule takes the area below a line, the mask has steps: half a pair a token at most.
+    difference = pairs - attention_flops(config, [length]) / per_pair
+    assert difference == pytest.approx(min(window, length) / 2)
+
+
+def test_tied_head_still_multiplies() -> None:
+    """Catches taking the number of stored parameters for that of multiplied ones."""
+    tied = replace(CONFIG, tie_embeddings=True)
+    assert traced(tied).flops([10]) == traced(CONFIG).flops([10])
+
+
+def test_documents_come_from_cu_seqlens_and_add_up() -> None:
+    """Catches a sum over micro-batches that is not that of the step."""
+    cu_seqlens = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
+    whole = traced(CONFIG).flops(cu_seqlens.diff().tolist())
+    assert whole == sum(traced(CONFIG).flops([n]) for n in (5, 11, 8))
+    assert traced(CONFIG).flops([]) == 0
+
+
+def test_size_of_a_known_model() -> None:
+    """Catches a wrong factor that a small model would hide: 8B at 8,192 tokens, by hand."""
+    config = ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=14336,
+    )
+    llama = traced(config)
+    assert llama.trace.multiplied == 7_504_658_432
+    attention = 12 * 32 * 4096 * 8192**2 // 2
+    assert llama.flops([8192]) == 6 * 7_504_658_432 * 8192 + attention
 
 
 def test_convolutions_and_scans_count() -> None:

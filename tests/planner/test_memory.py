@@ -199,7 +199,7 @@ def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str)
     """Catches states that are not split over weight and zero1 groups as the formula says."""
     model = replace(MODEL, hidden_size=128, num_layers=8, intermediate_size=384)
     case = _case(layout, model, dtype)
-    item, shard = case.item_bytes, model.num_parameters / case.topology.weight
+    item, shard = case.item_bytes, case.language_model.num_parameters / case.topology.weight
     copies = 3 if dtype == "bfloat16" else 2
     formula = shard * (item + 4) + copies * 4 * shard / case.topology.zero1
     for rank in range(layout.world):

@@ -9,6 +9,7 @@ import pytest
 
 from isp.comm.tag import Tag, Transfer
 from isp.config import ConfigError
+from isp.config.models import language_model
 from isp.parallel import Axis, Mode, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
 from isp.planner.case import PlanCase
@@ -83,7 +84,7 @@ def test_step_times_are_those_of_the_limited_link(name: str) -> None:
     weight, measured = MEASURED[name]
     case = _case(Layout(weight=2, data=2, options=weight))
     unlimited = predict(case, _fabric(1e18))
-    sent = 3 * (MODEL.num_parameters - MODEL.hidden_size * 17) * 4 / 2
+    sent = 3 * (language_model(MODEL, "float32").num_parameters - MODEL.hidden_size * 17) * 4 / 2
     for ratio, found in zip((0.25, 0.5, 0.75, 1.0), measured, strict=True):
         fabric = _fabric(sent / (ratio * unlimited.step), LATENCY * 1e6)
         predicted = predict(case, fabric).step / unlimited.step
@@ -116,7 +117,7 @@ def test_weights_that_stay_take_as_long_as_on_the_limited_link() -> None:
     """Catches gathers of backward that are waited for although they are spared."""
     case = _case(Layout(weight=2, data=2, options=STAY))
     unlimited = predict(case, _fabric(1e18))
-    sent = 3 * (MODEL.num_parameters - MODEL.hidden_size * 17) * 4 / 2
+    sent = 3 * (language_model(MODEL, "float32").num_parameters - MODEL.hidden_size * 17) * 4 / 2
     for ratio, found in ((1, 1.069), (1.5, 1.218)):  # in tools/README.md
         fabric = _fabric(sent / (ratio * unlimited.step), LATENCY * 1e6)
         assert predict(case, fabric).step / unlimited.step == pytest.approx(found, rel=0.1)

@@ -37,7 +37,7 @@ def test_quick_run_has_every_row(
     expected += ["ours, per module", "fully_shard, default", "fully_shard, async prefetch"]
     assert not set(expected) - set(names)
     assert names[-1] == "the bound"
-    assert "reduce_scatter embedding.weight.grad" in said
+    assert "reduce_scatter model.embed_tokens.weight.grad" in said
 
 
 def _beside_fully_shard(rank: int) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.parallel import Mode, PipelineSchedule
-from model.plain import Decoder
+from model.decoder import Decoder
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
 from tests.train.test_pipeline import MODEL

@@ -27,8 +27,8 @@ from isp.train.begin_from import beyond_positions, load_folder
 from isp.train.export import export
 from isp.train.resume import saved_values
 from model.config import ModelConfig
+from model.decoder import Decoder
 from model.huggingface import model_values
-from model.plain import Decoder
 from tests.model.folders import FAMILIES, Logits, loaded, make_folder
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, tensors, write_job
