@@ -218,7 +218,9 @@ def make_run(
     device: torch.device = CPU,
 ) -> Run:
     """A run on this rank."""
-    model = language_model(task.model, str(dtype).removeprefix("torch."))
+    model = task.model
+    if isinstance(model, ModelConfig):  # else a test's own
+        model = language_model(model, str(dtype).removeprefix("torch."))
     built = build_model(model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
     parameters = list(built.trained)
     gradients = MainGradients(parameters, mesh, rows_of=mesh[Axis.ZERO1])
