@@ -1,33 +1,50 @@
-"""What is computed again of the blocks of a model of others: the same bits, fewer bytes kept."""
+"""What is computed again of the blocks of a model of others, and where block inputs are kept: the
+same bits, fewer bytes."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import isp
 from isp.comm.tag import Purpose
 from isp.config import JobConfig
 from isp.parallel import Mode
+from isp.train.parallelize import ParallelRun
+from isp.weights.plan import ActKind
+from isp.weights.trace import sequential_actions
 from tests.models.models import job, packed_rows, tiny
-from tests.ranks import run_each
+from tests.models.own import Own, OwnBlock
+from tests.models.test_adapters import _half_frozen, _with_lora
+from tests.ranks import run_each, run_ranks
 from tests.saved import saved_bytes
 
 DATA = [packed_rows(2, 64, [[1, 30, 7, 26], [20, 44]], seed) for seed in (1, 2)]
+ALL = {"checkpoint": 1.0}
 BETWEEN = {"checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True}
-KEPT = {"checkpoint": 1.0, "checkpoint_keeps_attention": True}
+KEPT = {**ALL, "checkpoint_keeps_attention": True}
+HOST = {"checkpoint_offload": True}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "between": BETWEEN,
     "kept": KEPT,
-    "all": {"checkpoint": 1.0},
-    "distributed": {"checkpoint": 1.0, "checkpoint_distribute_activations": True},
-    "both": {**KEPT, **BETWEEN, "checkpoint": 0.5, "checkpoint_offload": True},
+    "all": ALL,
+    "distributed": {**ALL, "checkpoint_distribute_activations": True},
+    "offloaded": {**ALL, **HOST},
+    "segments": {**ALL, "checkpoint_segment": 2},
+    "segments, offloaded": {**ALL, **HOST, "checkpoint_segment": 2},
+    "both": {**KEPT, **BETWEEN, "checkpoint": 0.5},
+    "both, offloaded": {**KEPT, **BETWEEN, **HOST, "checkpoint": 0.5},
 }
+FEWER = "plain", "between", "kept", "all"
+"""Each keeps less than the one before."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
     "num_hidden_layers": 4,
@@ -37,13 +54,50 @@ HYBRID = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 16,
 }
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "llama": ("llama", {}, ("plain", "between", "kept", "all", "both")),
-    "llama, msp": ("llama", {}, ("plain", "both")),
-    "llama, mtp": ("llama", {}, ("plain", "distributed")),
-    "gemma3": ("gemma3_text", {"sliding_window": 8}, ("plain", "between", "kept", "all")),
-    "experts": ("qwen3_moe", EXPERTS, ("plain", "both")),
-    "hybrid": ("qwen3_next", {**EXPERTS, **HYBRID}, ("plain", "both")),
+
+
+class _PairBlock(OwnBlock):
+    """Gives its input, too, and takes that of the block before."""
+
+    def forward(self, x: Tensor, before: Tensor) -> Any:
+        return super().forward(x) + 0.1 * before, x
+
+
+class _Pairs(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_PairBlock(32, 4, 2, 0.0) for _ in range(3))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        x = before = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x, before = block(x, before)
+        x = self.norm(x) * self.gains["last"]
+        return self.head(x) / self.temperature
+
+
+def _gemma() -> nn.Module:
+    return tiny("gemma3_text", sliding_window=8)
+
+
+BOTH = "segments, offloaded"
+MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
+    "llama": (lambda: tiny("llama"), Mode.ISP, tuple(way for way in WAYS if way != "distributed")),
+    "gemma3": (_gemma, Mode.ISP, (*FEWER, BOTH)),
+    "experts": (lambda: tiny("qwen3_moe", **EXPERTS), Mode.ISP, ("plain", "both, offloaded")),
+    "hybrid": (
+        lambda: tiny("qwen3_next", **EXPERTS, **HYBRID),
+        Mode.ISP,
+        ("plain", "both, offloaded"),
+    ),
+    "adapters": (_with_lora, Mode.ISP, ("all", BOTH, "both")),
+    "half frozen": (_half_frozen, Mode.ISP, ("all", BOTH, "both")),
+    "dropout": (lambda: Own(dropout=0.2).double(), Mode.ISP, ("all", BOTH, "both")),
+    "pairs": (lambda: _Pairs().double(), Mode.ISP, ("all", BOTH)),
+    "llama, mtp": (lambda: tiny("llama"), Mode.MTP, ("plain", "distributed", BOTH)),
+    "llama, msp": (lambda: tiny("llama"), Mode.MSP, ("plain", "both, offloaded")),
+    "gemma3, msp": (_gemma, Mode.MSP, ("plain", BOTH)),
+    "phi3, fsp": (lambda: tiny("phi3"), Mode.FSP, ("plain", BOTH)),
 }
 
 
@@ -58,8 +112,9 @@ class Found(NamedTuple):
     """Transfers of both."""
 
 
-def _train(rank: int, case: tuple[Any, JobConfig]) -> Found:
+def _train(rank: int, case: tuple[nn.Module, JobConfig]) -> Found:
     model, config = case
+    torch.manual_seed(3)
     run = isp.parallelize(model, config)
     run.mesh.log.collect()
     numbers, saved = [], 0
@@ -69,42 +124,66 @@ def _train(rank: int, case: tuple[Any, JobConfig]) -> Found:
         outcome = run.step(loss)
         numbers.append((outcome.loss, outcome.grad_norm))
     run.train_step.drain()
-    sent = Counter(t.tag.purpose for t in run.mesh.log.take())
-    weights = {p.name: p.parameter.detach().numpy() for p in run.train_step.built.parameters}
-    return Found(numbers, weights, saved, sent)
+    sent = Counter((t.tag.purpose, t.label) for t in run.mesh.log.take())
+    of_purpose = Counter[Purpose]()
+    for (purpose, _), count in sent.items():
+        of_purpose[purpose] += count
+    built = run.train_step.built
+    if built.communicator is not None and len(built.trained) == len(built.parameters):
+        _check_plan(run, sent)
+    assert built.host.leased_bytes == 0
+    weights = {p.name: p.parameter.detach().numpy() for p in built.parameters}
+    return Found(numbers, weights, saved, of_purpose)
 
 
-def _config(name: str, way: str) -> JobConfig:
-    split = next((mode for mode in (Mode.MSP, Mode.MTP) if mode in name), None)
-    config = job(2, 2) if split is None else job(2, mode=split)
+def _check_plan(run: ParallelRun, sent: Counter[tuple[Purpose, str]]) -> None:
+    """Weights are gathered as the plan says, and each gradient is reduced once a step."""
+    communicator = run.train_step.built.communicator
+    assert communicator is not None
+    start, steps = communicator.plan(sequential_actions(1))
+    acts = [*start, *(act for step in steps for act in step.before)]
+    gathers = Counter(name for a in acts if a.kind is ActKind.GATHER for name in a.parameters)
+    expected = {(Purpose.WEIGHT, name): len(DATA) * n for name, n in gathers.items()}
+    assert {key: n for key, n in sent.items() if key[0] is Purpose.WEIGHT} == expected
+    reduced = {n for (purpose, _), n in sent.items() if purpose is Purpose.WEIGHT_GRADIENT}
+    assert reduced == {len(DATA)}
+
+
+def _config(mode: Mode, way: str) -> JobConfig:
+    config = job(2, 2) if mode is Mode.ISP else job(2, mode=mode)
     return replace(config, model=replace(config.model, **WAYS[way]))
 
 
 def test_what_is_computed_again_gives_the_same_bits_and_keeps_less() -> None:
-    """Catches a result that was not kept and is read again, or was written into; a linear, an
-    exchange or a gather that is made again; and what is kept although it is computed again.
+    """Catches a block that is computed again with another's documents, calls or random numbers; a
+    result that was not kept and is read again, or was written into; a linear, an exchange or a
+    gather that is made again or beside the plan; and what is kept although it is computed again.
     """
-    models = {name: tiny(kind, **sizes) for name, (kind, sizes, _) in MODELS.items()}
+    models = {name: make() for name, (make, _, _) in MODELS.items()}
     cases = {
-        f"{name}: {way}": (copy.deepcopy(models[name]), _config(name, way))
-        for name, (_, _, ways) in MODELS.items()
+        f"{name}: {way}": (copy.deepcopy(models[name]), _config(mode, way))
+        for name, (_, mode, ways) in MODELS.items()
         for way in ways
     }
-    found = run_each(2, _train, cases, timeout_seconds=110)
+    found = run_each(2, _train, cases, timeout_seconds=200)
     for name, (_, _, ways) in MODELS.items():
         for rank in range(2):
-            of_ways = [found[f"{name}: {way}"][rank] for way in ways]
-            plain = of_ways[0]
-            for way, own in zip(ways, of_ways, strict=True):
-                assert own.numbers == plain.numbers, (name, way)
-                assert all((own.weights[k] == plain.weights[k]).all() for k in own.weights)
-                assert own.sent[Purpose.WEIGHT] == plain.sent[Purpose.WEIGHT], (name, way)
+            of_ways = {way: found[f"{name}: {way}"][rank] for way in ways}
+            first = of_ways[ways[0]]
+            for way, own in of_ways.items():
+                assert own.numbers == first.numbers, (name, way)
+                assert all((own.weights[k] == first.weights[k]).all() for k in own.weights)
+                if "segments" not in way and ways[0] == "plain":
+                    assert own.sent[Purpose.WEIGHT] == first.sent[Purpose.WEIGHT], (name, way)
+                copies = own.sent[Purpose.BLOCK_INPUT]
                 if way == "distributed":
-                    assert own.sent[Purpose.BLOCK_INPUT] == 2 * 3, name
-                if way != "all":
-                    assert own.sent[Purpose.HEADS] == plain.sent[Purpose.HEADS], (name, way)
-            if "plain" in ways and "all" in ways:
-                sizes = [found[f"{name}: {way}"][rank].saved for way in WAYS if way in ways[:4]]
+                    assert copies == 2 * 3, name
+                else:
+                    assert (copies > 0) == ("offloaded" in way), (name, way)
+                if (ways[0] == "plain" and "keeps" in str(WAYS[way])) or way == "between":
+                    assert own.sent[Purpose.HEADS] == first.sent[Purpose.HEADS], (name, way)
+            if set(FEWER) <= set(ways):
+                sizes = [of_ways[way].saved for way in FEWER]
                 assert sizes == sorted(set(sizes), reverse=True), name
 
 
@@ -133,3 +212,27 @@ def test_what_is_kept_between_linears_is_counted() -> None:
 def _alone(way: str) -> JobConfig:
     config = job()
     return replace(config, model=replace(config.model, **WAYS[way]))
+
+
+class Scaled(Own):
+    """What a block takes is not what the one before gives."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = 0.5 * block(x)
+        return self.head(self.norm(x))
+
+
+def _scaled(rank: int) -> str:
+    model = Scaled().double()
+    model.gains, model.temperature = nn.ParameterDict(), None
+    run = isp.parallelize(model, _alone("segments"))
+    with pytest.raises(ValueError, match=r"model\.checkpoint_segment") as raised:
+        run.loss(*packed_rows(1, 64, [[20, 44]]))
+    return str(raised.value)
+
+
+def test_a_model_with_something_between_its_blocks_is_refused() -> None:
+    """Catches inputs that are computed again as what they were not."""
+    assert run_ranks(1, _scaled)[0].endswith("use 0")
