@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,37 +22,40 @@ from isp.parallel.config import (
     WeightConfig,
 )
 from isp.settings import OptimizerConfig, TrainingConfig
+from isp.train.parallelize import ParallelRun
 from model.config import ModelConfig
 
 VOCAB = 96
 
-_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_OF_ITS_OWN = {
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+_DEEPSEEK = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 4,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+OF_ITS_OWN = {
     "gpt2": {
         "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
-    "deepseek_v3": {
-        "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 4,
-        "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "n_shared_experts": 1, "num_key_value_heads": 4,
-    },
-    "qwen2_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": {**_DEEPSEEK, "index_topk": 7, "index_n_heads": 3, "index_head_dim": 8},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": {**EXPERTS, **HYBRID},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4,
+        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4,
     },
 }  # fmt: skip
 
@@ -61,7 +65,7 @@ def tiny(name: str, *, seed: int = 0, **sizes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **{**_SIZES, **_OF_ITS_OWN.get(name, {}), **sizes})
+    config = AutoConfig.for_model(name, **{**SIZES, **OF_ITS_OWN.get(name, {}), **sizes})
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         with torch.no_grad():
@@ -167,11 +171,11 @@ def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
     """The unmodified model in the plainest loop, by torch's AdamW."""
     model = copy.deepcopy(model)
     settings = job(**keys).optimizer
-    trained = [p for p in model.parameters() if p.requires_grad]
+    own = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
         ],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
@@ -182,10 +186,34 @@ def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
         loss = plain_loss(model, rows)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
         losses.append(loss.item())
         optimizer.step()
     return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+
+def trained(
+    run: ParallelRun,
+    data: list[Rows],
+    before: Callable[[ParallelRun, Rows], object] = lambda *_: None,
+) -> Trained:
+    """A parallelised model on a rank's part of each step's rows; `before` is called with it."""
+    losses, norms = [], []
+    for rows in data:
+        part = rows.part(run.dp_rank, run.dp_size)
+        before(run, part)
+        outcome = run.step(run.loss(*part))
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trained(losses, norms, whole_weights(run))
+
+
+def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
+    """All weights of a model, gathered from its ranks."""
+    run.train_step.drain()
+    found = {item.name: run._whole(item).clone() for item in run.train_step.built.parameters}
+    run.train_step.weights_changed()
+    return found
 
 
 def worst(found: Trained, expected: Trained) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 
 import isp
 from isp.config import JobConfig
-from tests.models.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
+from tests.models.models import Rows, job, packed_rows, tiny, trained, trained_plainly, worst
 from tests.models.own import Own
 from tests.ranks import run_each
 
@@ -44,16 +44,11 @@ def _half_frozen() -> nn.Module:
 def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Path]) -> Any:
     model, config, data, folder = case
     run = isp.parallelize(model, config)
-    losses, norms = [], []
     run.mesh.log.collect()
-    for rows in data:
-        outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
+    found = trained(run, data)
     sent = Counter(t.label for t in run.mesh.log.take() if t.kind == "reduce_scatter")
-    weights = {p.name: run._whole(p).clone() for p in run.train_step.built.parameters}
     run.save_pretrained(folder)
-    return Trained(losses, norms, weights), sent
+    return found, sent
 
 
 def _together(label: str) -> Iterator[str]:
@@ -78,14 +73,14 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: P
     expected = {name: trained_plainly(model, data) for name, model in models.items()}
     for name, of_ranks in run_each(4, _train, cases).items():
         before = dict(models[name].named_parameters())
-        trained = {n for n, p in before.items() if p.requires_grad}
+        own = {n for n, p in before.items() if p.requires_grad}
         for found, sent in of_ranks:
             assert worst(found, expected[name]) < TOLERANCE, name
             changed = {n for n, w in found.weights.items() if not torch.equal(w, before[n])}
-            assert changed == trained
-            matrices = {n for n in trained if before[n].dim() == 2}
+            assert changed == own
+            matrices = {n for n in own if before[n].dim() == 2}
             reduced = {name for label in sent for name in _together(label)}
-            assert matrices <= reduced <= trained
+            assert matrices <= reduced <= own
             assert set(sent.values()) == {len(data)}
     assert {file.name for file in (tmp_path / "lora").iterdir()} >= {"adapter_config.json"}
     saved = load_file(tmp_path / "lora" / "adapter_model.safetensors")

@@ -17,8 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import isp
 from isp.config import JobConfig
 from isp.models.model import TracedModel
+from isp.train.parallelize import ParallelRun
 from isp.weights.pool import Lease
-from tests.models.models import Rows, Trained, job, packed_rows, tiny, trained_plainly, worst
+from tests.models.models import (
+    Rows,
+    Trained,
+    job,
+    packed_rows,
+    tiny,
+    trained,
+    trained_plainly,
+    worst,
+)
 from tests.models.own import VOCAB, Own, OwnBlock
 from tests.ranks import run_each, run_ranks
 
@@ -136,17 +146,14 @@ def _data() -> list[Rows]:
 def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> tuple[Trained, int]:
     model, config, data = case
     run = isp.parallelize(model, config)
-    losses, norms = [], []
-    for rows in data:
-        with torch.no_grad():
-            run.loss(*rows.part(run.dp_rank, run.dp_size))
-        outcome = run.step(run.loss(*rows.part(run.dp_rank, run.dp_size)))
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
-    built = run.train_step.built
-    weights = {p.name: run._whole(p).clone() for p in built.parameters}
+
+    @torch.no_grad()
+    def evaluate(run: ParallelRun, rows: Rows) -> None:
+        run.loss(*rows)
+
+    found, built = trained(run, data, evaluate), run.train_step.built
     own = sum(p.parameter.numel() for p in built.parameters if _is_cut(p.name, p.parameter))
-    return Trained(losses, norms, weights), own
+    return found, own
 
 
 def _is_cut(name: str, parameter: Tensor) -> bool:

@@ -25,7 +25,9 @@ from tests.models.models import (
     job,
     plain_loss,
     tiny,
+    trained,
     trained_plainly,
+    whole_weights,
     worst,
 )
 from tests.models.own import VOCAB, Own
@@ -131,7 +133,7 @@ def _replaced(run: ParallelRun, rows: Rows) -> None:
 
 
 def _saving(run: ParallelRun, rows: Rows) -> None:
-    _whole_weights(run)
+    whole_weights(run)
 
 
 def _loss(run: ParallelRun, rows: Rows) -> Tensor:
@@ -153,28 +155,14 @@ TROUBLES: dict[str, Trouble] = {
 }
 
 
-def _whole_weights(run: ParallelRun) -> dict[str, Tensor]:
-    found = {}
-    run.train_step.drain()
-    for item in run.train_step.built.parameters:
-        found[item.name] = run._whole(item).clone()
-    run.train_step.weights_changed()
-    return found
-
-
 def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Trouble]) -> Trained:
     model, config, data, trouble = case
     run = isp.parallelize(model, config)
     limit, comm = run.mesh[Axis.WEIGHT]._timeout, config.comm
     assert limit() == timedelta(seconds=comm.init_timeout_seconds)
-    losses, norms = [], []
-    for rows in data:
-        trouble(run, rows)
-        outcome = run.step(run.loss(*rows))
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
+    found = trained(run, data, trouble)
     assert limit() == timedelta(seconds=comm.train_timeout_seconds)
-    return Trained(losses, norms, _whole_weights(run))
+    return found
 
 
 def test_what_fails_or_is_left_out_changes_nothing() -> None:
@@ -219,7 +207,7 @@ def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
     run.step(run.loss(*data[0]))
     write(model)
     wanted = [parameter.clone() for parameter in model.parameters()]
-    whole = copy.deepcopy(_whole_weights(run))
+    whole = copy.deepcopy(whole_weights(run))
     loss = run.loss(*data[1])
     model.to("cpu:0")
     run.step(loss, lr=0.0)
@@ -306,7 +294,7 @@ def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
             outcome = run.step(pending[index])
             losses[index].append(outcome.loss)
             norms[index].append(outcome.grad_norm)
-    return [Trained(losses[i], norms[i], _whole_weights(run)) for i, run in enumerate(runs)]
+    return [Trained(losses[i], norms[i], whole_weights(run)) for i, run in enumerate(runs)]
 
 
 def test_two_models_in_one_process_know_nothing_of_each_other() -> None:

@@ -45,15 +45,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 FEWER = "plain", "between", "kept", "all"
 """Each keeps less than the one before."""
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-HYBRID = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 16,
-}
 
 
 class _PairBlock(OwnBlock):
@@ -84,9 +75,9 @@ BOTH = "segments, offloaded"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
     "llama": (lambda: tiny("llama"), Mode.ISP, tuple(way for way in WAYS if way != "distributed")),
     "gemma3": (_gemma, Mode.ISP, (*FEWER, BOTH)),
-    "experts": (lambda: tiny("qwen3_moe", **EXPERTS), Mode.ISP, ("plain", "both, offloaded")),
+    "experts": (lambda: tiny("qwen3_moe"), Mode.ISP, ("plain", "both, offloaded")),
     "hybrid": (
-        lambda: tiny("qwen3_next", **EXPERTS, **HYBRID),
+        lambda: tiny("qwen3_next", num_hidden_layers=4),
         Mode.ISP,
         ("plain", "both, offloaded"),
     ),
