@@ -84,17 +84,6 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_recompute_is_the_forward_again(way: str, passes: int) -> None:
-    """Catches other random numbers, also of a part that is computed twice more, and an input that
-    is gone for the second of two backward passes.
-    """
-    net = Net(8, **WAYS[way])
-    assert torch.equal(net.gradient(passes), Net(8).gradient(passes))
-    assert net.host.leased_bytes == 0
-
-
 def test_the_order_of_recomputes() -> None:
     """Catches a part computed once too often: the last of a segment needs no second forward."""
     net = Net(5, segment=3)

@@ -7,22 +7,17 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
 from isp.optim.grad_scaler import GradScaler
-from isp.parallel import Topology
 from isp.settings import GradScalerConfig, OptimizerConfig
-from tests.optim.places import Spec, loss, place
+from tests.optim.places import Spec, place
 from tests.optim.test_zero1 import topology
-from tests.ranks import run_ranks
 
-SCALED = GradScalerConfig(use="always", initial_scale=2.0**10, growth_interval=2, hysteresis=1)
 PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.1)
-SPECS = [Spec("cut", (5, 3), dim=0), Spec("bias", (7,), dim=0), Spec("norm", (4,))]
 
 
 def scales(scaler: GradScaler, overflows: str) -> list[float]:
@@ -68,86 +63,6 @@ def test_a_loaded_scale_goes_on_as_one_that_was_not_saved(before: str) -> None:
     assert loaded.state_dict() == whole.state_dict()
     after = "..xx.x...x"
     assert scales(loaded, after) == scales(whole, after)
-
-
-def _steps(
-    rank: int, ranks: Topology, dtype: torch.dtype, config: OptimizerConfig, max_norm: float
-) -> tuple[list[StepResult], list[Any], list[float]]:
-    """Results, weights and moments, and the scale after every step."""
-    mesh = Mesh(ranks, rank)
-    items = [place(spec, mesh, dtype) for spec in SPECS]
-    gradients = MainGradients(items, mesh, bucket_bytes=64)
-    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=max_norm)
-    results, history = [], []
-    for step in range(5):
-        gradients.zero()
-        gradients.expect_last()
-        optimizer.scale_loss(loss(items, SPECS, mesh, step)).backward()
-        gradients.reduce()
-        results.append(optimizer.step(config.lr))
-        history.append(0.0 if optimizer.scaler is None else optimizer.scaler.scale)
-    shards = optimizer.state_dict()["parameters"].values()
-    tensors = [item.parameter for item in items]
-    tensors += [t for s in shards for t in s["tensors"].values()]
-    return results, [t.detach().numpy().copy() for t in tensors], history
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e6])
-@pytest.mark.parametrize("world", [1, 4])
-def test_a_power_of_two_changes_no_bit(world: int, max_norm: float, dtype: torch.dtype) -> None:
-    """Catches gradients that are unscaled twice, not at all, by the next step's scale or after
-    clipping, and a norm that contains the scale."""
-    ranks = topology(world, weight=min(2, world))
-    scaled = replace(PLAIN, grad_scaler=SCALED)
-    wanted = run_ranks(world, _steps, ranks, dtype, PLAIN, max_norm)
-    found = run_ranks(world, _steps, ranks, dtype, scaled, max_norm)
-    for (results, tensors, _), (plain, others, _) in zip(found, wanted, strict=True):
-        assert results == plain
-        assert all(1 < r.grad_norm < 1e6 and not r.skipped for r in plain)
-        for ours, theirs in zip(tensors, others, strict=True):
-            assert np.array_equal(ours, theirs)
-    assert [history for *_, history in found] == [[2.0**k for k in (10, 11, 11, 12, 12)]] * world
-    assert [history for *_, history in wanted] == [[0.0] * 5] * world
-
-
-def _overflow(rank: int, dtype: torch.dtype) -> tuple[list[bool], list[float], list[int], bool]:
-    """Skips, scales and counts of steps in which rank 1 alone may overflow, in float16 only."""
-    mesh = Mesh(topology(4, weight=2), rank)
-    items = [place(spec, mesh, dtype) for spec in SPECS]
-    gradients = MainGradients(items, mesh)
-    scaler = replace(SCALED, initial_scale=2.0**12, growth_interval=100)
-    optimizer = Zero1Optimizer(gradients, mesh, replace(PLAIN, grad_scaler=scaler))
-    skipped, history, counts, unchanged = [], [], [], True
-    for step in range(5):
-        shards = optimizer.state_dict()["parameters"].values()
-        before = [s["tensors"]["master"].clone() for s in shards]
-        gradients.zero()
-        # 100 x 2 ** 10 is above float16's 65504, and 100 x 2 ** 9 is not
-        pull = 100.0 if rank == 1 and step > 0 else 1.0
-        optimizer.scale_loss((items[0].parameter.double() * pull).sum()).backward()
-        gradients.reduce()
-        skipped.append(optimizer.step(1e-2).skipped)
-        assert optimizer.scaler is not None
-        history.append(optimizer.scaler.scale)
-        counts.append(optimizer.num_skipped)
-        after = [s["tensors"]["master"] for s in shards]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        if skipped[-1]:
-            unchanged &= same
-    return skipped, history, counts, unchanged
-
-
-def test_an_overflow_of_one_rank_lowers_the_scale_of_all() -> None:
-    """Catches a rank that goes on alone, or keeps its scale, when another one overflows."""
-    for skipped, history, counts, unchanged in run_ranks(4, _overflow, torch.float16):
-        assert skipped == [False, True, True, True, False]
-        assert history == [2.0**k for k in (12, 11, 10, 9, 9)]
-        assert counts == [0, 1, 2, 3, 3]
-        assert unchanged
-    for skipped, history, _, _ in run_ranks(4, _overflow, torch.float32):
-        assert not any(skipped), "the same gradients fit into float32"
-        assert history == [2.0**12] * 5
 
 
 class Solo:
