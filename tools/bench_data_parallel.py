@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isp.comm import Channel
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
+from isp.run.forked import run_ranks
 
 REFERENCE = "DistributedDataParallel"
 Step = Callable[[Tensor], None]
@@ -75,11 +73,8 @@ def training_step(model: nn.Module, begin: Callable[[], None]) -> Step:
     return step
 
 
-def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     """Run all wrappers in turn on this rank; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     steps = steps_of(options.width, options.depth)
     x = torch.randn(options.batch, options.width)
     names = list(steps)
@@ -98,7 +93,6 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
                 times[name].append((seconds[0].item(), seconds[1].item()))
     if rank == 0:
         report(world, times)
-    dist.destroy_process_group()
 
 
 def report(world: int, times: Times) -> None:
@@ -134,8 +128,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in build(options.width, options.depth).parameters())
     print(f"{parameters / 1e6:.1f}M float32 parameters, batch {options.batch}, 1 thread a rank")
     for world in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, args=(world, str(Path(folder)), options), nprocs=world)
+        run_ranks(world, measure, world, options, timeout_seconds=3600.0)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,12 @@ that ranks do not compete for cores and a forward costs as much as each half of 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from paced import Paced
 
 from isp.comm import Link, Mesh, TimedTransfer
@@ -47,6 +43,7 @@ from isp.parallel import (
 )
 from isp.pipeline import PipelineOrder
 from isp.pipeline.order import timeline
+from isp.run.forked import run_ranks
 from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
@@ -190,31 +187,6 @@ def exposed_gathers(rank: int, world: int, o: argparse.Namespace) -> None:
                 )
 
 
-def rank_main(rank: int, world: int, folder: str, work: Callable[..., None], o: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    work(rank, world, o)
-    dist.barrier()
-    os._exit(0)
-
-
-def run(world: int, work: Callable[..., None], o: argparse.Namespace) -> None:
-    """Fork the ranks and wait for them."""
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_main, args=(r, world, folder, work, o), daemon=True)
-            for r in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            if process.exitcode:
-                raise SystemExit("a rank failed")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,8 +201,8 @@ def main() -> None:
     if o.quick:
         o.ms, o.rounds = 1.0, 1
     for world in (2, 4):
-        run(world, bubbles, o)
-    run(4, exposed_gathers, o)
+        run_ranks(world, bubbles, world, o, timeout_seconds=3600.0)
+    run_ranks(4, exposed_gathers, 4, o, timeout_seconds=3600.0)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ import argparse
 import os
 import platform
 import statistics
-import tempfile
 import time
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from isp.comm import Mesh
 from isp.config import JobConfig
@@ -28,6 +26,7 @@ from isp.data.batch import MicroBatch
 from isp.data.config import DataConfig
 from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.profile.recorder import Recorder
+from isp.run.forked import run_ranks
 from isp.train.profile_parts import recorder_for
 from isp.train.step import TrainStep, make_train_step
 from model.config import ModelConfig
@@ -58,11 +57,8 @@ def job(world: int, mode: Mode, options: argparse.Namespace) -> JobConfig:
     )
 
 
-def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     """All modes on this rank; rank 0 prints a line for each."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     cpu = torch.device("cpu")
     for mode in Mode:
         config = job(world, mode, options)
@@ -84,8 +80,6 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
         step.drain()
         if rank == 0:
             report(world, mode, plain, recorded, marks)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def timed(step: TrainStep, batch: MicroBatch, recorder: Recorder | None) -> Cost:
@@ -142,10 +136,7 @@ def main() -> None:
     print(f"{torch.__version__}, gloo, one thread a rank\n")
     print("ranks  mode   step ms  records    time  processor time   (recorded / not recorded)")
     for world in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(
-                measure, args=(world, folder, options), nprocs=world, start_method="fork"
-            )
+        run_ranks(world, measure, world, options, timeout_seconds=3600.0)
 
 
 if __name__ == "__main__":
