@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.options import add_option, not_negative, positive
+from isp.settings.packages import require
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -49,11 +49,7 @@ def check_tasks(args: argparse.Namespace, source: Source) -> None:
     """Raise ValueError, in a line, for what cannot be; sets `max_length`."""
     if args.html or args.data or args.lengths:
         raise ValueError("--tasks: leave out --html, --data and --lengths, which are for no tasks")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            "--tasks needs the lm-eval package: bash tools/setup_env.sh lm-eval (or pip install"
-            " lm-eval)"
-        )
+    require("--tasks", "lm_eval", extra="lm-eval")
     if args.apply_chat_template:
         source.chat_template()
     limit = source.position_limit

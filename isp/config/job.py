@@ -33,7 +33,7 @@ from isp.settings import (
     TrainingConfig,
     ValidationConfig,
 )
-from isp.settings.packages import require_hf
+from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of, section
 from model.config import ModelConfig
 from model.huggingface import with_init_from
@@ -183,15 +183,11 @@ class JobConfig:
             raise ConfigError(f"training.global_batch_size={whole}: {error}") from error
 
     def require_packages(self) -> None:
-        """Raise ConfigError if a key asks for a package that is not installed."""
-        if self.metrics.enable_tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError(
-                "metrics.enable_tensorboard=true needs the tensorboard package: bash"
-                " tools/setup_env.sh tensorboard (or pip install tensorboard), or use false;"
-                " metrics.jsonl has the same numbers"
-            )
+        """Raise ValueError if a key asks for a package that is not installed."""
+        if self.metrics.enable_tensorboard:
+            require("metrics.enable_tensorboard=true", "tensorboard", extra="tensorboard")
         if self.model.init_from is not None:
-            require_hf(f"model.init_from={self.model.init_from}", "safetensors")
+            require(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(

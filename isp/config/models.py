@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from isp.settings.packages import require_hf
+from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
 
@@ -28,7 +28,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
         own = replace(model, **{**plain, "compile": model.compile})
         return _decoder(own).computed(**_how(model))
-    require_hf(f"model.hf={model.hf}", "transformers", "safetensors")
+    require(f"model.hf={model.hf}", "transformers", "safetensors")
     from isp.models.pretrained import folder_model
 
     return folder_model(model.hf, dtype, trains=trains, **_how(model))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.config import BYTE_TOKENIZER
+from isp.settings.packages import require
 
 __all__ = ["ByteTokenizer", "Encoding", "HFTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
 
@@ -170,13 +171,9 @@ def _tokenizer_file(path: Path) -> Path:
 
 def _read_tokenizer(file: Path) -> Any:
     """The parsed tokenizer."""
-    try:
-        from tokenizers import Tokenizer as FastTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"data.tokenizer={file} needs the tokenizers package: bash tools/setup_env.sh hf"
-            f" (or pip install tokenizers), or use data.tokenizer={BYTE_TOKENIZER}"
-        ) from error
+    require(f"data.tokenizer={file}", "tokenizers")
+    from tokenizers import Tokenizer as FastTokenizer
+
     try:
         return FastTokenizer.from_file(str(file))
     except Exception as error:  # The package raises bare Exception for every fault of the file.

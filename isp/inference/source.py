@@ -26,7 +26,7 @@ from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import CheckpointConfig
 from isp.settings.json_file import read_json
-from isp.settings.packages import require_hf
+from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
 from isp.train.begin_from import check_folder, load_folder
 from isp.train.export import saved_model
@@ -203,7 +203,7 @@ def _of_checkpoint(
 
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
-    require_hf("isp generate from a Hugging Face folder", "safetensors")
+    require("isp generate from a Hugging Face folder", "safetensors")
     described = read_json(path / CONFIG_FILE)
     if tokenizer is None and not (path / "tokenizer.json").is_file():
         raise ValueError(
@@ -230,7 +230,7 @@ def _section(path: Path, described: Mapping[str, Any]) -> ModelConfig:
     try:
         model_values(described)
     except ValueError:
-        require_hf(f"the model in {path}", "transformers")
+        require(f"the model in {path}", "transformers")
         return ModelConfig(hf=str(path))
     values = with_init_from({"init_from": str(path.absolute())})
     found = TypeAdapter(ModelConfig).validate_json(json.dumps(values))

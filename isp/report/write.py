@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 from isp.profile import Profile
 from isp.run.folder import RunFolder
+from isp.settings.packages import require
 
 if TYPE_CHECKING:
     from isp.report.page import Page
@@ -81,11 +82,4 @@ def write_page(page: Page, file: str | Path) -> Path:
 
 def require_packages() -> None:
     """Raise ValueError, with what to install, if a report cannot be made here."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"a report needs {error.name}, which is not installed: pip install -e '.[report]',"
-            f" or bash tools/setup_env.sh report"
-        ) from error
+    require("a report", "jinja2", "matplotlib", extra="report")

@@ -14,6 +14,7 @@ from isp.models.folder import read_json
 from isp.models.hosts import Host
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64, tiny_model
+from isp.settings.packages import require
 from isp.settings.recomputation import Recomputation
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -136,13 +137,9 @@ def read_folder(folder: Path) -> Any:
     Raises ValueError for a folder without one, or one that transformers does not know.
     """
     kind = read_json(folder / "config.json").get("model_type")
-    try:
-        from transformers import AutoConfig, logging
-    except ImportError:
-        raise ValueError(
-            f"{folder} needs the package transformers, which is not installed:"
-            f" bash tools/setup_env.sh hf (or pip install transformers)"
-        ) from None
+    require(str(folder), "transformers")
+    from transformers import AutoConfig, logging
+
     logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -19,7 +19,7 @@ from isp.checkpoint.whole import WholeWeights
 from isp.config.models import language_model
 from isp.models.build import parameter_shapes
 from isp.settings.json_file import read_json
-from isp.settings.packages import require_hf
+from isp.settings.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import WeightTable
@@ -47,7 +47,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     anything, if `folder` is not empty, `path` is no checkpoint or does not say its model,
     CheckpointError if it is damaged.
     """
-    require_hf("isp checkpoint export", "safetensors")
+    require("isp checkpoint export", "safetensors")
     from isp.models.folder import WeightWriter
 
     if describe_contents(folder) not in ("is empty", "does not exist"):
@@ -149,7 +149,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
 
 def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     """Of a run of `model.hf`, as transformers saves such a model."""
-    require_hf("an export of model.hf", "transformers", "safetensors")
+    require("an export of model.hf", "transformers", "safetensors")
     from isp.models.pretrained import saved_again
 
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}

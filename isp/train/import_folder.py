@@ -19,7 +19,7 @@ from isp.models.build import build_model
 from isp.parallel import Axis, ParallelConfig
 from isp.parallel.topology import Topology
 from isp.settings import CheckpointConfig, TrainingConfig
-from isp.settings.packages import require_hf
+from isp.settings.packages import require
 from isp.train.begin_from import check_folder, load_folder
 from isp.train.resume import saved_values
 from model.config import ModelConfig
@@ -34,7 +34,7 @@ def import_folder(folder: Path, into: Path, *, dtype: str) -> int:
     The whole model is in memory, in `dtype`. Raises ValueError, before it writes anything, if
     `into` is not empty, or `folder` has no model that the decoder computes.
     """
-    require_hf("isp checkpoint import", "safetensors")
+    require("isp checkpoint import", "safetensors")
     if describe_contents(into) not in ("is empty", "does not exist"):
         raise ValueError(f"--into {into}: it {describe_contents(into)}: name an empty folder")
     section = with_init_from({"init_from": str(folder.absolute())})

@@ -48,5 +48,5 @@ def test_profile_without_the_packages(
     """Catches a profile of many steps whose page cannot be made in the end."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["profile", str(job), "--html", "--nproc", "2"]) == 2
-    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    assert "bash tools/setup_env.sh report" in capsys.readouterr().err
     assert not (job.parent / "small").exists()
