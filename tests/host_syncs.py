@@ -1,6 +1,6 @@
 """Where the host would wait for its device: a guard for steps, on the CPU as on CUDA.
 
-On CUDA torch itself tells of it. On the CPU nobody waits, so it is told from what is done to which
+On CUDA torch itself reports it. On the CPU nobody waits, so it follows from what is done to which
 tensors: all are the device's but those that are known to be the host's, which are given as such,
 made without a word of a device, or computed from the host's alone. Noted are
 
@@ -253,7 +253,7 @@ def _place() -> str:
 def syncs_on_cuda() -> Iterator[list[str]]:
     """The waits of the host for CUDA in this context, where torch sees them."""
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -261,5 +261,5 @@ def syncs_on_cuda() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found += [
-        f"{w.filename}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message)
+        f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
     ]

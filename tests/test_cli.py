@@ -122,7 +122,7 @@ def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_one_process_for_many_ranks_is_told_to_start_them(job, capsys, command, words, least):
+def test_one_process_for_many_ranks_is_asked_to_start_them(job, capsys, command, words, least):
     """Catches advice to give up the split, where --nproc was forgotten; and a wrong number."""
     assert main([command, job, *words]) == 2
     said = capsys.readouterr().err
@@ -151,7 +151,7 @@ HELD_OUT = {
     [("train", *of) for of in (MISSING | HELD_OUT).items()]
     + [("profile", *of) for of in MISSING.items()],
 )
-def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, command, word, fault):
+def test_missing_data_are_reported_before_ranks_start(job, capsys, monkeypatch, command, word, fault):
     """Catches ranks that are started only to find that there is nothing to read."""
     monkeypatch.chdir(Path(job).parent)
     Path("a.jsonl").write_text('{"text": "x"}\n' * 5)
@@ -163,7 +163,7 @@ def test_missing_data_are_told_before_ranks_start(job, capsys, monkeypatch, comm
     assert fault in line
 
 
-def test_damaged_checkpoints_are_told_before_ranks_start(job, capsys, monkeypatch):
+def test_damaged_checkpoints_are_reported_before_ranks_start(job, capsys, monkeypatch):
     """Catches a traceback, or ranks that start, where a line says what is wrong."""
     monkeypatch.chdir(Path(job).parent)
     monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
@@ -176,7 +176,7 @@ def test_damaged_checkpoints_are_told_before_ranks_start(job, capsys, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_a_missing_device_is_told_before_ranks_start(job, capsys, monkeypatch, command):
+def test_a_missing_device_is_reported_before_ranks_start(job, capsys, monkeypatch, command):
     """Catches ranks that are started only to refuse, each of them."""
     monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
     assert main([command, job, "--nproc=2", "--training.device=cuda"]) == 2
@@ -236,7 +236,7 @@ def test_data_prepare_writes_what_it_says(tmp_path, capsys):
     assert (tmp_path / "out.idx").exists()
 
 
-def test_data_prepare_ends_documents_as_it_is_told(tmp_path, capsys):
+def test_data_prepare_ends_documents_as_it_is_reported(tmp_path, capsys):
     """Catches `--eos-token` that does not reach the work, or is ignored for bytes."""
     tokenizer = write_tokenizer(tmp_path / "t", ["</s>", "<mine>"])
     (tmp_path / "a.txt").write_text("the cat")
@@ -333,7 +333,7 @@ def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) ->
 
 
 @pytest.mark.parametrize("words", [["--version"], ["train", "configs/quickstart.yaml"]])
-def test_python_without_the_packages_is_told_how_to_get_them(words: list[str]) -> None:
+def test_python_without_the_packages_learns_how_to_get_them(words: list[str]) -> None:
     """Catches a traceback where `pip install` or the environment has been left out."""
     done = subprocess.run(
         [sys.executable, "-S", "-m", "isp", *words], cwd=ROOT, capture_output=True, text=True

@@ -81,7 +81,7 @@ def test_one_rank_generates_where_more_do_not_divide_the_heads(
     assert note.startswith("note: on one rank, not 3: parallel.tensor.size=3 must divide")
 
 
-def test_faults_are_told_in_a_line(
+def test_faults_are_reported_in_a_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt2 = saved("gpt2", tmp_path / "gpt2")
@@ -94,7 +94,7 @@ def test_faults_are_told_in_a_line(
     tokenizer.save(str(llama / "tokenizer.json"))
     capsys.readouterr()
     bytes_ = ("--tokenizer", "bytes")
-    for words, told in (
+    for words, fault in (
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
         ((str(llama), "--prompt", ""), "the prompt '' is empty"),
@@ -116,6 +116,6 @@ def test_faults_are_told_in_a_line(
         assert (code, out) == (2, ""), err
         assert err.startswith("error: ")
         assert err.count("\n") == 1, err
-        assert told in err
+        assert fault in err
     code, out, err = said(capsys, str(gpt2), "--prompt", "x" * 60, *bytes_, "--max-new-tokens", "5")
     assert code == 0, err

@@ -101,7 +101,7 @@ def test_what_waits_for_nobody_is_not_noted() -> None:
         assert guard.followed > 0
         assert guard.take() == []
         x.sum().item()
-        assert copy.wait().tolist() == [5.0, 5.0], "what was told before the last wait is there"
+        assert copy.wait().tolist() == [5.0, 5.0], "what was sent before the last wait is there"
     assert len(guard.found) == 1
 
 
@@ -113,7 +113,7 @@ MODEL = ModelConfig(
 EVEN = replace(MODEL, num_heads=4, num_kv_heads=2)
 WINDOW = replace(MODEL, sliding_window=11)
 AGAIN = replace(MODEL, checkpoint=1.0)
-RUNGS = replace(
+LEAN = replace(
     MODEL,
     num_kv_heads=6,
     checkpoint=1.0,
@@ -140,7 +140,7 @@ OF_TWO = {
     "window": Case(layout=replace(ISP, data=1), model=WINDOW),
     "recomputed": Case(layout=ISP, model=AGAIN),
     "replicas": Case(layout=Layout(data=2, zero1=2)),
-    "rungs": Case(layout=ISP, model=RUNGS, optimizer=replace(OPTIMIZER, offload_states=True)),
+    "lean": Case(layout=ISP, model=LEAN, optimizer=replace(OPTIMIZER, offload_states=True)),
     "loss over ranks": Case(
         layout=replace(ISP, options=WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True))
     ),
@@ -172,7 +172,7 @@ class Found:
     passes: list[str]
     """Of forward and backward."""
     end: list[str]
-    """Of reduction, update and what is told of them."""
+    """Of reduction, update and what is reported of them."""
     evaluation: list[str]
     followed: int
 
@@ -251,7 +251,7 @@ def test_a_step_of_a_model_of_transformers_waits_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["isp", "rows", "window", "recomputed", "rungs", "scaled"])
+@pytest.mark.parametrize("name", ["isp", "rows", "window", "recomputed", "lean", "scaled"])
 def test_a_step_waits_once_on_cuda(name: str) -> None:
     """Catches what waits inside of an operation, and so is not seen on the CPU."""
     case = OF_TWO[name]

@@ -132,7 +132,7 @@ def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told", "untold"),
+    ("how", "code", "shown", "hidden"),
     [
         ("raise", 1, ["rank 1 failed:", "RuntimeError: the first to fail"], "closed by peer"),
         ("refuse", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "Traceback"),
@@ -140,19 +140,19 @@ def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("kill", 137, ["error: rank 1 was killed by SIGKILL"], "closed by peer"),
     ],
 )
-def test_the_first_failure_of_the_ranks_is_told_once(start_ranks, how, code, told, untold):
+def test_the_first_failure_of_the_ranks_is_shown_once(start_ranks, how, code, shown, hidden):
     """Catches a launcher that shows the ranks' knock-on errors, torchrun's report, or nothing."""
     ended, _, errors = start_ranks(how).end()
     assert ended == code, errors
-    for words in told:
+    for words in shown:
         assert errors.count(words) == 1, errors
-    assert untold not in errors
+    assert hidden not in errors
     assert "torch/distributed" not in errors
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
-    """Catches ranks killed, or left running, when the launcher is told to stop."""
+    """Catches ranks killed, or left running, when the launcher is asked to stop."""
     launcher = start_ranks("stop")
     launcher.await_ranks()
     launcher.send(stop)
@@ -244,19 +244,19 @@ def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
     assert launcher.end()[0] == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
-def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank, told):
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank, shown):
     """Catches the same refusal printed by every rank, or missing from torchrun's report."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert main(["train", str(tmp_path / "absent.yaml")]) == 2
-    assert ("cannot read it" in capsys.readouterr().err) is told
+    assert ("cannot read it" in capsys.readouterr().err) is shown
     recorded = json.loads((tmp_path / "error.json").read_text())
     assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
 
 
-def test_a_reader_that_leaves_is_told_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
+def test_a_reader_that_leaves_is_reported_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
     """Catches a traceback of the other ranks behind `isp generate ... --nproc 2 | head`."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))

@@ -191,7 +191,7 @@ def test_keys_of_another_update_rule_are_named(write):
     assert found == ["optimizer.eps is not used by lion"]
 
 
-def test_a_warm_up_that_outlasts_the_run_is_told(write):
+def test_a_warm_up_that_outlasts_the_run_is_reported(write):
     """Catches a run cut short whose learning rate never comes to what was given."""
     words = ["--lr_scheduler.warmup_steps=10", "--training.steps"]
     assert load_config(write(MINIMAL), [*words, "10"]).unused() == []

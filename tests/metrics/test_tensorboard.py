@@ -61,7 +61,7 @@ def test_a_full_disk_does_not_end_the_run(
     assert "training continues" in warning.getMessage()
 
 
-def test_a_missing_package_is_told_before_ranks_start(
+def test_a_missing_package_is_reported_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches ranks that start and then fail on an import, each with a traceback."""

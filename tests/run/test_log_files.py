@@ -103,7 +103,7 @@ def test_exception_of_a_thread_is_in_the_file(
     assert [failure.exc_type for failure in failures] == [ZeroDivisionError]
 
 
-def test_full_disk_is_told_once(
+def test_full_disk_is_reported_once(
     path: Path, terminal: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a run killed, or a terminal flooded, by a log that cannot be written."""

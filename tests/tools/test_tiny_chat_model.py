@@ -76,7 +76,7 @@ def test_generate_asks_the_assistant(
     assert out.startswith("--- 1 of 2: ")
     assert all(text in out for text in texts)
     assert f"prefill {sum(counts)} tokens" in err
-    for more, told in (
+    for more, fault in (
         (
             [str(tmp_path / "ended.jsonl")],
             "line 1: its last message is the assistant's",
@@ -87,7 +87,7 @@ def test_generate_asks_the_assistant(
     ):
         assert isp([*words, *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert told in line
+        assert fault in line
     assert load(made / "model").turn_end() == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
