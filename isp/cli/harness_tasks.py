@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.options import add_option, not_negative, positive
-from isp.settings.packages import require
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -49,6 +48,8 @@ def check_tasks(args: argparse.Namespace, source: Source) -> None:
     """Raise ValueError, in a line, for what cannot be; sets `max_length`."""
     if args.html or args.data or args.lengths:
         raise ValueError("--tasks: leave out --html, --data and --lengths, which are for no tasks")
+    from isp.settings.packages import require
+
     require("--tasks", "lm_eval", extra="lm-eval")
     if args.apply_chat_template:
         source.chat_template()
