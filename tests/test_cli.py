@@ -151,7 +151,9 @@ HELD_OUT = {
     [("train", *of) for of in (MISSING | HELD_OUT).items()]
     + [("profile", *of) for of in MISSING.items()],
 )
-def test_missing_data_are_reported_before_ranks_start(job, capsys, monkeypatch, command, word, fault):
+def test_missing_data_are_reported_before_ranks_start(
+    job, capsys, monkeypatch, command, word, fault
+):
     """Catches ranks that are started only to find that there is nothing to read."""
     monkeypatch.chdir(Path(job).parent)
     Path("a.jsonl").write_text('{"text": "x"}\n' * 5)
