@@ -221,12 +221,12 @@ def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBa
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return []
     major, _ = torch.cuda.get_device_capability(device)
-    wanted = [AttentionBackend.FLASH2, AttentionBackend.VARLEN, AttentionBackend.SDPA]
+    found = [AttentionBackend.FLASH2, AttentionBackend.VARLEN, AttentionBackend.SDPA]
     if major == 9:
-        wanted = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *wanted]
+        found = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *found]
     if major >= 10:
-        wanted = [AttentionBackend.FLASH4, *wanted]
-    return wanted
+        found = [AttentionBackend.FLASH4, *found]
+    return found
 
 
 def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:

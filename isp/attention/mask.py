@@ -148,7 +148,7 @@ class AttentionMask:
         missing = set(range(0, total, query_length or 1)) - set(self.bounds)
         if missing:
             raise ValueError(
-                f"a document cannot go on from one row of the batch to the next: cu_seqlens"
+                f"a document cannot span two sequences of the batch: cu_seqlens"
                 f" {_shorten(self.bounds)} lacks the end of row {min(missing)}"
             )
         self._covered.add(sizes)

@@ -32,7 +32,7 @@ class SdpaAttention:
 
     By the first of `kernels` that can, `in_order` or else in torch's own order for the device.
     cuDNN's cannot attend to a single key, and in some versions not in bands of a window or with
-    fewer queries than keys, as context ranks have; where torch is told to be deterministic it
+    fewer queries than keys, as context ranks have; where torch has to be deterministic it
     cannot at all. The others are deterministic then.
     """
 

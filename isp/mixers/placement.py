@@ -116,7 +116,7 @@ class Placement:
 
     @cached_property
     def continued(self) -> tuple[int, ...]:
-        """This rank's segments whose document goes on behind them, by number."""
+        """This rank's segments whose document continues behind them, by number."""
         return tuple(np.flatnonzero((self._slices.end < self._slices.stop)[self._own]).tolist())
 
     @cached_property

@@ -8,7 +8,7 @@ by state   summaries of own slices [n, F]  --those of earlier slices, all-to-all
            each slice [n, H, ..]  scan of own slices from these states  [T', H, V]
 
 By heads a rank computes what one process computes for these heads. By state each slice is
-summarised first, where its document goes on behind it, and scanned from its true state then: two
+summarised first, where its document continues behind it, and scanned from its true state then: two
 passes, of which only the summaries travel, float32 at least.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -103,7 +102,7 @@ class WeightHolders:
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                uses=tuple(_uses_of_part(self.model, calls, holders, points, forward_only, tiled)),
+                uses=tuple(_uses_of(self.model, calls, holders, points, forward_only, tiled)),
                 recomputed=blocks.recomputed.get(name, False),
                 input_kept=blocks.input_kept.get(name, True),
             )
@@ -195,7 +194,7 @@ def _parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
             yield block, list(calls)
 
 
-def _uses_of_part(
+def _uses_of(
     model: nn.Module,
     calls: Sequence[Call],
     holders: Mapping[str, Holder],
@@ -209,47 +208,28 @@ def _uses_of_part(
     where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
     weights backward does not read. `tiled`: modules that are computed in tiles.
     """
-    latest: str | None = None
-    for use, call in _uses_of(model, calls, holders, points, forward_only):
-        outer = next((name for name in tiled if call.module.startswith(f"{name}.")), None)
-        if outer is not None:
-            use = replace(
-                use,
-                at=model.get_submodule(outer),
-                in_recompute=False,
-                with_previous=latest == outer,
-            )
-        latest = outer
-        yield use
-
-
-def _uses_of(
-    model: nn.Module,
-    calls: Sequence[Call],
-    holders: Mapping[str, Holder],
-    points: Mapping[tuple[str, int], nn.Module],
-    forward_only: Collection[str],
-) -> Iterator[tuple[DeclaredUse, Call]]:
     reached = [i for i, call in enumerate(calls) if _reads_anew(call, holders)]
-    named = _launch_points(calls, reached)
+    named, latest = _launch_points(calls, reached), None
     for index in reached:
         call, launch_point = calls[index], named.get(index)
         name, holder = _name(call), holders.get(call.module)
         at = points[call.module, index] if call.kind.mixes else model.get_submodule(call.module)
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
+        outer = next((name for name in tiled if call.module.startswith(f"{name}.")), None)
         for number, weight in enumerate((None,) if holder is None else holder.weights):
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
-            use = DeclaredUse(
+            yield DeclaredUse(
                 name=f"{name}{inner}",
                 layer=weight,
-                at=at,
+                at=at if outer is None else model.get_submodule(outer),
                 launch_point=None if number else launch_point,
                 weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
-                with_previous=number > 0,
+                with_previous=number > 0 if outer is None else latest == outer,
                 passes=Passes() if weight is None else _passes(weight, call),
+                in_recompute=outer is None,
             )
-            yield use, call
+            latest = outer
 
 
 def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:

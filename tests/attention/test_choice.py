@@ -1,4 +1,4 @@
-"""The choice of what computes local attention, and what the packages are told."""
+"""The choice of what computes local attention, and what the packages are given."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_packages_own_signatures(
     assert calls == [(True, (no_limit, no_limit), deterministic), (True, (3, 0), deterministic)]
 
 
-def test_packages_are_told_the_keys_of_each_document(
+def test_packages_are_given_the_keys_of_each_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches the lengths of queries, or the longest of them, given for those of keys."""

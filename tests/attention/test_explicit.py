@@ -55,10 +55,10 @@ def test_is_what_the_definition_says(name: str, heads: tuple[int, int]) -> None:
 def test_blocks_of_long_rows_join_without_a_seam() -> None:
     """Catches a row of several blocks whose later ones look at the wrong keys."""
     inputs, dout = random_inputs(1, 700, 2, 1)
-    wanted = SdpaAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
+    expected = SdpaAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
     found = ExplicitAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
-    grads = (torch.autograd.grad(out, inputs, dout) for out in (wanted, found))
-    assert _error([found], [wanted]) < TOLERANCE
+    grads = (torch.autograd.grad(out, inputs, dout) for out in (expected, found))
+    assert _error([found], [expected]) < TOLERANCE
     assert all(_error([a], [b]) < TOLERANCE for a, b in zip(*grads, strict=True))
 
 
@@ -112,11 +112,11 @@ def test_a_query_sees_the_keys_that_are_chosen_for_it(
     k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
     logits = torch.einsum("ihd,jhd->hij", q, k) * SCALE
     logits = logits.masked_fill(~seen.repeat_interleave(6 // choices, 0), -torch.inf)
-    wanted = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).view(dout.shape)
+    expected = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).view(dout.shape)
     chosen = Chosen(numbers.to(torch.int32), run)
     found = ExplicitAttention(scale=SCALE)(*inputs, mask=mask, chosen=chosen)
-    grads = [torch.autograd.grad(out, inputs, dout) for out in (found, wanted)]
-    assert _error([found, *grads[0]], [wanted, *grads[1]]) < TOLERANCE
+    grads = [torch.autograd.grad(out, inputs, dout) for out in (found, expected)]
+    assert _error([found, *grads[0]], [expected, *grads[1]]) < TOLERANCE
 
 
 def test_narrow_numbers_are_summed_in_float32() -> None:

@@ -51,7 +51,7 @@ def test_a_window_costs_no_more_than_its_width() -> None:
     ("lengths", "sizes", "message"),
     [
         ([3, 4], (1, 8, 8), "rise from 0 to the 8 tokens"),
-        ([6, 2], (2, 4, 4), "cannot go on from one row"),
+        ([6, 2], (2, 4, 4), "cannot span two sequences"),
         ([4, 4], (2, 4, 5), "as many queries as keys, or cu_seqlens_k, got 4 and 5"),
         ([5, -1], (1, 4, 4), "rise from 0"),
     ],

@@ -42,7 +42,7 @@ def test_kernels_of_parts_make_the_whole() -> None:
     kernel = CpuAttention()
     (q, k, v), dout = random_inputs(1, 300, 4, 2)
     expected = CpuAttention()(q, k, v, mask=AttentionMask())
-    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
     q, k, v, dout, expected = (x.detach()[0] for x in (q, k, v, dout, expected))
     halves = AttentionMask.of_documents([150, 150])
     before = AttentionMask.of_documents([150], [150], causal=False)
@@ -58,7 +58,7 @@ def test_kernels_of_parts_make_the_whole() -> None:
     found[0][150:] += more[0]
     for whole, part in zip(found[1:], more[1:], strict=True):
         whole[:150] += part
-    assert error_of(found, [x[0] for x in wanted]) < TOLERANCE * 300
+    assert error_of(found, [x[0] for x in gradients]) < TOLERANCE * 300
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ VOCAB = 96
 
 
 class OwnBlock(nn.Module):
-    """Attends once, and does otherwise if it is told to."""
+    """Attends once, and does otherwise if there is trouble."""
 
     def __init__(self, size: int, heads: int, kv_heads: int, dropout: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class OwnBlock(nn.Module):
         q, k, v = (z.unflatten(-1, (-1, self.head)) for z in (q, k, v))
         x = x + self.dropout(self.out(isp.attention(q, k, v, window=20).flatten(2)))
         if self.trouble == "failure":
-            raise ArithmeticError("as told")
+            raise ArithmeticError("as planned")
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 

@@ -227,8 +227,8 @@ def _refused(rank: int, trouble: str) -> str:
 
 def test_experts_that_would_lose_gradients_are_refused() -> None:
     """Catches gradients that are silently other than the plain model's."""
-    told = {"writes": "writes into", "two": "gives a tuple", "beside": "neither given to it"}
-    for trouble, words in told.items():
+    faults = {"writes": "writes into", "two": "gives a tuple", "beside": "neither given to it"}
+    for trouble, words in faults.items():
         for found in run_ranks(2, _refused, trouble):
             assert words in found
             assert "blocks.1.experts" in found

@@ -47,7 +47,7 @@ def change_weights(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file(found, folder / WEIGHTS)
 
 
-def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
+def test_sizes_come_from_the_folder_and_are_printed_in_full(folder: Path) -> None:
     """Catches sizes of the defaults, and a printed configuration that is refused when read."""
     config = config_of(folder)
     model = config.model
@@ -59,7 +59,7 @@ def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
         (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
@@ -69,16 +69,16 @@ def test_sizes_come_from_the_folder_and_are_told_in_full(folder: Path) -> None:
     ],
 )
 def test_keys_that_do_not_go_with_a_folder_are_named(
-    folder: Path, words: list[str], told: str
+    folder: Path, words: list[str], message: str
 ) -> None:
     """Catches a key that is silently ignored, or that breaks a rank."""
     with pytest.raises(ConfigError) as refused:
         config_of(folder, *words)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 in config.json drops attention"),
         ({"output_router_logits": True}, "output_router_logits=true in config.json"),
@@ -93,22 +93,24 @@ def test_keys_that_do_not_go_with_a_folder_are_named(
         ),
     ],
 )
-def test_what_isp_cannot_compute_is_named(folder: Path, values: dict[str, Any], told: str) -> None:
+def test_what_isp_cannot_compute_is_named(
+    folder: Path, values: dict[str, Any], message: str
+) -> None:
     """Catches a model that trains, but as another one."""
     change(folder, **values)
     with pytest.raises(ConfigError) as refused:
         config_of(folder, ISP_2)
-    assert told in str(refused.value)
-    if "dynamic" in told:  # one rank has the whole row
+    assert message in str(refused.value)
+    if "dynamic" in message:  # one rank has the whole row
         assert config_of(folder).language_model.num_parameters > 0
 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     """Catches a traceback about a file for a folder that is none of a model."""
-    for text, told in ((None, "has no config.json"), ("{", "is damaged"), ("[]", "no object")):
+    for text, message in ((None, "has no config.json"), ("{", "is damaged"), ("[]", "no object")):
         if text is not None:
             (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=told) as refused:
+        with pytest.raises(ConfigError, match=message) as refused:
             load_config(write_job(tmp_path, tmp_path))
         assert str(refused.value).count("model.hf=") == 1
     with pytest.raises(ConfigError, match="nowhere is no folder"):
@@ -122,14 +124,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("told", FAULTS)
-def test_weights_of_another_model_are_named(folder: Path, told: str) -> None:
+@pytest.mark.parametrize("message", FAULTS)
+def test_weights_of_another_model_are_named(folder: Path, message: str) -> None:
     """Catches a tensor that is left random, ignored, or cut to fit."""
-    change_weights(folder, **FAULTS[told])
+    change_weights(folder, **FAULTS[message])
     config = config_of(folder)
     with pytest.raises(ValueError, match=r"the weights in .* are not this model's") as refused:
         _ = config.language_model
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
@@ -162,14 +164,14 @@ INDEXES = {
 }
 
 
-@pytest.mark.parametrize("told", INDEXES)
-def test_damaged_indexes_are_named(folder: Path, told: str) -> None:
+@pytest.mark.parametrize("message", INDEXES)
+def test_damaged_indexes_are_named(folder: Path, message: str) -> None:
     """Catches a traceback, and a file that is read outside of the folder."""
     config = config_of(folder)
-    (folder / f"{WEIGHTS}.index.json").write_text(INDEXES[told])
+    (folder / f"{WEIGHTS}.index.json").write_text(INDEXES[message])
     with pytest.raises(ValueError, match=r"index\.json is damaged: ") as refused:
         _ = config.language_model
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_vocabulary_that_is_too_small_is_named(folder: Path) -> None:
         check_data(config_of(folder))
 
 
-def test_missing_packages_are_told_with_the_way_out(
+def test_missing_packages_are_named_with_the_way_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an ImportError on every rank."""

@@ -75,11 +75,11 @@ def _evaluation_between(run: ParallelRun, rows: Rows) -> None:
 def _failing(run: ParallelRun, rows: Rows) -> None:
     block: Any = run.model.get_submodule("blocks.1")
     block.trouble = "failure"
-    assert _raised(_loss, run, rows) == "as told"
+    assert _raised(_loss, run, rows) == "as planned"
     block.trouble = ""
     _evaluate(run, rows)
     block.trouble = "failure"
-    assert _raised(_evaluate, run, rows) == "as told"
+    assert _raised(_evaluate, run, rows) == "as planned"
     block.trouble = ""
 
 
@@ -170,14 +170,14 @@ def test_what_fails_or_is_left_out_changes_nothing() -> None:
     a first step that has torch's time for its collectives.
     """
     data, model = _data(), Own().double()
-    wanted = trained_plainly(model, data)
+    expected = trained_plainly(model, data)
     cases = {
         name: (copy.deepcopy(model), job(2, 2, recompute=0.5), data, trouble)
         for name, trouble in TROUBLES.items()
     }
     for name, of_ranks in run_each(2, _train, cases).items():
         for found in of_ranks:
-            assert worst(found, wanted) < TOLERANCE, name
+            assert worst(found, expected) < TOLERANCE, name
 
 
 Write = Callable[[nn.Module], None]
@@ -206,15 +206,15 @@ def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
     run = isp.parallelize(model, config)
     run.step(run.loss(*data[0]))
     write(model)
-    wanted = [parameter.clone() for parameter in model.parameters()]
+    expected = [parameter.clone() for parameter in model.parameters()]
     whole = copy.deepcopy(whole_weights(run))
     loss = run.loss(*data[1])
     model.to("cpu:0")
     run.step(loss, lr=0.0)
-    for parameter, before in zip(model.parameters(), wanted, strict=True):
+    for parameter, before in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter, before)
     run.step(run.loss(*data[2]), lr=0.1)
-    for parameter, before in zip(model.parameters(), wanted, strict=True):
+    for parameter, before in zip(model.parameters(), expected, strict=True):
         assert not parameter.numel() or not torch.equal(parameter, before)
     return whole, loss.item()
 
@@ -241,10 +241,10 @@ def test_what_is_written_into_weights_counts(write: Write) -> None:
         assert all(torch.equal(x, of_ranks[1][0][n]) for n, x in weights.items()), name
         plain = copy.deepcopy(model)
         plain.load_state_dict({n: x.float() for n, x in weights.items()}, strict=False)
-        wanted = plain_loss(plain, data[1]).item()
+        expected = plain_loss(plain, data[1]).item()
         # The second: 8 bits of mantissa, in a few layers
         tolerance = 1e-5 if "bfloat16" not in name else 5e-3
-        assert abs(loss - wanted) < tolerance * wanted, name
+        assert abs(loss - expected) < tolerance * expected, name
 
 
 def _masks(rank: int, model: Own, config: JobConfig, rows: Rows) -> dict[str, Any]:
@@ -300,9 +300,9 @@ def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
 def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     """Catches attention, masks or plans of a model that another model of the process gets."""
     data, models = _data(2), [tiny("llama"), tiny("llama", seed=1, num_hidden_layers=2)]
-    wanted = [trained_plainly(model, data) for model in models]
+    plain = [trained_plainly(model, data) for model in models]
     for of_rank in run_ranks(2, _two, models, data):
-        for found, expected in zip(of_rank, wanted, strict=True):
+        for found, expected in zip(of_rank, plain, strict=True):
             assert worst(found, expected) < TOLERANCE
 
 

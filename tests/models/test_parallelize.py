@@ -122,7 +122,7 @@ def test_all_ranks_learn_that_weights_cannot_be_written(tmp_path: Path, fault: s
     if fault == "no folder":
         folder.write_text("a file")
     answers = run_ranks(2, _save_in_vain, folder, timeout_seconds=60)
-    told = "FileExistsError" if fault == "no folder" else "cannot be written: "
+    message = "FileExistsError" if fault == "no folder" else "cannot be written: "
     assert all(f"writing {folder} failed on rank 0: " in answer for answer in answers), answers
-    assert all(told in answer for answer in answers), answers
+    assert all(message in answer for answer in answers), answers
     assert fault == "no folder" or not list(folder.iterdir())

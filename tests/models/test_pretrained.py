@@ -253,14 +253,16 @@ def test_a_model_is_made_without_memory_for_its_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
+    ("gone", "message"),
     [
         ("layers.0.mlp.gate.weight", "missing: model.layers.0.mlp.gate.weight"),
         ("layers.1.mlp.experts.2.up_proj.weight", "of 4 mlp.experts.*.gate_proj.weight, 3 mlp"),
         ("layers.1.mlp.experts.2.down_proj.weight", "down_proj is [3, 32, 16], not [4, 32, 16]"),
     ],
 )
-def test_a_tensor_missing_under_another_name_is_told(tmp_path: Path, gone: str, told: str) -> None:
+def test_a_tensor_missing_under_another_name_is_named(
+    tmp_path: Path, gone: str, message: str
+) -> None:
     """Catches a router or an expert that is left random, and experts under others' numbers."""
     folder = write_folder(tmp_path, "qwen3_moe")
     tensors = load_file(folder / "model.safetensors")
@@ -268,4 +270,4 @@ def test_a_tensor_missing_under_another_name_is_told(tmp_path: Path, gone: str, 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the weights in .* are not this model's") as refused:
         folder_model(str(folder), "float32")
-    assert told in str(refused.value)
+    assert message in str(refused.value)

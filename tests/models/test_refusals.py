@@ -325,8 +325,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_driven_are_refused(name: str) -> None:
-    """Catches a model that is driven wrongly, or fails without saying where and why."""
+def test_models_that_cannot_be_run_are_refused(name: str) -> None:
+    """Catches a model that is run wrongly, or fails without saying where and why."""
     make, said = MODELS[name]
     with pytest.raises(ValueError, match=r".") as raised:
         isp.parallelize(make(), job())
@@ -385,7 +385,7 @@ def test_a_model_that_is_compiled_afterwards_is_refused() -> None:
         run.loss(torch.ones(1, 16, dtype=torch.int64))
 
 
-def test_an_encoder_is_told_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a loss near zero that nothing explains."""
     sizes = {"type_vocab_size": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     TracedModel(tiny("bert", is_decoder=True, **sizes))
@@ -412,7 +412,7 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         (
             "training: {global_batch_size: 8}",
@@ -422,10 +422,10 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
         ("model: {mlp_tile_tokens: 8}", r"model\.mlp_tile_tokens=8: .* of Own that .* use 0"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, told: str) -> None:
+def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, message: str) -> None:
     """Catches a key that is ignored: the caller's sequences are the batch, and the model is his."""
     (tmp_path / "own.yaml").write_text(keys)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         isp.parallelize(Own(), tmp_path / "own.yaml")
     assert not dist.is_initialized()
 
@@ -451,7 +451,7 @@ def test_sections_and_sizes_that_are_not_read_refuse_nothing(tmp_path: Path) -> 
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-9)  # float64, sums in another order
 
 
-def test_states_that_a_host_has_no_room_for_are_told_beforehand(
+def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches a pool that fails once ranks have met; frozen weights have no states."""

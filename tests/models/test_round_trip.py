@@ -122,5 +122,5 @@ def _loaded(folder: Path) -> Any:
     return kept_in_float64(model).eval()
 
 
-def _assert_close(found: Tensor, wanted: Tensor) -> None:
-    assert (found - wanted).abs().max() < 1e-9 * wanted.abs().max()
+def _assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()

@@ -82,15 +82,15 @@ def test_tiles_train_as_one_piece() -> None:
         for way, keys in ways.items()
     }
     found = run_each(2, _step, cases, timeout_seconds=110)
-    for told, of_ranks in found.items():
-        for own, whole in zip(of_ranks, found[f"{told.split(':')[0]}: one piece"], strict=True):
-            assert own.loss == pytest.approx(whole.loss, rel=1e-12), told
+    for case, of_ranks in found.items():
+        for own, whole in zip(of_ranks, found[f"{case.split(':')[0]}: one piece"], strict=True):
+            assert own.loss == pytest.approx(whole.loss, rel=1e-12), case
             for name, expected in whole.gradients.items():
                 apart = abs(own.gradients[name] - expected).max(initial=0)
-                assert apart <= 1e-12 * abs(expected).max(initial=0), (told, name)
+                assert apart <= 1e-12 * abs(expected).max(initial=0), (case, name)
             weights = (Purpose.WEIGHT, Purpose.WEIGHT_GRADIENT)
             for key in {key for key in whole.sent if key[0] in weights and "bias" not in key[1]}:
-                assert own.sent[key] <= whole.sent[key], (told, key)
+                assert own.sent[key] <= whole.sent[key], (case, key)
 
 
 def _peak(rank: int) -> list[int]:

@@ -190,9 +190,9 @@ def test_a_folder_is_checked(tmp_path: Path, kind: str, capsys: pytest.CaptureFi
     assert "all 1 layouts agree" in capsys.readouterr().out
 
 
-def _assert_close(found: Tensor | None, wanted: Tensor) -> None:
+def _assert_close(found: Tensor | None, expected: Tensor) -> None:
     assert found is not None
-    assert (found - wanted).abs().max() <= 1e-9 * max(1e-6, wanted.abs().max().item())
+    assert (found - expected).abs().max() <= 1e-9 * max(1e-6, expected.abs().max().item())
 
 
 def test_a_size_that_a_folder_leaves_out_is_that_of_its_type(tmp_path: Path) -> None:
