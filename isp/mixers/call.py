@@ -1,4 +1,4 @@
-"""The calls by which a model mixes tokens other than by attention.
+"""The calls by which a model mixes tokens other than by attention, and where all of them go.
 
 B batch, S sequence (S' the tokens of a rank), C channels, K taps; H heads of values, G heads of
 keys, d and e their sizes; P features of a head, N numbers of its state
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.attention.call import AttentionOptions, attend_by
 from isp.mixers.choice import Indexer
 from isp.mixers.convolution import convolve_alone
 from isp.mixers.delta_rule import DeltaRule
@@ -32,6 +33,9 @@ __all__ = [
 
 class Mixers(Protocol):
     """Where the calls of a parallelised model go."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """As `isp.attention.call.Attend`."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """x [B, S', C], weight [C, K], bias [C] -> [B, S', C]."""
@@ -53,10 +57,11 @@ def current_mixers() -> Mixers | None:
 
 @contextmanager
 def mix_by(mixers: Mixers) -> Iterator[None]:
-    """Calls of this module in this context go to `mixers`."""
+    """Calls of this module, and of attention, in this context go to `mixers`."""
     token = _mixers.set(mixers)
     try:
-        yield
+        with attend_by(mixers.attend):
+            yield
     finally:
         _mixers.reset(token)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.attention.call import attend_by
 from isp.layers.factory import LayerFactory
 from isp.mixers.call import mix_by
 from isp.models.blocks import BlockRecomputer
@@ -93,7 +92,7 @@ class CallFollower:
         """In this context the pass is under way; it has to come to its end."""
         before, self._forward_pass = self._forward_pass, forward_pass
         try:
-            with attend_by(self._mixers.attend), mix_by(self._mixers):
+            with mix_by(self._mixers):
                 yield
             forward_pass.finish()
         finally:

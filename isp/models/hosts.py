@@ -26,7 +26,7 @@ class Host:
     """How a module is called with tokens and positions, and lets `isp.attention` be isp's.
 
     It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A host has
-    no state: attention goes where `attend_by` says.
+    no state: attention goes where `mix_by` says.
     """
 
     def connect(self, model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from isp.attention.call import AttentionOptions, attend_by
+from isp.attention.call import AttentionOptions
 from isp.mixers.call import mix_by
 from isp.mixers.choice import Indexer
 from isp.mixers.recurrence import Inputs, Recurrence
@@ -68,7 +68,7 @@ def check_local(
 
     Returns whether the model ran on random weights; if it did not, this is not known.
 
-    `shape`: the traced model, on meta, whose calls of attention go where `attend_by` says;
+    `shape`: the traced model, on meta, whose calls of attention go where `mix_by` says;
     `buffers`: the model's own, in the order of its. See [Note: Locality].
     """
     model = without_weights(shape, buffers, trace.roles)
@@ -199,25 +199,23 @@ def local_calls(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(_WithoutWeights(model))
-        stack.enter_context(attend_by(_attend))
         stack.enter_context(mix_by(_LocalMixers()))
         yield
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """As `isp.attention.call.Attend`: a token attends to itself, and all of q and k count."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # [B, S, H, ..]
-    of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
-    own = q @ of_q.cos() + k @ of_k.sin()  # [B, S, H]
-    if options.profiles is not None:
-        own = own + options.profiles.to(q.dtype).cos().sum()
-    if options.chosen is not None:
-        own = own + options.chosen.numbers.sum((2, 3)).unsqueeze(2)
-    return v + own.tanh().unsqueeze(-1)
-
-
 class _LocalMixers:
     """Each token is a document of its own; a `Mixers`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """A token attends to itself, and all of q and k count."""
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # [B, S, H, ..]
+        of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
+        own = q @ of_q.cos() + k @ of_k.sin()  # [B, S, H]
+        if options.profiles is not None:
+            own = own + options.profiles.to(q.dtype).cos().sum()
+        if options.chosen is not None:
+            own = own + options.chosen.numbers.sum((2, 3)).unsqueeze(2)
+        return v + own.tanh().unsqueeze(-1)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         out = x * weight.sum(1)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.attention.call import attend_by
 from isp.mixers.call import mix_by
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
 from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused
@@ -151,12 +150,7 @@ def trace_model(
     recorder = CallRecorder(model)
     reads = Reads(model, positions, recorder.place)
     try:
-        with (
-            recorder.listening(reads),
-            attend_by(recorder.attend),
-            mix_by(recorder),
-            torch.no_grad(),
-        ):
+        with recorder.listening(reads), mix_by(recorder), torch.no_grad():
             logits = forward(model, ids, positions)
     except ValueError:
         raise
