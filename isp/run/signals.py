@@ -28,12 +28,12 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """While entered, the first stop signal sets `requested`; a second one ends the process at once.
+    """While entered, the first stop signal sets `received`; a second one ends the process at once.
 
     Signals are SIGINT, SIGTERM, SIGHUP and SIGUSR1. A SIGUSR1 announces that time is running out,
     so it never counts as the second, and neither does the next signal. What arrives within
     `repeat_seconds` is the same request: launcher, Slurm and terminal may each pass it on.
-    Every rank has its own: combine `requested` over the ranks, so that all stop after the same
+    Every rank has its own: combine `received` over the ranks, so that all stop after the same
     step. To be entered in the main thread. Processes forked while it is entered inherit it. With
     `keep_handlers` who sets handlers of his own, such as torchrun, sees the first signal as well.
 
@@ -51,11 +51,6 @@ class StopRequest:
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._old_wakeup_fd = -1
         self._watcher: threading.Thread | None = None
-
-    @property
-    def requested(self) -> bool:
-        """Whether this rank has been asked to stop."""
-        return self.received is not None
 
     def __enter__(self) -> Self:
         assert self._watcher is None, "entered twice"

@@ -36,8 +36,6 @@ class ContextBalance:
 
     def count(self, batches: Iterable[MicroBatch]) -> None:
         """Add the rows of a step; their plans are at hand."""
-        if self._ranks.context.size == 1:
-            return
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
             imbalance = self._ranks.plan(lengths).imbalance

@@ -68,6 +68,7 @@ class StepData:
         self, config: JobConfig, datasets: Datasets | None, mesh: Mesh, device: torch.device
     ) -> None:
         self._data = config.data
+        self._num_micro_batches = config.data.num_micro_batches
         self._tensor: Channel = mesh[Axis.TENSOR]
         self._host = mesh.open_host(Axis.TENSOR, "tensor_host")
         self._replica: Channel = mesh[Axis.DATA]
@@ -79,7 +80,7 @@ class StepData:
             sampler = BatchSampler(
                 dataset=datasets.train,
                 micro_bsz=config.data.micro_bsz,
-                micro_num=config.data.num_micro_batches,
+                micro_num=self._num_micro_batches,
             )
             rank, size = self._replica.rank, self._replica.size
             self._reader = Prefetcher(
@@ -90,7 +91,7 @@ class StepData:
     def training(self, step: int) -> list[MicroBatch]:
         """The `micro_num` micro-batches of `step`, counted from 0."""
         read = None if self._reader is None else self._reader.get(step)
-        return self._share(read, self._data.num_micro_batches)
+        return self._share(read, self._num_micro_batches)
 
     def validation(self) -> Iterator[list[MicroBatch]]:
         """The held-out micro-batches, the same each time, at most `micro_num` of them at once.
@@ -107,11 +108,11 @@ class StepData:
                 data_size=ranks.size,
                 max_samples=self._valid_steps
                 * data.micro_bsz
-                * data.num_micro_batches
+                * self._num_micro_batches
                 * ranks.size,
             )
         while True:
-            batches = list(islice(read, data.num_micro_batches))
+            batches = list(islice(read, self._num_micro_batches))
             shared = torch.tensor([len(batches)])
             self._host.broadcast_(shared, tag=_TAG).wait()
             if (count := int(shared.item())) == 0:

@@ -91,6 +91,10 @@ class Trainer:
         """Steps done."""
         self.tokens = 0
         """Tokens that all ranks have trained on in them."""
+        read = config.data
+        self.tokens_per_step = (
+            read.micro_bsz * read.num_micro_batches * read.seq_len * mesh[Axis.DATA].size
+        )
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
@@ -113,12 +117,6 @@ class Trainer:
             mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
             logger.info("optimizer   %s MiB of states in the memory of the host, a rank", mib)
         logger.info("%s", describe_mfu(config.language_model.flop_rule, name, peak))
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of the global batch."""
-        data = self.config.data
-        return data.micro_bsz * data.num_micro_batches * data.seq_len * self.mesh[Axis.DATA].size
 
     def where(self) -> str:
         """This rank's work now, in words."""
@@ -184,7 +182,8 @@ class Trainer:
         self.clock.enter(Phase.DATA)
         batches = self.data.training(self.step)
         outcome = self.train_step(batches, lr)
-        self._balance.count(batches)
+        if self.mesh.topology.context > 1:
+            self._balance.count(batches)
         self._pace.count(self._meter.end_step(), write_seconds=self.checkpointer.write_seconds)
         self.step += 1
         if self._profiler is not None and self._profiler.is_due(self.step):
@@ -223,7 +222,7 @@ class Trainer:
         counts = self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0
         return agree(
             self.mesh.host,
-            asked=self.stop.requested,
+            asked=self.stop.received is not None,
             late=time.monotonic() + self._pace.seconds_to_stop() > self.deadline,
             flops=model_flops(self.train_step.built.model, batches) if counts else 0,
             own_seconds=self._meter.own_seconds,
@@ -287,7 +286,7 @@ class Trainer:
         def until_asked() -> Iterator[list[MicroBatch]]:
             nonlocal asked
             for batches in self.data.validation():
-                asked = any_asked(self.mesh.host, self.stop.requested)
+                asked = any_asked(self.mesh.host, self.stop.received is not None)
                 if asked:
                     return
                 yield batches
