@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from isp.profile import Profile
+from isp.comm.tag import Purpose
+from isp.profile import Cause, Collective, ModeProfile, Profile
 from tests.profile.example import example_profile
 
 
@@ -38,10 +39,32 @@ def test_other_files_are_refused(change, message):
         Profile.from_json(json.dumps(values))
 
 
-def test_derived_numbers():
-    """Catches a share or a bound made of the wrong parts."""
-    mtp, isp = (mode.summary for mode in example_profile().modes)
-    assert (mtp.exposed_share, mtp.bound_ms, mtp.exposed_over_bound) == (0.16, 16.0, 1.0)
-    assert (isp.exposed_share, isp.bound_ms, isp.exposed_over_bound) == (0.09, 6.0, 1.5)
-    nothing = dataclasses.replace(mtp, comm_ms=0.0, exposed_ms=0.0, chain_ms=0.0)
-    assert (nothing.exposed_share, nothing.exposed_over_bound) == (0.0, None)
+def on_one_rank(mode: ModeProfile, *collectives: Collective) -> ModeProfile:
+    rank = mode.ranks[0]
+    timeline = dataclasses.replace(rank.timeline, collectives=collectives)
+    return dataclasses.replace(mode, ranks=(dataclasses.replace(rank, timeline=timeline),))
+
+
+def test_each_millisecond_has_one_cause():
+    """Catches an edge that counts as one that could be hidden, and a rank that is left out."""
+    mtp, isp = example_profile().modes
+    both = {Cause.LAST: 8.0, Cause.COULD_HIDE: 6.0, Cause.FIRST: 4.0}  # two ranks
+    assert list(isp.exposed_by_cause.items()) == list(both.items())
+    assert mtp.exposed_by_cause == {Cause.AT_ONCE: 32.0}
+
+
+def test_other_ranks_are_told_apart():
+    """Catches time that is counted twice, or put down to a transfer that had not begun."""
+    mtp = example_profile().modes[0]
+    first, second = mtp.ranks[0].timeline.collectives
+    late = dataclasses.replace(first, others_ms=6.0)
+    outside = dataclasses.replace(second, purpose=Purpose.CONTROL)
+    assert on_one_rank(mtp, late, outside).exposed_by_cause == {
+        Cause.AT_ONCE: 10.0,
+        Cause.OTHER_RANKS: 6.0,
+    }
+
+
+def test_nothing_is_exposed():
+    """Catches causes of nothing, whose shares cannot be told."""
+    assert on_one_rank(example_profile().modes[0]).exposed_by_cause == {}

@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import bench_context  # noqa: E402
-from context_rows import BothWaysLink, pairs  # noqa: E402
 
 
 def test_quick_run_has_every_way(
@@ -27,15 +26,3 @@ def test_quick_run_has_every_way(
     of_least = {row[0]: float(row[2]) for row in rows if row[0] in names}
     assert [of_least[name] for name in names[:3]] == [1.0, 1.0, 1.0]
     assert of_least["p2p ring"] > 2
-
-
-def test_pairs_and_a_link_both_ways() -> None:
-    """Catches work that is counted wrong, and a rank that does not wait for what is sent to it."""
-    assert pairs([3, 2], [3, 5]) == (1 + 2 + 3) + (4 + 5)
-    assert pairs([3], [4], causal=False) == 12
-    link = BothWaysLink(100.0)
-    first = link.book(1)
-    link.more_comes = 9
-    second = link.book(1)
-    assert second - first == pytest.approx(0.1)
-    assert link.book(1) - second == pytest.approx(0.01)

@@ -22,8 +22,3 @@ def test_quick_run_has_every_mixer(
     names = ["gated delta rule", "KDA", "Mamba2", "selective scan"]
     assert [line[1].strip() for line in lines[2:]] == names
     assert all(float(line[4]) > 0 for line in lines[2:])
-
-
-def test_zero_of_a_line() -> None:
-    """Catches a crossing that is read off the wrong way."""
-    assert bench_mixers._zero([10, 20, 40], [-1.0, 0.0, 2.0]) == pytest.approx(20)
