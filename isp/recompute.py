@@ -280,7 +280,6 @@ class Recomputer:
         """Parts of this pass so far."""
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Any], Restore] | None = None
         """The first argument of the last part, and what is held in its place."""
-        self._inside = False
 
     def begin(self) -> None:
         """A forward pass through the model begins."""
@@ -295,19 +294,11 @@ class Recomputer:
         Raises ValueError if segments were asked for, and the first of `args` is not what the part
         before has given.
         """
-
-        def inside(*args: Any) -> R:
-            before, self._inside = self._inside, True
-            try:
-                return fn(*args)
-            finally:
-                self._inside = before
-
         if not torch.is_grad_enabled():
-            return inside(*args)
-        snapshot, part, segment = self._tracker.snapshot(), inside, None
+            return fn(*args)
+        snapshot, part, segment = self._tracker.snapshot(), fn, None
         if self._segment_size:
-            segment, restore = self._in_segment(inside, args, snapshot)
+            segment, restore = self._in_segment(fn, args, snapshot)
             part, args = _with_first_held(part, args, segment, restore)
         elif self._channel is not None or self._host is not None:
             held, restore = self._keep(args[0])
@@ -315,17 +306,6 @@ class Recomputer:
         out = _checkpoint(part, args, self._tracker, self._announce, snapshot)
         if segment is not None:
             segment.gave(out)
-        return out
-
-    def without_output(
-        self, part: Callable[..., Tensor], consumer: Callable[[Tensor], Tensor], *args: Any
-    ) -> Tensor:
-        """`consumer(part(*args))`, with what is between them computed again and not kept."""
-        if self._inside:
-            return consumer(part(*args))
-        between = CheckpointWithoutOutput(tracker=self._tracker, announce=self._announce)
-        out = consumer(between.checkpoint(part, *args))
-        between.discard_output_and_register_recompute(out)
         return out
 
     def _keep(self, x: Tensor) -> tuple[Any, Restore]:

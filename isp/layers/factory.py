@@ -15,17 +15,13 @@ from isp.attention.cached import CachedAttention, KeyValueCache
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.comm.host import HostMemory
-from isp.layers.embedding import VocabParallelEmbedding
-from isp.layers.head import HeadLoss, VocabParallelHead
-from isp.layers.linear import LinearLayer, Moves, ParallelLinear, Role, moves_for
-from isp.layers.norm import RMSNorm
-from isp.layers.tiled_mlp import TiledMLP
+from isp.layers.head import HeadLoss
+from isp.layers.linear import LinearLayer, Moves
 from isp.mixers.recurrence import Recurrence
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import (
-    EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
     WPCommunicator,
 )
@@ -61,8 +57,6 @@ class LayerFactory:
     """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
     everyone: Channel = field(default_factory=Channel.solo)
     """All ranks, for values in CPU memory, by which they choose alike."""
-    compiled: bool = False
-    """Whether norms, rotations and activations are compiled, `isp.layers.compiled`."""
     cache: KeyValueCache | None = None
     """Keeps the keys and values of earlier tokens, where text is generated."""
 
@@ -70,11 +64,6 @@ class LayerFactory:
     def splits_features(self) -> bool:
         """Whether features (heads, hidden units, vocabulary) are split over the tensor group."""
         return self.mode.facts.splits_features
-
-    @property
-    def feature_parts(self) -> int:
-        """The ranks over which features are split."""
-        return self.tensor.size if self.splits_features else 1
 
     @property
     def token_ranks(self) -> Channel:
@@ -134,91 +123,6 @@ class LayerFactory:
         """The vocabulary entry of this rank's first logit."""
         return self.loss_channel.rank * math.ceil(vocab_size / self.loss_channel.size)
 
-    def column(
-        self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
-    ) -> ParallelLinear:
-        """A linear to the fused `out_features`, of which each rank computes its share."""
-        total = sum(out_features)
-        assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
-        segments = out_features if self.splits_features else (total,)
-        return ParallelLinear(
-            self.sharded_layout((total, in_features), dim=0, segments=segments),
-            bias_layout=self.sharded_layout((total,), dim=0, segments=segments) if bias else None,
-            moves=moves_for(self.mode, Role.COLUMN, self.tensor),
-            communicator=self.communicator,
-            init_std=std,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def row(
-        self, in_features: int, out_features: int, *, bias: bool = False, std: float
-    ) -> ParallelLinear:
-        """A linear from split `in_features`, the dual of `column`."""
-        assert in_features % self.feature_parts == 0, (in_features, self.tensor)
-        bias_layout = None
-        if bias and self.splits_features:
-            bias_layout = self.replicated_layout((out_features,))
-        elif bias:
-            bias_layout = self.sharded_layout((out_features,), dim=0)
-        return ParallelLinear(
-            self.sharded_layout((out_features, in_features), dim=int(self.splits_features)),
-            bias_layout=bias_layout,
-            bias_after_move=self.splits_features,
-            moves=moves_for(self.mode, Role.ROW, self.tensor),
-            communicator=self.communicator,
-            init_std=std,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
-        """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
-        layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
-        if not self.splits_features:
-            communicator = EmbeddingWeightParallelCommunicator(
-                self.communicator, self.weight, split_hidden=self.embed_split_hidden
-            )
-            layout = communicator.table_layout(vocab_size, hidden_size)
-        return VocabParallelEmbedding(
-            layout,
-            # As in a row linear, each rank has a part of the sum.
-            moves=moves_for(self.mode, Role.ROW, self.tensor),
-            communicator=communicator or self.communicator,
-            init_std=std,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def head(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        std: float,
-        tied_to: VocabParallelEmbedding | None = None,
-        loss_chunk_tokens: int = 0,
-    ) -> VocabParallelHead:
-        """The linear to the logits, split by vocabulary; may share the embedding's table.
-
-        Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
-        """
-        layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
-        if tied_to is not None:
-            layout = tied_to.layouts["weight"]
-        column = moves_for(self.mode, Role.COLUMN, self.tensor)
-        head = VocabParallelHead(
-            layout,
-            moves=column if self.splits_features else self.logit_moves,
-            communicator=self.communicator,
-            init_std=std,
-            tied_to=None if tied_to is None else tied_to.weight,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
-        return head
-
     def head_loss(
         self,
         head: LinearLayer,
@@ -249,25 +153,6 @@ class LayerFactory:
             retain_out_sharded=True if self.vocab_parallel_loss else None,
         )
         return Moves(y=last.output_hook, dy=last.grad_output_hook)
-
-    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
-        """A norm over the hidden size of a token or (`per_head`) over each head."""
-        layout = self.replicated_layout((size,), sees_part=True if per_head else None)
-        return RMSNorm(
-            layout, eps=eps, device=self.device, dtype=self.dtype, compiled=self.compiled
-        )
-
-    def tiled_mlp(
-        self,
-        *,
-        norm: RMSNorm,
-        column: ParallelLinear,
-        activation: Callable[[Tensor], Tensor],
-        row: ParallelLinear,
-        tokens: int,
-    ) -> TiledMLP:
-        """An MLP of these layers, `tokens` at a time."""
-        return TiledMLP(norm=norm, column=column, activation=activation, row=row, tokens=tokens)
 
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()

@@ -18,13 +18,13 @@ from torch import Tensor
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
-from isp.layers.linear import LinearLayer, Moves, NeedsGrad, ParallelLinear, needs_grad
+from isp.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
 from isp.layers.loss import losses_and_gradient
 from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
-__all__ = ["HeadLoss", "VocabParallelHead", "num_chunks"]
+__all__ = ["HeadLoss", "num_chunks"]
 
 
 class _ChunkedLoss(Function):
@@ -241,15 +241,3 @@ class _Given(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy
-
-
-class VocabParallelHead(ParallelLinear):
-    """The linear to the logits, split by vocabulary as its mode needs; and the loss of them."""
-
-    losses: HeadLoss
-
-    def forward(
-        self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
-    ) -> Tensor:
-        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the total of `losses`, []."""
-        return super().forward(x) if labels is None else self.losses.total(x, labels, expected)

@@ -16,7 +16,7 @@ Source: Megatron-LM, core/tensor_parallel/inference_layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
 
     x is the residual, which is normed and gathered first, or [S, B, I], which a row linear has
     normed and gathered; y is [S, B, O/p], good until the next call of a layer of the same `slot`
-    (by default its own) and O/p. `max_tokens`, by default the workspace's, sizes y.
+    (by default its own) and O/p.
     Raises ValueError if the layer is not one of mtp, msp or fsp over the workspace's group, or has
     options that inference has not.
     """
@@ -51,13 +51,11 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         *,
         norm: Norm | None = None,
         slot: str = "",
-        max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         _check(linear, workspace, dim=0)
         self.linear, self.norm, self.workspace = linear, norm, workspace
-        rows = workspace.max_tokens if max_tokens is None else max_tokens
-        self._buffer = workspace.output(slot or self, linear.weight.shape[0], rows)
+        self._buffer = workspace.output(slot or self, linear.weight.shape[0])
         self._own = _Own(linear)
         self._out: Tensor | None = None
 
@@ -93,19 +91,9 @@ class InferenceRowParallelLinear(nn.Module):
             y.add_(self._own.bias)
         return y.view(-1, *tokens[1:], y.shape[-1])
 
-    def add_norm(self, x: Tensor | Iterable[Tensor], residual: Residual, norm: Norm) -> Tensor:
-        """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O].
-
-        x may come in pieces along S, each made when those before it are multiplied.
-        """
-        if isinstance(x, Tensor):
-            self._partial(x)
-        else:
-            partial, begin = self.workspace.partial(residual.tokens), 0
-            for piece in x:
-                end = begin + piece.shape[:-1].numel()
-                _multiply(piece, self._own.weight, None, partial[begin:end])
-                begin = end
+    def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
+        """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O]."""
+        self._partial(x)
         bias, layer = self._own.bias, self.linear.name
         return self.workspace.add_norm(residual, norm, bias=bias, layer=layer)
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from isp.autograd import Function
-from isp.layers.linear import NeedsGrad, ParallelLinear
-from isp.layers.weight_gradients import weight_gradient
+from isp.layers.linear import NeedsGrad
 
-__all__ = ["SummedGradient", "SummedProduct", "keep", "kept"]
+__all__ = ["SummedGradient", "keep", "kept"]
 
 
 class _Keep(Function):
@@ -71,37 +70,6 @@ class SummedGradient:
         """The sum, in the dtype of its parts."""
         total, self._total = self._total, None
         return None if total is None else total.to(self._dtype)
-
-
-class SummedProduct(SummedGradient):
-    """The weight gradient dy^T x of a linear: N tokens in parts, dW [O, I] delivered once.
-
-    [Note: At once] No route of weight gradients is taken: one that puts the product off would keep
-    the factors of all parts.
-    """
-
-    def __init__(self, layer: ParallelLinear, want: NeedsGrad) -> None:
-        super().__init__(want)
-        self._layer = layer
-
-    def add_product(self, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x: dy [.., O], x [.., I]."""
-        if not self.want:
-            return
-        left, right = dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype)
-        if self._total is None:
-            self._total, self._dtype = weight_gradient(left, right, dtype=_wide(dy)), dy.dtype
-        else:
-            weight_gradient(left, right, into=self._total, add=True)
-
-    def deliver(self) -> Tensor | None:
-        """The gradient of the shard for autograd, or None if the communicator brings it."""
-        communicator = self._layer.communicator
-        self._dtype = communicator.gradient_dtype(self._dtype)
-        if (gradient := self.take()) is None:
-            return None
-        returned = self.want is NeedsGrad.VALUE
-        return communicator.grad_hook(gradient, module=self._layer, returned=returned)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ from isp.comm import host_memory
 from isp.layers.compiled import lazily_compiled
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 
-__all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies", "split_heads"]
+__all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
@@ -127,20 +127,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False)
     return out
 
 
-def split_heads(
-    fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, *, compiled: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a fused projection, q and k turned as by `apply_rotary`, in one go each way.
-
-    fused [B, S, H + 2K, d] -> q [B, S, H, d], k and v [B, S, K, d], none of which holds on to
-    `fused`. Backward writes the three gradients where they belong in that of `fused`.
-    """
-    if not torch.is_grad_enabled():
-        return _split_heads(fused, num_q, num_kv, cos, sin, compiled)
-    q, k, v = _SplitHeads.apply(fused, num_q, num_kv, cos, sin, compiled)
-    return q, k, v
-
-
 class _Turn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
@@ -154,39 +140,6 @@ class _Turn(Function):
         cos, sin = ctx.saved_tensors
         dx = _turned_back(dy, cos, sin) if ctx.compiled else _turn(dy, cos, sin, -1)
         return dx, None, None, None
-
-
-class _SplitHeads(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.compiled = compiled
-        return _split_heads(fused, num_q, num_kv, cos, sin, compiled)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        if ctx.compiled:
-            return _joined_back(dq, dk, dv, cos, sin), None, None, None, None, None
-        sizes = dq.shape[2], dk.shape[2], dv.shape[2]
-        dfused = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
-        to_q, to_k, to_v = dfused.split_with_sizes(sizes, dim=2)
-        _turn(dq, cos, sin, -1, out=to_q)
-        _turn(dk, cos, sin, -1, out=to_k)
-        to_v.copy_(dv)
-        return dfused, None, None, None, None, None
-
-
-def _split_heads(
-    fused: Tensor, num_q: int, num_kv: int, cos: Tensor, sin: Tensor, compiled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    turned, v = fused.split_with_sizes((num_q + num_kv, num_kv), dim=2)
-    turned = _turned(turned, cos, sin) if compiled else _turn(turned, cos, sin, 1)
-    q, k = turned.split_with_sizes((num_q, num_kv), dim=2)
-    return q, k, v.contiguous()
 
 
 def _turn(

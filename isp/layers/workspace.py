@@ -29,7 +29,6 @@ from torch import Tensor
 from isp.comm import Channel
 from isp.comm.symmetric import SymmetricRows, why_no_symmetric_rows
 from isp.comm.tag import Purpose, Tag
-from isp.layers.norm import norm_into
 
 __all__ = ["InferenceWorkspace", "Norm", "Residual"]
 
@@ -91,8 +90,7 @@ class InferenceWorkspace:
     """What the inference layers of a model share: its group, and buffers for `max_tokens` tokens.
 
     Made by all ranks of the group together. `split_tokens` [Note: Tokens that are not split];
-    `symmetric_memory`: None where it serves, or whether it has to. `compiled`: norms are one kernel
-    (`isp.layers.compiled`).
+    `symmetric_memory`: None where it serves, or whether it has to.
     Raises ValueError if symmetric memory is wanted and cannot serve.
     """
 
@@ -104,29 +102,25 @@ class InferenceWorkspace:
         max_tokens: int,
         split_tokens: bool = True,
         symmetric_memory: bool | None = None,
-        compiled: bool = False,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group, self.size, self.max_tokens = group, size, max_tokens
-        self.split_tokens, self.compiled = split_tokens and group.size > 1, compiled
+        self.split_tokens = split_tokens and group.size > 1
         self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
             raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
-        self.num_bytes = 0
-        """Memory of the buffers."""
         self._exchange: _Exchange
         if reason or symmetric_memory is False:
             received = self.buffer(size) if self.split_tokens and group.sums_locally else None
             self._exchange = _ByChannel(group, self.buffer(size), received)
         else:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
-            self.num_bytes += self._exchange.rows.nbytes
         self._residual = self.buffer(size)
         self._part = self.buffer(size, rows=max_tokens // group.size * self.split_tokens)
         wide = torch.promote_types(dtype, torch.float32)
-        self._wide = None if wide == dtype or compiled else self.buffer(size, wide)
+        self._wide = None if wide == dtype else self.buffer(size, wide)
         self._scale = self.buffer(1, wide)
         self._outputs: dict[object, Tensor] = {}
         self._views: _Views | None = None
@@ -184,11 +178,11 @@ class InferenceWorkspace:
             self._exchange.all_gather(views.normed, views.partial, tag)
         return views.out
 
-    def output(self, slot: object, features: int, rows: int) -> Tensor:
-        """Where the column linears of a slot write: [rows, O/p]."""
+    def output(self, slot: object, features: int) -> Tensor:
+        """Where the column linears of a slot write: [N, O/p]."""
         key = slot, features
         if key not in self._outputs:
-            self._outputs[key] = self.buffer(features, rows=rows)
+            self._outputs[key] = self.buffer(features)
         return self._outputs[key]
 
     def buffer(
@@ -197,9 +191,7 @@ class InferenceWorkspace:
         """Memory for [rows, columns], by default of all tokens."""
         rows = self.max_tokens if rows is None else rows
         with _plainly():
-            made = torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
-        self.num_bytes += made.nbytes
-        return made
+            return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
 
     def first(self, buffer: Tensor, tokens: Sequence[int]) -> Tensor:
         """What tokens [S, B] take of a buffer: [S, B, columns]."""
@@ -210,9 +202,6 @@ class InferenceWorkspace:
     def _norm(self, views: _Views, norm: Norm) -> None:
         """`F.rms_norm` of the residual, in float32 at least and, as written, its bits."""
         x, out, scale, weight = views.rows, views.normed, views.scale, norm.weight.detach()
-        if self.compiled:
-            norm_into(x, weight, norm.eps, out)
-            return
         wide = out if views.wide is None else views.wide
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
         torch.mean(wide, -1, keepdim=True, out=scale)

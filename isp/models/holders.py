@@ -23,7 +23,6 @@ from isp.models.tiles import Holder
 from isp.models.trace import ModelTrace
 from isp.parallel.config import LaunchPoint
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
-from isp.weights.trace import Passes
 
 __all__ = ["WeightHolders"]
 
@@ -226,7 +225,7 @@ def _uses_of(
                 launch_point=None if number else launch_point,
                 weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
                 with_previous=number > 0 if outer is None else latest == outer,
-                passes=Passes() if weight is None else _passes(weight, call),
+                passes=0 if weight is None else _passes(weight, call),
                 in_recompute=outer is None,
             )
             latest = outer
@@ -238,16 +237,16 @@ def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:
     return not isinstance(holder, FusedLinears) or holder.first == call.module
 
 
-def _passes(weight: WeightHolder, call: Call) -> Passes:
-    """What a linear is given is written and read; of a table, the rows.
+def _passes(weight: WeightHolder, call: Call) -> int:
+    """Numbers of a token: what a linear is given is written and read; of a table, the rows.
 
     Of experts, what each is given, for as many as a token goes to.
     """
     if isinstance(weight, ExpertWeight):
-        return Passes(between=2 * min(weight.weight.shape[1:]) * (call.route or 0))
+        return 2 * min(weight.weight.shape[1:]) * (call.route or 0)
     rows, columns = weight.layouts["weight"].global_shape
     turned = isinstance(weight, SwappedLinear) and weight.transposed
-    return Passes(between=2 * (rows if turned else columns))
+    return 2 * (rows if turned else columns)
 
 
 def _name(call: Call) -> str:

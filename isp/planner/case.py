@@ -121,19 +121,9 @@ class PlanCase:
         return by == "all_to_all" or (by == "auto" and self.on_cpu)
 
     @property
-    def feature_parts(self) -> int:
-        """The ranks over which features inside are split."""
-        return self.topology.tensor if self.mode.facts.splits_features else 1
-
-    @property
     def tokens_between(self) -> int:
         """Tokens of a row that a rank holds between the linears."""
         return self.tokens // (self.topology.tensor if self.mode.facts.splits_sequence else 1)
-
-    @property
-    def tokens_inside(self) -> int:
-        """Tokens of a row that a rank's linears multiply."""
-        return self.tokens // (1 if self.mode.facts.splits_features else self.topology.tensor)
 
     @property
     def most_keys(self) -> int:

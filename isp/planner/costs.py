@@ -45,8 +45,8 @@ class Costs:
                 f"the time of {use.name} in {block.name} cannot be planned: its DeclaredUse"
                 f" does not say what `passes` over memory before it"
             )
-        case, (between, inside) = self.case, use.passes
-        numbers = case.tokens_between * between + case.tokens_inside * inside // case.feature_parts
+        case = self.case
+        numbers = case.tokens_between * use.passes
         gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.uses) > 1 else 0.0
         return self._over_memory(case.rows * numbers * case.item_bytes) + gaps
 

@@ -27,7 +27,6 @@ from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
 from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer
-from isp.layers.tiled_mlp import TiledMLP
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
@@ -307,19 +306,6 @@ class DryLayers(LayerFactory):
     @property
     def on_cpu(self) -> bool:
         return True
-
-    def tiled_mlp(self, **parts: Any) -> TiledMLP:
-        return FewTiles(**parts, layers=self)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FewTiles(TiledMLP):
-    """Tiles of which a few are run."""
-
-    layers: DryLayers
-
-    def tiles(self, x: Tensor) -> Iterator[slice]:
-        return self.layers.each_tile(list(super().tiles(x)))
 
 
 class CudaLayers(DryLayers):

@@ -17,7 +17,7 @@ from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.parameter import ShardedParameter
-from isp.weights.trace import Block, Chunks, Passes, Site, Use
+from isp.weights.trace import Block, Chunks, Site, Use
 
 __all__ = [
     "DeclaredBlock",
@@ -76,7 +76,7 @@ class DeclaredUse:
     """False where backward does not read the weight: an embedding, an input without gradient."""
     with_previous: bool = False
     """Whether the weight is read together with that of the use before, see `Use`."""
-    passes: Passes | None = None
+    passes: int | None = None
     """Work ahead of the layer's product; `isp layouts` needs it."""
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "ActionKind",
     "Block",
     "Chunks",
-    "Passes",
     "Site",
     "Span",
     "Use",
@@ -57,18 +56,6 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Passes(NamedTuple):
-    """Passes over memory ahead of a use's product (norms, activations, rotations).
-
-    Numbers read and written for each token, in forward.
-    """
-
-    between: int = 0
-    """Of what lies between the linears."""
-    inside: int = 0
-    """Of the features inside, over all ranks that split them."""
-
-
 class Use(NamedTuple):
     """One place of a block's forward, as the model declares it."""
 
@@ -86,7 +73,7 @@ class Use(NamedTuple):
     """False where backward does not read the weight: an embedding, an input without gradient."""
     bias: str | None = None
     """The bias of the layer that reads the weight, by its unique name."""
-    passes: Passes | None = None
+    passes: int | None = None
     """None where the model does not say; a plan of its time needs it."""
     with_previous: bool = False
     """Whether the weight is read together with that of the last use before that has one: all of

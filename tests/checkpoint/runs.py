@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
 from isp.comm import Channel
-from isp.layers.factory import LayerFactory
 from isp.layers.module import RowsOf, bind_names, named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import (
@@ -26,6 +25,7 @@ from isp.parallel import (
 )
 from isp.settings import OptimizerConfig
 from isp.weights.wp import LocalWeights
+from tests.toolkit import ToolkitLayers
 
 __all__ = ["LION", "Layout", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]
 
@@ -80,7 +80,7 @@ def _earlier_names() -> dict[str, RowsOf]:
 class _Model(nn.Module):
     """One of everything: fused, biased, uneven, tied, replicated, and empty on the last ranks."""
 
-    def __init__(self, layers: LayerFactory, *, wide: int, apart: bool = False) -> None:
+    def __init__(self, layers: ToolkitLayers, *, wide: int, apart: bool = False) -> None:
         """With q, k and v `apart` they are no fused parameter."""
         super().__init__()
         self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
@@ -110,7 +110,7 @@ def make_run(
     """A run on this rank, all zeros; needs a process group where there are several."""
     topology = layout.topology
     mesh = _channels(topology, rank)
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=topology.mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],

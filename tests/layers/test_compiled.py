@@ -1,4 +1,4 @@
-"""Compiled norms, rotations and SwiGLU beside the plain ones, on CPU by inductor's C++."""
+"""Compiled rotations and SwiGLU beside the plain ones, on CPU by inductor's C++."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from isp.layers import compiled
-from isp.layers.norm import RMSNorm
-from isp.layers.rotary import RotaryEmbedding, apply_rotary, split_heads
-from isp.layers.swiglu import silu_and_multiply
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
+from isp.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.layers.swiglu import swiglu
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 16, 50)
 HEADS, SIZE = 4, 16
-
-
-def _norm(dtype: torch.dtype, device: torch.device, *, compiled: bool) -> RMSNorm:
-    layout = ParameterLayout(global_shape=(HEADS * SIZE,), reduce_over=Axis.DATA)
-    norm = RMSNorm(layout, eps=1e-5, device=device, dtype=dtype, compiled=compiled)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-1, 2, HEADS * SIZE))
-    return norm
 
 
 def _draw(length: int, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
@@ -48,34 +37,21 @@ Outcome = tuple[list[Tensor], list[Tensor]]
 def _run(
     layer: str, length: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
 ) -> Outcome:
-    draw, norm = _draw(length, dtype, device), _norm(dtype, device, compiled=compiled)
-    inputs: list[Tensor]
-    match layer:
-        case "norm":
-            inputs = [draw(HEADS * SIZE)]
-            compute: Callable[..., Tensor | tuple[Tensor, ...]] = norm
-        case "norm of sum":
-            inputs, compute = [draw(HEADS * SIZE), draw(HEADS * SIZE)], norm.of_sum
-        case "rotation" | "heads":  # of a part of a fused tensor, as a model has it
-            angles = RotaryEmbedding(SIZE)(
-                torch.arange(2 * length, device=device).view(2, length), dtype=dtype
-            )
-            inputs = [draw(3 * HEADS, SIZE)]
-            turn = partial(apply_rotary, compiled=compiled)
-            split = partial(split_heads, compiled=compiled)
-            compute = lambda x: turn(x[:, :, :HEADS], *angles)  # noqa: E731
-            if layer == "heads":
-                compute = lambda x: split(x, HEADS, HEADS, *angles)  # noqa: E731
-        case _:
-            inputs = [draw(2 * SIZE)]
-            compute = partial(silu_and_multiply, compiled=compiled)
+    draw = _draw(length, dtype, device)
+    if layer == "rotation":  # of a part of a fused tensor, as a model has it
+        angles = RotaryEmbedding(SIZE)(
+            torch.arange(2 * length, device=device).view(2, length), dtype=dtype
+        )
+        inputs = [draw(3 * HEADS, SIZE)]
+        turn = partial(apply_rotary, compiled=compiled)
+        compute: Callable[..., Tensor] = lambda x: turn(x[:, :, :HEADS], *angles)  # noqa: E731
+    else:
+        inputs = [draw(SIZE), draw(SIZE)]
+        compute = partial(swiglu, compiled=compiled)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = compute(*inputs)
-    outs = out if isinstance(out, tuple) else (out,)
-    douts = [(i + 1) * y.detach().roll(1) for i, y in enumerate(outs)]
-    leaves = [*inputs, *([norm.weight] if layer.startswith("norm") else [])]
-    return [*outs, *torch.autograd.grad(outs, leaves, douts)], kept
+    return [out, *torch.autograd.grad(out, inputs, out.detach().roll(1))], kept
 
 
 def _check(layer: str, length: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
@@ -89,13 +65,11 @@ def _check(layer: str, length: int, dtype: torch.dtype, device: torch.device = C
         a, b = a.detach().double(), b.detach().double()
         assert float((a - b).norm() / b.norm()) < tolerance
     rows = [x.numel() for x in kept if x.shape[:2] == (2, length)]
-    row, width = 2 * length, HEADS * SIZE
-    angles = [row * SIZE // 2] * 2
-    one = {"rotation": angles, "heads": angles, "swiglu": [row * 2 * SIZE]}
-    assert rows == one.get(layer, [row * width, row])
+    row = 2 * length
+    assert rows == {"rotation": [row * SIZE // 2] * 2, "swiglu": [row * SIZE] * 2}[layer]
 
 
-LAYERS = ("norm", "norm of sum", "rotation", "heads", "swiglu")
+LAYERS = ("rotation", "swiglu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -110,7 +84,7 @@ def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
 @pytest.mark.timeout(600)  # compilers take their time on a busy machine
 @pytest.mark.parametrize(
     ("layer", "dtype"),
-    [("norm of sum", torch.bfloat16), ("heads", torch.float32), ("swiglu", torch.bfloat16)],
+    [("rotation", torch.float32), ("swiglu", torch.bfloat16)],
 )
 def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
     """Catches a kernel that computes something else, and one that is compiled for each length."""

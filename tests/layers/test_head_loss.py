@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.comm import Channel, Mesh
-from isp.layers.factory import LayerFactory
 from isp.layers.head import HeadLoss, num_chunks
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
@@ -21,6 +20,7 @@ from isp.parallel import Axis, Mode, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 from tests.train.runs import Layout, Meshes
 
 B, S, D, V = 2, 12, 8, 52
@@ -65,12 +65,12 @@ def plain(smoothing: float) -> NeedsGrad:
 
 def loss_of(
     mesh: Mesh, mode: Mode, *, vocab_parallel: bool, chunk_tokens: int, smoothing: float
-) -> tuple[HeadLoss, LayerFactory, ISPCommunicator | None]:
+) -> tuple[HeadLoss, ToolkitLayers, ISPCommunicator | None]:
     runtime = None
     if mode is Mode.ISP:
         config = ISPCommModelConfig(device=CPU)
         runtime = ISPCommunicator(mesh[Axis.WEIGHT], config, poison=True)
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
@@ -152,7 +152,7 @@ def test_every_chunk_size_gives_loss_and_gradients_of_plain_torch(world: int) ->
 def solo_head(
     chunk_tokens: int, dtype: torch.dtype = torch.float64
 ) -> tuple[ParallelLinear, HeadLoss]:
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=Channel.solo("weight"),

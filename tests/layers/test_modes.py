@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Mesh
-from isp.layers.factory import LayerFactory
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
 from isp.layers.module import init_weights, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights, WPCommunicator
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 
 B, S, D, F_, V = 2, 8, 12, 16, 22
 SEED = 5
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def _layers(
     rank: int, mode: Mode, tensor: int, weight: int, world: int
-) -> tuple[LayerFactory, Mesh]:
+) -> tuple[ToolkitLayers, Mesh]:
     parallel = ParallelConfig(
         tensor=TensorConfig(size=tensor, mode=mode), weight=WeightConfig(size=weight)
     )
@@ -31,7 +31,7 @@ def _layers(
     communicator: WPCommunicator = LocalWeights()
     if mode is Mode.ISP:
         communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
@@ -45,7 +45,7 @@ def _layers(
 class Small(nn.Module):
     """Embedding, a fused column linear, a norm over heads, a row linear, head and loss."""
 
-    def __init__(self, layers: LayerFactory, *, tied: bool) -> None:
+    def __init__(self, layers: ToolkitLayers, *, tied: bool) -> None:
         super().__init__()
         self.embedding = layers.embedding(V, D, std=1.0)
         self.norm = layers.rms_norm(D, eps=1e-5)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Mesh
-from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names, named_parameters
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.optim import MainGradients
@@ -23,6 +22,7 @@ from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 
 B, S, D, F_, V = 2, 4, 6, 8, 10
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ Full = dict[str, Tensor]
 class Net(nn.Module):
     """Embedding, two linears that may be recomputed, head; gives what is between, too."""
 
-    def __init__(self, layers: LayerFactory, *, recomputes: bool) -> None:
+    def __init__(self, layers: ToolkitLayers, *, recomputes: bool) -> None:
         super().__init__()
         self.embedding = layers.embedding(V, D, std=1.0)
         self.up = layers.column(D, (F_,), bias=True, std=0.5)
@@ -68,7 +68,7 @@ class Bench:
         self.communicator = None
         if mode is Mode.ISP:
             self.communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
-        layers = LayerFactory(
+        layers = ToolkitLayers(
             mode=mode,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],

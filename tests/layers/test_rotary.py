@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
-from isp.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies, split_heads
+from isp.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
 
 HEAD_DIM, BASE, ORIGINAL = 16, 10_000.0, 128
 
@@ -60,26 +60,6 @@ def test_strided_input_and_narrow_dtypes() -> None:
     out = apply_rotary(narrow, cos, sin)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, apply_rotary(narrow.float(), cos, sin).bfloat16())
-
-
-@pytest.mark.parametrize("used", [(0, 1, 2), (0, 2)])
-def test_heads_of_a_fused_projection(used: tuple[int, ...]) -> None:
-    """Catches heads at wrong places, their gradients too, and parts that keep the whole alive."""
-    fused = torch.randn(2, 9, 5 + 2 * 2, HEAD_DIM, dtype=torch.float64, requires_grad=True)
-    angles = RotaryEmbedding(HEAD_DIM)(_positions(), dtype=torch.float64)
-    q, k, v = fused.split((5, 2, 2), dim=2)
-    expected = apply_rotary(q, *angles), apply_rotary(k, *angles), v
-    found = split_heads(fused, 5, 2, *angles)
-    douts = [torch.randn_like(x).transpose(1, 2).contiguous().transpose(1, 2) for x in found]
-    grads = [
-        torch.autograd.grad([outs[i] for i in used], fused, [douts[i] for i in used])[0]
-        for outs in (found, expected)
-    ]
-    assert all(map(torch.equal, found, expected))
-    assert torch.equal(*grads)
-    assert all(x.untyped_storage().nbytes() < fused.nbytes for x in found)
-    with torch.no_grad():
-        assert all(map(torch.equal, split_heads(fused, 5, 2, *angles), found))
 
 
 def test_scores_depend_on_distance_alone() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import UNNAMED, Tag
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, init_weights
 from isp.parallel import Mode
@@ -26,6 +25,7 @@ from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.wp import WPCommunicator
+from tests.toolkit import ToolkitLayers
 
 __all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]
 
@@ -111,9 +111,9 @@ def echo_layers(
     *,
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
-) -> LayerFactory:
+) -> ToolkitLayers:
     """Layers in isp mode on this rank, whose sequences are not split."""
-    return LayerFactory(
+    return ToolkitLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=channel,
@@ -139,7 +139,7 @@ class Core(nn.Module):
 class NetBlock(nn.Module):
     """x + wo(core(wqkv(x))), and a third linear if asked for."""
 
-    def __init__(self, layers: LayerFactory, *, bias: bool, mlp: bool) -> None:
+    def __init__(self, layers: ToolkitLayers, *, bias: bool, mlp: bool) -> None:
         super().__init__()
         self.wqkv = layers.column(D, (D,), bias=bias, std=0.5)
         self.core = Core()
@@ -171,7 +171,7 @@ class Net(nn.Module):
 
     def __init__(
         self,
-        layers: LayerFactory,
+        layers: ToolkitLayers,
         *,
         num_blocks: int = 3,
         num_recomputed: int = 0,

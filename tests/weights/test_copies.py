@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isp.comm import Channel, Mesh
-from isp.layers.factory import LayerFactory
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 
 I, O, TOKENS = 24, 32, 3  # noqa: E741
 FULL, SHARD = O * I, O * I // 2
@@ -85,7 +85,7 @@ def one_linear(
         ISPCommModelConfig(device=torch.device("cpu")),
         prefetch=Prefetch(overlap=overlap),
     )
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=mesh[Axis.WEIGHT],

@@ -24,11 +24,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
+from tests.toolkit import ToolkitLayers
 from tests.weights.echo import CPU, EchoChannel, echo_layers, echo_net
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -58,7 +58,7 @@ D = 4
 class Odd(nn.Module):
     """Two linears in a container with names that no other model uses."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.Ω = nn.ModuleDict({"left": layers.column(D, (D,), std=0.5)})
         self.attention = nn.ModuleList([layers.column(D, (D,), std=0.5) for _ in range(2)])

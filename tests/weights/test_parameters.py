@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh
-from isp.layers.factory import LayerFactory
 from isp.layers.module import bind_names, init_weights, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import OverlapUnit, Prefetch
@@ -25,6 +24,7 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 from tests.weights.echo import leased_bytes
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ Full = dict[str, Tensor]
 
 
 class PlainLayers:
-    """Makes torch's own layers, as `LayerFactory` makes those whose weights are sharded."""
+    """Makes torch's own layers, as `ToolkitLayers` makes those whose weights are sharded."""
 
     def column(self, size: int, sizes: tuple[int, ...], **options: Any) -> nn.Linear:
         return self.row(size, sum(sizes), **options)
@@ -93,7 +93,7 @@ def linear(x: Tensor, p: Full, name: str) -> Tensor:
 class Bias(Case):
     """Catches a bias not gathered, gathered in pieces, or whose gradient is not reduced."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.one = layers.column(D, (8,), bias=True, std=0.5)
         self.two = layers.row(8, D, bias=True, std=0.5)
@@ -111,7 +111,7 @@ class CalledTwice(Case):
 
     times_declared = 2
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.one = layers.column(D, (D,), std=0.5)
         self.shared = layers.column(D, (D,), bias=True, std=0.5)
@@ -136,7 +136,7 @@ class CalledTwiceDeclaredOnce(CalledTwice):
 class FirstCalledTwice(Case):
     """Catches a second call of the first layer taken for the beginning of a new step."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.one = layers.column(D, (D,), bias=True, std=0.5)
         self.two = layers.column(D, (D,), std=0.5)
@@ -155,7 +155,7 @@ class Tied(Case):
     tokens = True
     input_grad = False
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.embedding = layers.embedding(V, D, std=1.0)
         self.one = layers.column(D, (D,), std=0.5)
@@ -175,7 +175,7 @@ class Untied(Case):
     tokens = True
     input_grad = False
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.embedding = layers.embedding(V, D, std=1.0)
         self.head = layers.head(D, V, std=0.5)
@@ -191,7 +191,7 @@ class Untied(Case):
 class Frozen(Case):
     """Catches a gradient computed, promised or stored for a weight that has none."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.one = layers.column(D, (D,), bias=True, std=0.5)
         self.still = layers.column(D, (D,), bias=True, std=0.5)
@@ -218,7 +218,7 @@ class Adapters(Case):
 
     input_grad = False
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         for i in (1, 2):
             base = layers.column(D, (D,), bias=True, std=0.5)
@@ -241,7 +241,7 @@ class Adapters(Case):
 class UnevenRows(Case):
     """Catches padding that is read, sent to a gradient, or missing: 7, 3 and 1 rows."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.seven = layers.column(D, (7,), bias=True, std=0.5)
         self.three = layers.column(7, (3,), bias=True, std=0.5)
@@ -260,7 +260,7 @@ class UnevenRows(Case):
 class Undeclared(Case):
     """Catches a layer that nobody declared left without weight or gradient, or confusing others."""
 
-    def __init__(self, layers: LayerFactory) -> None:
+    def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
         self.one = layers.column(D, (D,), std=0.5)
         self.stranger = layers.column(D, (D,), bias=True, std=0.5)
@@ -327,8 +327,8 @@ class Bench:
             poison=True,
         )
 
-    def layers(self, communicator: ISPCommunicator, *, split_hidden: bool = False) -> LayerFactory:
-        return LayerFactory(
+    def layers(self, communicator: ISPCommunicator, *, split_hidden: bool = False) -> ToolkitLayers:
+        return ToolkitLayers(
             mode=Mode.ISP,
             tensor=Channel.solo("tensor"),
             weight=self.channel,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh
 from isp.comm.channel import DryChannel
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, named_parameters
 from isp.optim import MainGradients
@@ -30,6 +29,7 @@ from isp.weights.transfers import (
     ShardedParameter,
 )
 from tests.ranks import run_ranks
+from tests.toolkit import ToolkitLayers
 
 CPU = torch.device("cpu")
 WORLD, I, O, TOKENS, MICRO = 4, 6, 8, 5, 2  # noqa: E741
@@ -64,7 +64,7 @@ def setting(
         reduce_channel=mesh.open(Axis.WEIGHT, "reduce", sum_locally=sum_locally),
         poison=True,
     )
-    layers = LayerFactory(
+    layers = ToolkitLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=mesh[Axis.WEIGHT],

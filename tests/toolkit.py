@@ -1,0 +1,147 @@
+"""The layers of a small model for a mode, of the classes that `isp.layers` has for one's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.layers.embedding import VocabParallelEmbedding
+from isp.layers.factory import LayerFactory
+from isp.layers.head import HeadLoss
+from isp.layers.linear import ParallelLinear, Role, moves_for
+from isp.layers.module import MasterStream, ParallelModule
+from isp.parallel.layout import ParameterLayout
+from isp.weights.wp import EmbeddingWeightParallelCommunicator
+
+__all__ = ["RMSNorm", "ToolkitLayers"]
+
+
+class ToolkitLayers(LayerFactory):
+    """A model's code is the same in every mode."""
+
+    @property
+    def feature_parts(self) -> int:
+        """The ranks over which features are split."""
+        return self.tensor.size if self.splits_features else 1
+
+    def column(
+        self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
+    ) -> ParallelLinear:
+        """A linear to the fused `out_features`, of which each rank computes its share."""
+        total = sum(out_features)
+        assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
+        segments = out_features if self.splits_features else (total,)
+        return ParallelLinear(
+            self.sharded_layout((total, in_features), dim=0, segments=segments),
+            bias_layout=self.sharded_layout((total,), dim=0, segments=segments) if bias else None,
+            moves=moves_for(self.mode, Role.COLUMN, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def row(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float
+    ) -> ParallelLinear:
+        """A linear from split `in_features`, the dual of `column`."""
+        assert in_features % self.feature_parts == 0, (in_features, self.tensor)
+        bias_layout = None
+        if bias and self.splits_features:
+            bias_layout = self.replicated_layout((out_features,))
+        elif bias:
+            bias_layout = self.sharded_layout((out_features,), dim=0)
+        return ParallelLinear(
+            self.sharded_layout((out_features, in_features), dim=int(self.splits_features)),
+            bias_layout=bias_layout,
+            bias_after_move=self.splits_features,
+            moves=moves_for(self.mode, Role.ROW, self.tensor),
+            communicator=self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
+        """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
+        layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
+        if not self.splits_features:
+            communicator = EmbeddingWeightParallelCommunicator(
+                self.communicator, self.weight, split_hidden=self.embed_split_hidden
+            )
+            layout = communicator.table_layout(vocab_size, hidden_size)
+        return VocabParallelEmbedding(
+            layout,
+            # As in a row linear, each rank has a part of the sum.
+            moves=moves_for(self.mode, Role.ROW, self.tensor),
+            communicator=communicator or self.communicator,
+            init_std=std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def head(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        std: float,
+        tied_to: VocabParallelEmbedding | None = None,
+        loss_chunk_tokens: int = 0,
+    ) -> Head:
+        """The linear to the logits, split by vocabulary; may share the embedding's table.
+
+        Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
+        """
+        layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
+        if tied_to is not None:
+            layout = tied_to.layouts["weight"]
+        column = moves_for(self.mode, Role.COLUMN, self.tensor)
+        head = Head(
+            layout,
+            moves=column if self.splits_features else self.logit_moves,
+            communicator=self.communicator,
+            init_std=std,
+            tied_to=None if tied_to is None else tied_to.weight,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
+        return head
+
+    def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
+        """A norm over the hidden size of a token or (`per_head`) over each head."""
+        layout = self.replicated_layout((size,), sees_part=True if per_head else None)
+        return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
+
+
+class Head(ParallelLinear):
+    """The linear to the logits, split by vocabulary; and the loss of them."""
+
+    losses: HeadLoss
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
+    ) -> Tensor:
+        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the total of `losses`, []."""
+        return super().forward(x) if labels is None else self.losses.total(x, labels, expected)
+
+
+class RMSNorm(ParallelModule):
+    """torch's, with a weight that every rank holds whole."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, layout: ParameterLayout, *, eps: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.add_shard("weight", layout, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
+        return torch.ones(self.layouts[name].local_shape)
