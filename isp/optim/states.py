@@ -85,9 +85,10 @@ class StateMemory:
         self, rows: range, weights: Tensor, grad: Tensor, kinds: Mapping[str, torch.dtype]
     ) -> Resting:
         """Rows of a parameter with states of these dtypes, which are zero, and masters."""
-        states = {name: self.take(weights.shape, dtype) for name, dtype in kinds.items()}
-        master = states.pop(MASTER).copy_(weights) if MASTER in states else weights
-        return Resting(rows, weights, grad, master, states)
+        found = {name: self.take(weights.shape, dtype) for name, dtype in kinds.items()}
+        if MASTER in found:
+            found[MASTER].copy_(weights)
+        return Resting(rows, weights, grad, found)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Zeros."""
@@ -104,15 +105,18 @@ class Resting:
     rows: range
     weights: Tensor
     grad: Tensor
-    master: Tensor
-    """`weights` itself where that has the master dtype."""
     states: dict[str, Tensor]
-    """Those of the update rule, by name."""
+    """Those of the update rule, by name, and master weights if `weights` are not these."""
+
+    @property
+    def master(self) -> Tensor:
+        return self.states.get(MASTER, self.weights)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the states, at work."""
-        return self.weights.numel() * self.master.element_size() * (1 + len(self.states))
+        number = len({MASTER, *self.states})
+        return self.weights.numel() * self.master.element_size() * number
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
         """Itself, or rows of it of up to `limit_bytes` at work, as far as they can be cut."""
@@ -126,10 +130,8 @@ class Resting:
             yield self._rows(slice(start, start + fitting))
 
     def _rows(self, rows: slice) -> Resting:
-        weights = self.weights[rows]
-        master = weights if self.master is self.weights else self.master[rows]
         states = {name: state[rows] for name, state in self.states.items()}
-        return Resting(self.rows[rows], weights, self.grad[rows], master, states)
+        return Resting(self.rows[rows], self.weights[rows], self.grad[rows], states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +144,8 @@ class Bucket:
 
     @property
     def states(self) -> dict[str, list[Tensor]]:
-        """At rest, by name; with the masters where they are not the weights themselves."""
-        first = self.rows[0]
-        found = {name: [row.states[name] for row in self.rows] for name in first.states}
-        if first.master is not first.weights:
-            found[MASTER] = [row.master for row in self.rows]
-        return found
+        """At rest, by name."""
+        return {name: [row.states[name] for row in self.rows] for name in self.rows[0].states}
 
     @property
     def wide_bytes(self) -> int:
@@ -163,7 +161,7 @@ def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -
     for values, rows in groups.items():
         by_kind: dict[tuple[torch.dtype, bool], list[Resting]] = {}
         for row in rows:
-            key = row.master.dtype, row.master is row.weights
+            key = row.master.dtype, MASTER in row.states
             by_kind.setdefault(key, []).append(row)
         for alike in by_kind.values():
             found += (Bucket(values, members) for members in _cut(alike, limit_bytes))
