@@ -11,7 +11,7 @@ Nothing here knows torch; a model says what it is made of, and any model can say
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from fractions import Fraction
 from itertools import groupby
@@ -177,69 +177,54 @@ def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     return [Span(action, *p) for action in actions for p in passes[action.kind, action.chunk]]
 
 
-_Sites = tuple[tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]
-"""The sites of a block in an action, and `reads` and `until` of each."""
+_Pass = tuple[Phase, int, str | None]
+"""A use that is passed, its phase, and the weight that it reads, if any."""
 
 
 def _spans(
     kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
-    """The blocks that an action of `kind` passes, in order, each with its sites."""
+    """The blocks that an action of `kind` passes, in order, each with the sites of its span."""
+
+    def span(
+        index: int, passes: Iterable[_Pass]
+    ) -> tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]:
+        found, groups = list(passes), blocks[index].groups
+        keys = [(phase, groups[v]) for phase, v, _ in found]
+        last = {key: offset for offset, key in enumerate(keys)}
+        sites = tuple(Site(phase, chunk, index, v) for phase, v, _ in found)
+        return index, sites, tuple(p[2] for p in found), tuple(last[key] for key in keys)
+
     if kind is ActionKind.FORWARD:
         for index, block in enumerate(blocks):
-            yield index, *_uses(kind, chunk, index, block)
+            yield span(index, _forward(block, Phase.FORWARD))
     if kind is ActionKind.BACKWARD:
         for index, block in reversed(list(enumerate(blocks))):
             ends = index + 1 == len(blocks) or blocks[index + 1].input_kept
             if ends and not block.input_kept:
                 first = max(i for i in range(index) if blocks[i].input_kept)
                 for before in range(first, index):
-                    yield before, *_again(chunk, before, blocks[before])
-            yield index, *_uses(kind, chunk, index, block)
+                    yield span(before, _forward(blocks[before], Phase.RECOMPUTE))
+            yield span(index, _backward(block))
 
 
-def _again(chunk: int, index: int, block: Block) -> _Sites:
-    """A block that is computed again for what it gives."""
-    uses = enumerate(block.uses)
-    return _sites(block, [(Site(Phase.RECOMPUTE, chunk, index, v), use.weight) for v, use in uses])
+def _forward(block: Block, phase: Phase) -> Iterator[_Pass]:
+    return ((phase, v, use.weight) for v, use in enumerate(block.uses))
 
 
-def _uses(kind: ActionKind, chunk: int, index: int, block: Block) -> _Sites:
-    """The sites of a block in an action of `kind`."""
-    passes = _passes(kind, block)
-    return _sites(
-        block,
-        [
-            (Site(phase, chunk, index, v), use.weight if reads else None)
-            for phase, v, use, reads in passes
-        ],
-    )
-
-
-def _sites(block: Block, pairs: list[tuple[Site, str | None]]) -> _Sites:
-    groups = block.groups
-    keys = [(site.phase, groups[site.use]) for site, _ in pairs]
-    last = {key: offset for offset, key in enumerate(keys)}
-    sites, reads = tuple(site for site, _ in pairs), tuple(weight for _, weight in pairs)
-    return sites, reads, tuple(last[key] for key in keys)
-
-
-def _passes(kind: ActionKind, block: Block) -> Iterator[tuple[Phase, int, Use, bool]]:
-    """(phase, index, use, whether the weight is read) for each use of a span.
+def _backward(block: Block) -> Iterator[_Pass]:
+    """Backward, and what is recomputed for it.
 
     In backward a launch point without a weight is no use: only linears are reached there.
     What is recomputed as one part is recomputed before its backward, see `_parts`.
     """
     numbered = list(enumerate(block.uses))
-    if kind is ActionKind.FORWARD:
-        yield from ((Phase.FORWARD, v, use, True) for v, use in numbered)
-        return
     for part in reversed(_parts(numbered)) if block.recomputed else [numbered]:
         if block.recomputed:
-            yield from ((Phase.RECOMPUTE, v, use, True) for v, use in part if use.in_recompute)
+            yield from ((Phase.RECOMPUTE, v, use.weight) for v, use in part if use.in_recompute)
         for v, use in reversed(part):
             if use.weight is not None:
-                yield Phase.BACKWARD, v, use, use.weight_in_backward
+                yield Phase.BACKWARD, v, use.weight if use.weight_in_backward else None
 
 
 def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
