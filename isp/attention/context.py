@@ -3,7 +3,7 @@
 c context ranks, B batch, S sequence, h query heads and k KV heads of this rank, d head size, T its
 tokens in all rows, L keys as its kernels see them
 
-    q     [B, S/c, h, d]                                                stays
+    q     [B, S/c, h, d]                                                is not sent
     k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
                                                          local attention [B, S/c, h, d]
 
@@ -96,10 +96,10 @@ class ContextAttention:
         if self.ring and mask.window is None and not extras:
             kernel = self._lse_kernel(q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
-        if not routes[0].stays:
+        if not routes[0].is_local:
             q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
-        if routes[0].stays:
+        if routes[0].is_local:
             out = self._attend(tokens, routes[0].mask)
         elif kernel is not None:
             ring = Ring(self.channel, routes, kernel, q.device)

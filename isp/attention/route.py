@@ -53,8 +53,8 @@ class Route:
     """The own tokens that see any of these keys; None: all."""
     mask: AttentionMask
     """Of slices as documents, with the keys that each sees."""
-    stays: bool = False
-    """Whether every rank has whole documents alone, so that nothing has to travel."""
+    is_local: bool = False
+    """Whether every rank has whole documents alone, so that nothing has to be sent."""
 
     @classmethod
     def of(
@@ -69,9 +69,10 @@ class Route:
     ) -> Self:
         """The route, as `rank` has it, by which all slices come to see what the ranks hold."""
         # Each key that is new to a rank travels to it once: ranges of those, cut by who holds them.
-        part = _overlaps(sight.new, sight.high, held.begin, held.begin + held.size)
-        size, to, by = part.size, sight.rank[part.of], held.rank[part.piece]
-        row = held.row[part.piece] + part.begin - held.begin[part.piece]
+        ends = held.begin + held.size
+        of, piece, begin, size = _overlaps(sight.new, sight.high, held.begin, ends)
+        to, by = sight.rank[of], held.rank[piece]
+        row = held.row[piece] + begin - held.begin[piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
         # What arrives lies in the order of ranks, one rank's keys in that of their places.
@@ -82,15 +83,15 @@ class Route:
         # Each slice's whole range, in rows of what has arrived.
         own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
         low, high, new = sight.low[own], sight.high[own], sight.new[own]
-        begin = part.begin[mine]
-        seen = _overlaps(low, high, begin, begin + size[mine])
-        layout = _ranges(at[mine][seen.piece] + seen.begin - begin[seen.piece], seen.size)
+        here = begin[mine]
+        _, piece, seen, sizes = _overlaps(low, high, here, here + size[mine])
+        layout = _ranges(at[mine][piece] + seen - here[piece], sizes)
 
         # And back: new keys are laid out first where they are new, then in later slices.
         laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
-        of = part.of[arriving]
-        first = _ranges(laid[of] + part.begin[arriving] - sight.low[of], size[arriving])
+        of = of[arriving]
+        first = _ranges(laid[of] + begin[arriving] - sight.low[of], size[arriving])
         again = []
         for number in range(1, 1 + int(sight.number[own].max(initial=0))):
             repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
@@ -140,7 +141,7 @@ def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | No
     sight = cut.sight(low, cut.end if causal else cut.stop)
     held = _Held(cut.rank, cut.begin, cut.end - cut.begin, cut.row)
     route = Route.of(sight, held, rank, len(plan.slices), causal=causal, window=window)
-    return replace(route, stays=cut.stay())
+    return replace(route, is_local=cut.are_whole)
 
 
 def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, ...]:
@@ -163,7 +164,7 @@ def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, .
         )
         sight = cut.sight(low, high)
         route = Route.of(sight, held, rank, num_ranks, causal=causal and not step, window=None)
-        routes.append(replace(route, stays=cut.stay()))
+        routes.append(replace(route, is_local=cut.are_whole))
     return tuple(routes)
 
 
@@ -239,7 +240,8 @@ class Slices(NamedTuple):
             goes_on=goes_on,
         )
 
-    def stay(self) -> bool:
+    @property
+    def are_whole(self) -> bool:
         """Whether they are whole documents."""
         return bool(((self.begin == self.start) & (self.end == self.stop)).all())
 
@@ -251,25 +253,20 @@ class Slices(NamedTuple):
         return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
 
 
-class _Overlaps(NamedTuple):
-    of: _Ints
-    """Which range."""
-    piece: _Ints
-    begin: _Ints
-    size: _Ints
-
-
-def _overlaps(low: _Ints, high: _Ints, begin: _Ints, end: _Ints) -> _Overlaps:
+def _overlaps(
+    low: _Ints, high: _Ints, begin: _Ints, end: _Ints
+) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """What ranges [low, high) have in common with pieces [begin, end), which cover them.
 
-    In the order of the ranges, and for each in that of the row.
+    Of each the range, the piece, its begin and its size, in the order of the ranges, and within one
+    in that of the pieces.
     """
     order = begin.argsort(kind="stable")
     first = np.searchsorted(begin[order], low, "right") - 1
     count = np.where(high > low, np.searchsorted(begin[order], high) - first, 0)
     of, piece = np.repeat(np.arange(len(low)), count), order[_ranges(first, count)]
     start = np.maximum(low[of], begin[piece])
-    return _Overlaps(of, piece, start, np.minimum(high[of], end[piece]) - start)
+    return of, piece, start, np.minimum(high[of], end[piece]) - start
 
 
 def _starts(sizes: _Ints) -> _Ints:

@@ -5,7 +5,7 @@ G choices of a query, n numbers of a choice
 
 An indexer scores a query against all keys before it in its document, by small keys of its own, and
 keeps the best. Each slice of a document is sent the index keys before it, by the route that fetches
-keys for attention; queries stay, and are scored a tile at a time.
+keys for attention; queries are not sent, and are scored a tile at a time.
 
     own [T, D] --all-to-all--> [L, D] --tiles, [R, C] scores of each head--> numbers [T, G, n]
 
@@ -69,7 +69,7 @@ def choose(
     `tiles`: which of alike tiles are run.
     """
     keys, route = indexer.keys.flatten(0, 1), placement.earlier
-    if not route.stays:
+    if not route.is_local:
         tag = Tag(Purpose.KEYS, tensor="indexer.k")
         exchange = KeyExchange(placement.channel, route.on(keys.device), tag)
         (keys,) = exchange.go_out((keys.contiguous(),))()

@@ -90,7 +90,7 @@ def convolve(
     if not reach:
         return _convolved(x[None], weight, bias, dilation)[0]
     route = placement.halo(reach)
-    if not route.stays:
+    if not route.is_local:
         tag = Tag(Purpose.HALO, tensor="convolution.halo")
         exchange = KeyExchange(placement.channel, route.on(x.device), tag)
         (x,) = exchanged(exchange, x.contiguous())

@@ -70,7 +70,7 @@ class Placement:
     @cached_property
     def is_whole(self) -> bool:
         """Whether every rank has whole documents only, so that nothing is sent."""
-        return self._slices.stay()
+        return self._slices.are_whole
 
     def halo(self, reach: int) -> Route:
         """The route of the `reach` tokens before each slice, laid out before the slice's own."""

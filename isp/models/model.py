@@ -124,8 +124,8 @@ class TracedModel:
             self._shape.get_parameter(name).requires_grad_(False)
         if trained:
             logger.warning(
-                "no gradient of a forward of tokens reaches %d parameters of %s: they stay as they"
-                " are (%s)",
+                "no gradient of a forward of tokens reaches %d parameters of %s: they are not"
+                " trained (%s)",
                 len(trained),
                 type(self.model).__name__,
                 ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),

@@ -1,6 +1,6 @@
 """Somebody else's weights: shards in their places, which linears and tables read as whole values.
 
-The module stays, and so do the names: `module.weight` is this rank's shard, and the instance's
+The module is kept, and so are the names: `module.weight` is this rank's shard, and the instance's
 `forward` multiplies by the whole. O out features, I in features, V vocabulary, D hidden size
 """
 
@@ -52,7 +52,7 @@ class _Swapped:
         self.name = name
         self.communicator = layers.communicator
         self.moves = moves
-        self._stays = moves == Moves() and not self.communicator.gathers_weights
+        self._sends_nothing = moves == Moves() and not self.communicator.gathers_weights
         """Whether nothing travels: without gradients the module's own forward is all there is."""
         self.layouts: dict[str, ParameterLayout] = {}
 
@@ -96,14 +96,14 @@ class SwappedLinear(_Swapped):
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
-        original, stays = module.forward, self._stays and entrance is None
+        original, is_local = module.forward, self._sends_nothing and entrance is None
         bias_after_move = plan is not None and plan.is_row(name)
 
         def forward(x: Tensor) -> Tensor:
             instead = called()
             if instead is not None:
                 return instead(x)
-            if stays and not torch.is_grad_enabled():
+            if is_local and not torch.is_grad_enabled():
                 own: Tensor = original(x)
                 return own
             with nullcontext() if entrance is None else entrance.column(x):
@@ -133,8 +133,8 @@ class SwappedTable(_Swapped):
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
             instead = called()
-            stays = self._stays and instead is None and not torch.is_grad_enabled()
-            with nullcontext() if stays else _Lookup(module, instead or look_up_own):
+            is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
+            with nullcontext() if is_local else _Lookup(module, instead or look_up_own):
                 y: Tensor = original(*args, **kwargs)
             return y
 

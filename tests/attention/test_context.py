@@ -172,7 +172,7 @@ def _launches(rank: int) -> dict[str, list[str]]:
         channel.log.transfers[-1].block += " attend"
         return CpuAttention()(q, k, v, mask=mask)
 
-    for name, documents, stripes in (("stripes", [48], 3), ("stays", [24, 24], None)):
+    for name, documents, stripes in (("stripes", [48], 3), ("whole documents", [24, 24], None)):
         attention = ContextAttention(local, channel, ((None, 1),), stripes=stripes)
         channel.log.start("nothing", "", UNNAMED, 0)
         out = attention(q, k, v, mask=AttentionMask.of_documents(documents))
@@ -188,7 +188,7 @@ def test_the_next_stripe_travels_while_one_is_attended_to() -> None:
     for seen in run_ranks(2, _launches):
         kv = [f"attention.kv.{i}" for i in range(3)]
         assert seen["stripes"] == [kv[0], kv[1] + " attend", kv[2] + " attend" * 2, *kv[::-1]]
-        assert seen["stays"] == []
+        assert seen["whole documents"] == []
 
 
 def _kept(rank: int) -> list[int]:

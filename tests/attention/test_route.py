@@ -94,7 +94,7 @@ def test_every_token_sees_its_keys(window: int | None, causal: bool) -> None:
             _check_transpose(route)
         holders = [{d for d, _, _ in of_rank} for of_rank in plan.slices]
         split = sum(map(len, holders)) > len(set().union(*holders))
-        assert {route.stays for route in routes} == {not split}
+        assert {route.is_local for route in routes} == {not split}
         travels = [sum(r.received) - r.received[i] for i, r in enumerate(routes)]
         assert {route.most_received for route in routes} == {max(travels)}
 

@@ -9,9 +9,10 @@ import transformers
 
 from tests.models.models import OF_ITS_OWN, SIZES
 
-__all__ = ["small_config", "write_folder", "write_job"]
+__all__ = ["TEXT_SIZES", "small_config", "write_folder", "write_job"]
 
-_SIZES = {"vocab_size": 272, "num_hidden_layers": 2, "max_position_embeddings": 128}
+TEXT_SIZES = {name: size for name, size in SIZES.items() if not name.endswith("_token_id")}
+TEXT_SIZES |= {"vocab_size": 272, "num_hidden_layers": 2, "max_position_embeddings": 128}
 _OWN = {
     "gpt2": {"n_layer": 2, "n_positions": 128},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
@@ -32,8 +33,7 @@ training: {{steps: 5, device: cpu, dtype: float64, seed: 3}}
 def small_config(kind: str, **changes: Any) -> Any:
     """The configuration of a small model of this type."""
     own = {**OF_ITS_OWN.get(kind, {}), **_OWN.get(kind, {})}
-    sizes = {name: size for name, size in SIZES.items() if not name.endswith("_token_id")}
-    return transformers.AutoConfig.for_model(kind, **{**sizes, **_SIZES, **own, **changes})
+    return transformers.AutoConfig.for_model(kind, **{**TEXT_SIZES, **own, **changes})
 
 
 def write_folder(

@@ -193,9 +193,9 @@ def test_what_is_kept_between_linears_is_counted() -> None:
     }
     heads = 2 * tokens * item * (hidden + hidden + 2 * hidden // 2)  # q, result, k and v
     sums = 2 * tokens * 4 * item  # of each of 4 heads
-    stays = 2 * tokens * hidden * item  # a hidden state
-    assert of_block["kept"] == pytest.approx(stays + heads + sums, rel=0.01)
-    between = 2 * stays + heads + sums + 2 * tokens * 2 * inner * item
+    state = 2 * tokens * hidden * item  # a hidden state
+    assert of_block["kept"] == pytest.approx(state + heads + sums, rel=0.01)
+    between = 2 * state + heads + sums + 2 * tokens * 2 * inner * item
     weights = item * (3 * hidden * hidden + 3 * hidden * inner)  # which linears save
     assert of_block["between"] == pytest.approx(between + weights, rel=0.01)
 

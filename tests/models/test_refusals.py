@@ -28,11 +28,6 @@ def _parallelised() -> nn.Module:
     return model
 
 
-def _part_of_one() -> nn.Module:
-    blocks: Any = _parallelised().get_submodule("blocks")
-    return blocks
-
-
 def _wrapped() -> nn.Module:
     model = Own()
     whole = model.norm.forward
@@ -150,13 +145,6 @@ def _mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: _with_block(type("_Mixing", (_Mixing,), {"mix": staticmethod(mix)}))
 
 
-class _Scaling(Own):
-    """Scales by the largest position of the sequence."""
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Any:
-        return super().forward(ids, positions) * (positions / (1 + positions.max())).unsqueeze(-1)
-
-
 class _ShortConvolution(nn.Module):
     """Holds a weight that looks like those of experts."""
 
@@ -250,7 +238,6 @@ def _without_positions() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
-    "part of one": (_part_of_one, "was parallelised before"),
     "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
     "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
     "frozen": (_frozen, "all parameters are frozen"),
@@ -271,15 +258,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "counts": (_Counting, "_Counting mixes or counts tokens beside attention"),
     "cumsum": (lambda: _with_block(_Mixing), "blocks.1 (_Mixing) mixes or counts tokens"),
-    "first": (_mixing(lambda x: x + x[:, :1]), "blocks.1 (_Mixing) mixes or counts tokens"),
     "mean": (_mixing(lambda x: x - 1e-2 * x.mean(1)), "blocks.1 (_Mixing) mixes or counts tokens"),
     "shift": (_mixing(lambda x: x + F.pad(x, (0, 0, 1, -1))), "if a token is changed, what it"),
     "length": (_mixing(lambda x: x / x.shape[1]), "for a part of the tokens and their positions"),
     "in training": (lambda: _with_block(_InTraining), "blocks.1 (_InTraining) mixes or counts"),
-    "far": (_mixing(lambda x: x + x.roll(16, 1)), "if a token is changed"),
     "sliced angles": (lambda: _with_block(_SlicedAngles), "blocks.1 (_SlicedAngles) mixes or"),
     "convolution": (_convolution, "blocks.2.norm2.1 (_ShortConvolution) mixes or counts tokens"),
-    "last position": (lambda: _Scaling(), "_Scaling mixes or counts tokens beside attention"),
     "a leak": (_leaking, "model.layers.1.mlp (_Shifting) mixes or counts tokens"),
     "tuple": (_Tuple, "_Tuple gives a tuple for tokens [1, 17]"),
     "heads first": (

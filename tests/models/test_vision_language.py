@@ -22,20 +22,10 @@ from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
 from isp.optim import MainGradients
 from isp.parallel import Axis, ParallelConfig, Topology
-from tests.models.folders import write_job
+from tests.models.folders import TEXT_SIZES, write_job
 from tests.models.models import job
 from tests.train.jobs import numbers, run_folders, run_forked
 
-_TEXT = {
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -49,7 +39,7 @@ _FULL = ["full_attention", "full_attention"]
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
-            **_TEXT,
+            **TEXT_SIZES,
             "sliding_window": 9,
             "layer_types": ["sliding_attention", "full_attention"],
         },
@@ -58,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "image_token_index": 272,  # beyond the table, as the model allows
     },
     "qwen3_vl": {
-        "text_config": {**_TEXT, "rope_scaling": _ROPE},
+        "text_config": {**TEXT_SIZES, "rope_scaling": _ROPE},
         "vision_config": {
             "depth": 1,
             "hidden_size": 32,
@@ -72,18 +62,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "video_token_id": 269,
     },
     "mistral3": {
-        "text_config": {"model_type": "mistral", **_TEXT},
+        "text_config": {"model_type": "mistral", **TEXT_SIZES},
         "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
         "image_token_index": 270,
     },
     "internvl": {
-        "text_config": {"model_type": "qwen2", **_TEXT},
+        "text_config": {"model_type": "qwen2", **TEXT_SIZES},
         "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
         "image_token_id": 270,
     },
     "llama4": {
         "text_config": {
-            **_TEXT,
+            **TEXT_SIZES,
             "intermediate_size_mlp": 48,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
