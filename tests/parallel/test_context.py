@@ -114,28 +114,6 @@ def test_cases_by_hand() -> None:
     assert plan.costs == (19, 20)
 
 
-def test_keys_that_travel() -> None:
-    """Catches a range that is too short or too long, or counted twice."""
-    held = ((Slice(0, 0, 2), Slice(0, 6, 8), Slice(2, 1, 2)), (Slice(0, 2, 6), Slice(1, 0, 3)))
-    plan = ContextPlan((8, 3, 2), (*held, (Slice(2, 0, 1),)))
-    assert plan.needed(None) == (
-        (Slice(0, 0, 8), Slice(2, 0, 2)),
-        (Slice(0, 0, 6), Slice(1, 0, 3)),
-        (Slice(2, 0, 1),),
-    )
-    assert plan.received(None) == (5, 2, 0)
-    assert plan.needed(3)[:2] == (
-        (Slice(0, 0, 2), Slice(0, 4, 8), Slice(2, 0, 2)),
-        (Slice(0, 0, 6), Slice(1, 0, 3)),
-    )
-    assert plan.received(3) == (3, 2, 0)
-    assert plan.received(1) == (0, 0, 0)
-    rows = plan.repeated(2)
-    assert rows.slices[1] == (*held[1], Slice(3, 2, 6), Slice(4, 0, 3))
-    assert rows.received(3) == (6, 4, 0)
-    assert [2 * cost for cost in plan.costs] == list(rows.costs)
-
-
 def test_keys_that_travel_against_tokens() -> None:
     """Catches ranges that are not those of the queries one by one."""
     draw = random.Random(3)

@@ -308,13 +308,6 @@ def test_model_chunk_must_exist() -> None:
             communicator.switch_current_model_chunk(chunk)
 
 
-def test_one_model_for_one_communicator() -> None:
-    """Catches a second declaration mixed into the first."""
-    net, communicator, _ = echo_net()
-    with pytest.raises(RuntimeError, match="make another for another model"):
-        communicator.declare([net.declared()])
-
-
 def test_parameters_are_those_that_were_declared() -> None:
     """Catches weights converted or moved later that are not followed, and new ones that are left
     out without a word."""

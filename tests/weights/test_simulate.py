@@ -107,17 +107,3 @@ def test_what_is_wrong_is_said_with_its_place(slot: int, acts: list[Act], messag
     changed[slot] = acts
     with pytest.raises(AssertionError, match=message):
         simulate(rebuilt(made, changed), CHUNKS, ORDER)
-
-
-def test_what_a_simulation_counts() -> None:
-    """Catches: numbers of a simulation that are off by one; here they can be counted by hand."""
-    made = plan(CHUNKS, ORDER, Prefetch())
-    result = simulate(made, CHUNKS, ORDER)
-    assert [here.weights for here in result.occupancy] == [2, 2, 1]  # a and b, b and c, c
-    assert [here.blocks for here in result.occupancy] == [2, 2, 1]
-    assert [(ahead.weight, ahead.uses) for ahead in result.lookaheads] == [
-        ("a.w1", 1),
-        ("b.w1", 2),
-        ("c.w1", 1),
-    ]
-    assert result.gathers.total() == 3
