@@ -79,14 +79,11 @@ class _Job(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_alone() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _quiet() -> Iterator[None]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch.set_num_threads(threads)
 
 
 def _chosen(name: str) -> list[tuple[Layout, CheckCase]]:
