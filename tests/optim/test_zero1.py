@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
+from isp.optim.update_rules import group_values
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.config import PipelineConfig, TensorConfig, WeightConfig, Zero1Config
 from isp.settings import OptimizerConfig
@@ -75,10 +76,8 @@ def reference(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of the plain update rule on whole parameters."""
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
-    groups = [
-        {"params": [p for p in whole.values() if p.dim() > 1]},
-        {"params": [p for p in whole.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    values = {s.name: group_values(s.name, len(s.shape), config) for s in specs}
+    groups = [{"params": [p], **values[name]._asdict()} for name, p in whole.items()]
     optimizer = plain_optimizer(groups, config)
     norms = []
     for step in range(STEPS):
@@ -88,7 +87,7 @@ def reference(
         limit = max_norm or math.inf
         norms.append(torch.nn.utils.clip_grad_norm_(whole.values(), limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * (step + 1)
+            group["lr"] = config.lr * (step + 1) * group["lr_scale"]
         optimizer.step()
     return norms, {name: p.detach() for name, p in whole.items()}
 
@@ -103,7 +102,7 @@ LAYOUTS = {
 }
 
 
-def _assert_parity(
+def assert_parity(
     ranks: Topology, specs: list[Spec], max_norm: float, config: OptimizerConfig = CONFIG
 ) -> None:
     results = run_ranks(ranks.world_size, _train, ranks, specs, max_norm, config)
@@ -127,18 +126,18 @@ def _assert_parity(
 )
 def test_parity_with_plain_adamw(name: str, max_norm: float):
     """Catches rows updated twice or by nobody, wrong clipping, decayed norms, wrong squares."""
-    _assert_parity(LAYOUTS[name], SPECS, max_norm)
+    assert_parity(LAYOUTS[name], SPECS, max_norm)
 
 
 @pytest.mark.parametrize("name", ["one process", "zero1 2 of 4", "weight 2, zero1 2"])
 def test_parity_with_plain_lion(name: str):
     """Catches a momentum of clipped rows alone, or one that the update leaves out of step."""
-    _assert_parity(LAYOUTS[name], SPECS, 1.0, LION)
+    assert_parity(LAYOUTS[name], SPECS, 1.0, LION)
 
 
 def test_parity_over_pipeline_stages():
     """Catches a norm of one stage only, which clips each stage by its own factor."""
-    _assert_parity(topology(4, weight=2, pipeline=2), STAGED, 1.0)
+    assert_parity(topology(4, weight=2, pipeline=2), STAGED, 1.0)
 
 
 TIED = [
