@@ -1,4 +1,4 @@
-"""Saves that go on in the background: a copy of the state, and a thread that writes it.
+"""Saves in the background: a copy of the state, and a thread that writes it.
 
 [Note: Why not async_save] `torch.distributed.checkpoint.async_save` ends when each rank has written
 its files and rank 0 the table of contents. A checkpoint of ours is published after that, by an

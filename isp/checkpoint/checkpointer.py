@@ -105,7 +105,7 @@ class Checkpointer:
         rank's own, which only a run of the same layout gets back. With `wait`, for the last save of
         a run, it is published when this returns, whatever `async_mode` says.
 
-        Raises CheckpointError on all ranks if it fails on any: the run may go on, and older
+        Raises CheckpointError on all ranks if it fails on any: the run may continue, and older
         checkpoints are as they were. A failure in the background is logged when it happens and
         raised by `wait`. The next `save` waits for the last one, says so if that takes time, and
         tries again, whatever became of it.
@@ -151,7 +151,7 @@ class Checkpointer:
             self._write(manifest, shards)
         except CheckpointError as error:
             if self._first:
-                logger.error("%s The run goes on.", error)
+                logger.error("%s The run continues.", error)
             raise
         except Exception as error:  # the collectives failed: the run will hear of it
             logger.error("saving step %d failed: %s", manifest.step, error)

@@ -173,8 +173,8 @@ def _shards(
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
             # Master weights of the parameter's own dtype are the parameter itself.
-            wanted = tensor.dtype != item.parameter.dtype if kind == MASTER else not weights_only
-            if wanted:
+            is_kept = tensor.dtype != item.parameter.dtype if kind == MASTER else not weights_only
+            if is_kept:
                 key, rows = optimizer_key(name, kind), (start, stop)
                 yield name, kind, Shard.of_rows(key, tensor, item.layout, rows)
 

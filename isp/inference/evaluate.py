@@ -103,5 +103,5 @@ def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int
         SamplingConfig(),
         Ends(longest, source.ends),
     )
-    told = zip(generation.texts(), batch, strict=True)
-    return sum(found_key(text) == passkey.key for text, passkey in told)
+    answers = zip(generation.texts(), batch, strict=True)
+    return sum(found_key(text) == passkey.key for text, passkey in answers)

@@ -57,14 +57,14 @@ class Speed:
 
     def describe(self) -> str:
         """For people."""
-        told = (
+        text = (
             f"prefill {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s"
             f" ({_rate(self.prompt_tokens, self.prefill_seconds)} tokens/s)"
         )
         if self.new_tokens:
             rate = _rate(self.new_tokens, self.decode_seconds)
-            told += f", decoding {self.new_tokens} in {self.decode_seconds:.2f} s ({rate} tokens/s)"
-        return told
+            text += f", decoding {self.new_tokens} in {self.decode_seconds:.2f} s ({rate} tokens/s)"
+        return text
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -73,7 +73,7 @@ def _rate(tokens: int, seconds: float) -> str:
 
 @dataclass
 class Generation:
-    """One batch of prompts that an engine goes on with; to be iterated once, on all ranks alike."""
+    """One batch of prompts that an engine continues; to be iterated once, on all ranks alike."""
 
     engine: Engine
     tokenizer: Tokenizer

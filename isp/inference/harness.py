@@ -44,9 +44,9 @@ def check_tasks(names: Sequence[str], include_path: str | None) -> None:
             with contextlib.redirect_stderr(io.StringIO()):  # it will be said again
                 manager.load(name)
         except Exception as error:  # YAML, templates, data: each library raises its own
-            told = " ".join(f"{type(error).__name__}: {error}".split())
+            fault = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"--tasks {name}: {told} (--include-path {include_path} has"
+                f"--tasks {name}: {fault} (--include-path {include_path} has"
                 f" {len(manager.all_tasks):,} tasks and groups)"
             ) from error
 
@@ -202,7 +202,7 @@ class HarnessModel(TemplateLM):
                 yield from Generation(self.engine, self.source.tokenizer, batch, own, ends).texts()
 
     def _generation(self, options: Mapping[str, Any]) -> tuple[SamplingConfig, Ends]:
-        """How to go on, from a task's `generation_kwargs`."""
+        """How to continue, from a task's `generation_kwargs`."""
         asked: dict[str, Any] = normalize_gen_kwargs(dict(options), self.max_gen_toks)
         ends = Ends(asked.pop("max_gen_toks"), self._ends, tuple(asked.pop("until")))
         del asked["do_sample"]  # now a temperature of 0, or another

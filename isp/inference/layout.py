@@ -76,12 +76,12 @@ def _check(parallel: ParallelConfig, ranks: int) -> None:
             f"parallel.weight.size={weight.size} must divide the {ranks} ranks: use"
             f" {any_of(divisors(ranks))}"
         )
-    for key, value, wanted in (
+    for key, value, supported in (
         ("pipeline.size", parallel.pipeline.size, 1),
         ("sequence_2D.enable", parallel.sequence_2D.enable, False),
         ("weight.vocab_parallel_loss", weight.vocab_parallel_loss, False),
     ):
-        if value != wanted:
+        if value != supported:
             raise ValueError(
                 f"parallel.{key}={value} is for training: leave it out; checkpoints of any layout"
                 f" are read"

@@ -1,4 +1,4 @@
-"""Passkey prompts: a number told somewhere in text that says nothing, and asked for at its end.
+"""Passkey prompts: a number hidden somewhere in text that says nothing, and asked for at its end.
 
 Source: Mohtashami and Jaggi 2023, "Landmark Attention", whose sentences these are.
 """

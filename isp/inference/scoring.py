@@ -50,9 +50,9 @@ def scores(
         counts = [len(tokens) for _, tokens in batch]
         logits = engine.logits([continuation.read for continuation in batch], counts)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [sum of counts, V]
-        wanted = torch.tensor([token for _, tokens in batch for token in tokens]).to(logits.device)
-        losses = F.cross_entropy(logits, wanted, reduction="none").double().cpu()
-        greedy = (logits.argmax(-1) == wanted).cpu()
+        targets = torch.tensor([token for _, tokens in batch for token in tokens]).to(logits.device)
+        losses = F.cross_entropy(logits, targets, reduction="none").double().cpu()
+        greedy = (logits.argmax(-1) == targets).cpu()
         for loss, same in zip(losses.split(counts), greedy.split(counts), strict=True):
             yield Score(-float(loss.sum()), bool(same.all()))
 

@@ -30,9 +30,9 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
     if not model.checkpoint_offload:
         return 0
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
-    numbers = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
+    elements = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
     item: int = getattr(torch, config.training.dtype).itemsize
-    one = numbers // (topology.tensor if shared else 1) * item
+    one = elements // (topology.tensor if shared else 1) * item
     order = PipelineOrder(config.parallel.pipeline)
     counts = [
         sum(block.recomputed and block.input_kept for block in chunk.weight_blocks())
@@ -84,17 +84,17 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
 
 def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: bool) -> int:
     """Bytes of weights, gradients and states of a rank, where its tensors are."""
-    numbers, dtype = _numbers(config, topology, stage), getattr(torch, config.training.dtype)
-    size: int = numbers * (dtype.itemsize + master_dtype(dtype).itemsize)
+    elements, dtype = _elements(config, topology, stage), getattr(torch, config.training.dtype)
+    size: int = elements * (dtype.itemsize + master_dtype(dtype).itemsize)
     if on_cpu or not config.optimizer.offload_states:
-        size += _state_bytes(config, topology, numbers)
+        size += _state_bytes(config, topology, elements)
     return size
 
 
 def check_memory_of_states(
     config: JobConfig, topology: Topology, ranks: int, num_trained: int
 ) -> None:
-    """The same, of a model's so many numbers that are trained, and of its states alone."""
+    """The same, of a model's so many trained elements, and of its states alone."""
     if config.optimizer.offload_states:
         own = num_trained // topology.weight  # of one stage
         _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
@@ -128,7 +128,7 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
     checkpoint, needs = config.checkpoint, {_INPUTS: 0, _STATES: 0}
     copies = 0
     for stage, count in _stages_here(topology, ranks, first).items():
-        own = _numbers(config, topology, stage)
+        own = _elements(config, topology, stage)
         states = _state_bytes(config, topology, own)
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
@@ -144,8 +144,8 @@ def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
     return Counter(rank // topology.stage for rank in here)
 
 
-def _numbers(config: JobConfig, topology: Topology, stage: int) -> int:
-    """Numbers of the weights of a rank of pipeline rank `stage`."""
+def _elements(config: JobConfig, topology: Topology, stage: int) -> int:
+    """Elements of the weights of a rank of pipeline rank `stage`."""
     chunks = _chunks(config, stage)
     shapes = {item.name: item.layout.global_shape for c in chunks for item in c.shards()}
     return sum(map(math.prod, shapes.values())) // topology.weight
@@ -158,8 +158,8 @@ def _chunks(config: JobConfig, stage: int) -> tuple[TracedChunk, ...]:
     return shape_only(config.language_model, Mode.ISP, stages, order.num_stages)
 
 
-def _state_bytes(config: JobConfig, topology: Topology, numbers: int) -> int:
-    """Bytes of the states of a rank with so many numbers of weights."""
+def _state_bytes(config: JobConfig, topology: Topology, elements: int) -> int:
+    """Bytes of the states of a rank with so many elements of weights."""
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     kinds = kept(update_rule(config.optimizer), dtype).values()
-    return numbers // topology.zero1 * sum(kind.itemsize for kind in kinds)
+    return elements // topology.zero1 * sum(kind.itemsize for kind in kinds)

@@ -1,4 +1,4 @@
-"""`parallelize`: somebody else's model, driven from somebody else's training loop.
+"""`parallelize`: somebody else's model, trained from somebody else's loop.
 
 B batch, S sequence
 """
@@ -55,7 +55,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     not read. Ranks are torchrun's. A model on the meta device gets the weights that it would begin
     with, by `training.seed`, each rank its part alone. Weights that are frozen
     (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
-    or sizes that cannot be driven.
+    or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
         config = load_config(config, kind=_LoopConfig, unread=_UNREAD)

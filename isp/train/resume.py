@@ -54,7 +54,7 @@ class Start(NamedTuple):
     checkpoints: Path
     """The folder that it saves to."""
     resumes: bool
-    """Whether there may be checkpoints in it to go on from."""
+    """Whether there may be checkpoints in it to resume from."""
     launched_at: float
     """Time the run was started, by the clock; an earlier one's restarts do not count."""
     note: str
@@ -199,7 +199,7 @@ def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
-    """The checkpoint that the run would go on from, if there is one."""
+    """The checkpoint that the run would resume from, if there is one."""
     if place.checkpoints is None:
         return None
     launched_at = math.inf if place.launched_at is None else place.launched_at
@@ -210,7 +210,7 @@ def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
         raise ValueError(
             f"checkpoint.auto_resume=false, but checkpoint.folder={place.checkpoints} has"
             f" checkpoints, up to step {folder.steps()[0]}: name another folder, or leave out"
-            " auto_resume to go on from them"
+            " auto_resume to resume from them"
         )
     return preview(found)
 
@@ -278,7 +278,7 @@ def _launch_id() -> str:
 
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """The values a checkpoint keeps, plain, to be compared when a run goes on."""
+    """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
     return {_CONFIG: to_plain(config), _SEQUENCES: _sequences(config, topology)}
 
 
@@ -295,7 +295,7 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
             f"{info.path} is of a run with another model, or other data:{listed}\n"
             "for a run of its own use another job.name (or checkpoint.folder) or"
             f" checkpoint.auto_resume=false, and checkpoint.initial_load_path={info.path} to begin"
-            " from these weights; to go on with the changes, checkpoint.allow_changes=true"
+            " from these weights; to resume with the changes, checkpoint.allow_changes=true"
         )
     return [*refused, *lines]
 

@@ -119,15 +119,15 @@ def check_devices(config: JobConfig, ranks: int) -> None:
         )
 
 
-def check_device(wanted: str, ranks: int) -> None:
-    """Raise ValueError if this machine lacks the devices `wanted` (auto, cpu, cuda) for `ranks`."""
+def check_device(name: str, ranks: int) -> None:
+    """Raise ValueError if this machine lacks the devices `name` (auto, cpu, cuda) for `ranks`."""
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if name == "cuda" and not available:
         raise ValueError(
             "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
             " torch build for your CUDA driver"
         )
-    if wanted != "cpu" and available and ranks > (count := torch.cuda.device_count()):
+    if name != "cpu" and available and ranks > (count := torch.cuda.device_count()):
         raise ValueError(
             f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"
             f" {count} ranks on it, or use training.device=cpu"
@@ -140,25 +140,20 @@ def check_param_groups(config: JobConfig) -> None:
         check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
 
 
-def choose_device(config: JobConfig) -> torch.device:
-    """The device of this rank.  Raises ValueError if it is asked for and not there."""
-    check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
-    return device_of(config.training.device)
-
-
-def device_of(wanted: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device of this rank.  Raises ValueError if it is asked for and not there."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    check_device(wanted, local_rank + 1)
-    if wanted == "cpu" or not torch.cuda.is_available():
+    check_device(name, local_rank + 1)
+    if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 
 
 def make_world(config: JobConfig) -> World:
-    """This process among all, on the device of `choose_device`, which may raise ValueError."""
+    """This process among all, on its device.  Raises ValueError if that is not there."""
+    check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return World(
-        choose_device(config),
+        device_of(config.training.device),
         timeout_seconds=config.comm.init_timeout_seconds,
         expands_segments=not config.parallel.weight.nccl_ub,
     )

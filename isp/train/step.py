@@ -1,4 +1,4 @@
-"""One training step: micro-batches in, updated weights and a few numbers out."""
+"""One training step: micro-batches in, updated weights and a few figures out."""
 
 from __future__ import annotations
 
@@ -196,16 +196,16 @@ class TrainStep:
         self.gradients.reduce()
         self._add_tied()
         # Set off before the norm: the host waits for no more than that.
-        told = host_memory.HostCopy(torch.stack((self.over_ranks(work.total), work.valid)))
+        totals = host_memory.HostCopy(torch.stack((self.over_ranks(work.total), work.valid)))
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,
             wait=self._weights_may_change,
-            is_empty=lambda: not told.wait()[1],  # then only momentum would move the weights
+            is_empty=lambda: not totals.wait()[1],  # then only momentum would move the weights
         )
         self._gather_ahead()
         self._unfinished = False
-        loss, valid = told.wait().tolist()
+        loss, valid = totals.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
             loss=loss if valid else math.nan,

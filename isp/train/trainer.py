@@ -157,10 +157,10 @@ class Trainer:
                     offloaded = self.train_step.built.host
                     if offloaded.reserved_bytes:
                         logger.info("block inputs on the host: %s", offloaded.describe())
-                    self._tell_balance()
+                    self._log_balance()
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         if self.step > first:
-            self._tell_balance()
+            self._log_balance()
         self._end(stopped)
         return stopped is None
 
@@ -323,12 +323,12 @@ class Trainer:
             try:
                 self._checkpoints.save(done)
             except CheckpointError as error:
-                logger.error("%s The run goes on.", error)
+                logger.error("%s The run continues.", error)
         self._leave_phase()
 
-    def _tell_balance(self) -> None:
-        if told := str(self._balance):
-            logger.info("attention: %s", told)
+    def _log_balance(self) -> None:
+        if text := str(self._balance):
+            logger.info("attention: %s", text)
 
     def _end(self, stopped: str | None) -> None:
         if self._shared_cores:

@@ -149,7 +149,7 @@ def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
     run = make_run(0, Layout(), torch.float32)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(), world=run.world)
     newest = 0
-    for _ in range(20):
+    for _ in range(12):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_save_until_killed, args=(tmp_path, mode, sender))
         process.start()

@@ -15,7 +15,7 @@ from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, mak
 from tests.ranks import run_ranks
 
 LAYOUTS = {
-    "isp": Layout(8, "isp", tensor=2, weight=4, zero1=2),
+    "isp": Layout(4, "isp", tensor=2, weight=2, zero1=2),
     "isp-wide": Layout(4, "isp", tensor=4, weight=2, zero1=1),
     "mtp": Layout(4, "mtp", tensor=2),
     "fsp": Layout(4, "fsp", tensor=4),

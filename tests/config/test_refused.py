@@ -11,7 +11,7 @@ import torch
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.keys import KeyTable
 from isp.settings import OptimizerConfig, TrainingConfig
-from isp.train.run import choose_device
+from isp.train.run import make_world
 from tests.config.test_job import MINIMAL, faults_of
 
 
@@ -237,7 +237,7 @@ def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     overrides = ["--model.attention_backend=varlen", "--training.dtype=bfloat16"]
     with pytest.raises(ValueError, match="not bfloat16 on cpu"):
-        choose_device(load_config(write(MINIMAL), overrides))
+        make_world(load_config(write(MINIMAL), overrides))
 
 
 @pytest.mark.parametrize("value", ["-2", "1" + "0" * 31, ".nan", ".inf"])

@@ -18,12 +18,12 @@ from tests.inference.models import DECODER, PROMPTS, Written, made, saved, writt
 from tests.inference.test_engine import DECODED, check, greedy
 from tests.ranks import run_each
 
-MODES = {
-    "mtp": [],
-    "msp": ["--parallel.tensor.mode=msp"],
-    "fsp": ["--parallel.tensor.mode=fsp"],
-    "isp": ["--parallel.tensor.mode=isp"],
+ISP = "--parallel.tensor.mode=isp"
+CASES = {
+    2: {"llama": [], "qwen3": ["--parallel.tensor.mode=fsp"], "gemma3_text": [ISP]},
+    4: {"llama": [ISP], "qwen3": [ISP, "--parallel.weight.size=1"], "gemma3_text": []},
 }
+"""The model and its layout on so many ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +62,11 @@ def test_one_rank_writes_what_transformers_writes(
         check(of_layout(0, (path, 1, [])), expected, family)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", CASES)
 def test_every_layout_writes_the_same(
     ranks: int, models: dict[str, tuple[Path, list[Written]]]
 ) -> None:
-    cases = {}
-    for family, (path, _) in models.items():
-        for mode, overrides in MODES.items():
-            few = mode in ("mtp", "isp") and (ranks == 4 or family != "gemma3_text")
-            if few or (ranks, family) == (4, "qwen3"):
-                cases[f"{family} {mode}"] = path, ranks, overrides
-    cases["qwen3 isp 1"] = models["qwen3"][0], ranks, [*MODES["isp"], "--parallel.weight.size=1"]
+    cases = {name: (models[name][0], ranks, words) for name, words in CASES[ranks].items()}
     for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
         for found in of_ranks:
-            check(found, models[name.split()[0]][1], name)
+            check(found, models[name][1], name)
