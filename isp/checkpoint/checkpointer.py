@@ -40,7 +40,7 @@ __all__ = ["CheckpointInfo", "Checkpointer"]
 
 logger = logging.getLogger(__name__)
 
-_TOLD_SECONDS = 0.1
+_REPORTED_SECONDS = 0.1
 """A save that has to wait longer for the one before says so."""
 _LAST_SECONDS = 60.0
 """Time that a save in flight has to end after the run has failed."""
@@ -110,7 +110,7 @@ class Checkpointer:
         raised by `wait`. The next `save` waits for the last one, says so if that takes time, and
         tries again, whatever became of it.
         """
-        if self._flight is not None and (before := self._flight).join() > _TOLD_SECONDS:
+        if self._flight is not None and (before := self._flight).join() > _REPORTED_SECONDS:
             logger.info("step %d waited until step %d was saved", step, before.step)
         self._flight = None
         background = self._config.async_mode == "async" and not wait

@@ -11,7 +11,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from isp.checkpoint.folder import checkpoints_at
 from isp.checkpoint.manifest import Damaged, Manifest, fault_of
-from isp.checkpoint.state import MASTER, MODEL, model_key, optimizer_key, state_kinds
+from isp.checkpoint.state import (
+    MASTER,
+    model_key,
+    optimizer_key,
+    saved_weights,
+    state_kinds,
+)
 from isp.checkpoint.storage import read_metadata
 
 __all__ = ["Verification", "inspect", "verify"]
@@ -68,34 +74,26 @@ def _details(folder: Path) -> str:
             f"{_size(manifest)}, written by {_layout(manifest)}",
             f"kept values: {', '.join(manifest.shared) or 'none'}",
             "",
-            *_table(metadata),
+            _table(metadata),
             "",
             "complete; only `verify` reads every byte",
         ]
     )
 
 
-def _table(metadata: Metadata) -> list[str]:
+def _table(metadata: Metadata) -> str:
     """A line for each parameter, in columns."""
-    saved = metadata.state_dict_metadata
-    states = state_kinds(saved)
-    head = ("parameter", "shape", "weights", "master weights", *states)
-    rows: list[tuple[str, ...]] = [head]
-    total = 0
-    names = sorted(key.removeprefix(MODEL) for key in saved if key.startswith(MODEL))
-    for name in names:
-        weights = saved[model_key(name)]
-        assert isinstance(weights, TensorStorageMetadata)
-        total += math.prod(weights.size)
-        kinds = [optimizer_key(name, kind) for kind in (MASTER, *states)]
-        dtypes = [_dtype(metadata, key) for key in (model_key(name), *kinds)]
-        rows.append((name, str(list(weights.size)), *dtypes))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return [*lines, f"{len(names)} parameters, {total:,} elements"]
+    states, weights = state_kinds(metadata.state_dict_metadata), saved_weights(metadata)
+    lines = [("parameter", "shape", "weights", "master weights", *states)]
+    for name in sorted(weights):
+        keys = [model_key(name), *(optimizer_key(name, kind) for kind in (MASTER, *states))]
+        dtypes = (_dtype(metadata, key) for key in keys)
+        lines.append((name, str(list(weights[name].size)), *dtypes))
+    total = sum(math.prod(weight.size) for weight in weights.values())
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = ((f"{cell:{width}}" for cell, width in zip(x, widths, strict=True)) for x in lines)
+    table = "\n".join("  ".join(line).rstrip() for line in cells)
+    return f"{table}\n{len(weights)} parameters, {total:,} elements"
 
 
 def _dtype(metadata: Metadata, key: str) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "local_key",
     "saved_rows",
     "saved_shards",
+    "saved_weights",
     "targets_for",
     "weight_shards",
 ]
@@ -82,6 +83,15 @@ def optimizer_key(name: str, kind: str) -> str:
     return f"{OPTIMIZER}{name}.{kind}"
 
 
+def saved_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The parameters in a checkpoint, by name."""
+    return {
+        key.removeprefix(MODEL): tensor
+        for key, tensor in metadata.state_dict_metadata.items()
+        if key.startswith(MODEL) and isinstance(tensor, TensorStorageMetadata)
+    }
+
+
 def state_kinds(keys: Iterable[str]) -> list[str]:
     """The states that an update rule has, by the names of what it saves."""
     kinds = {key.rpartition(".")[2] for key in keys if key.startswith(OPTIMIZER)}
@@ -133,7 +143,7 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
     Raises ValueError, with the names, if something is not in the checkpoint.
     """
     saved = metadata.state_dict_metadata
-    names = _parameters(saved)
+    names = saved_weights(metadata).keys()
     rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
     shards, sources = dict[str, Shard](), dict[str, RowsOf]()
     for name, kind, shard in _shards(state, weights_only=weights_only):
@@ -179,11 +189,6 @@ def _shards(
                 yield name, kind, Shard.of_rows(key, tensor, item.layout, rows)
 
 
-def _parameters(saved: Iterable[str]) -> set[str]:
-    """The names of the parameters among saved keys."""
-    return {key.removeprefix(MODEL) for key in saved if key.startswith(MODEL)}
-
-
 def _dtype(saved: object) -> torch.dtype:
     assert isinstance(saved, TensorStorageMetadata)
     return saved.properties.dtype
@@ -210,14 +215,10 @@ def check_shapes(
 ) -> None:
     """Raise ValueError if a checkpoint is not of the model whose parameters have these `shapes`."""
     try:
-        saved = read_metadata(info.path, info.manifest.files).state_dict_metadata
+        saved = saved_weights(read_metadata(info.path, info.manifest.files))
     except Damaged as fault:
         raise ValueError(f"{info.path} is damaged: {fault}") from None
-    there = {
-        key.removeprefix(MODEL): tuple(value.size)
-        for key, value in saved.items()
-        if key.startswith(MODEL) and isinstance(value, TensorStorageMetadata)
-    }
+    there = {name: tuple(weight.size) for name, weight in saved.items()}
     rows = saved_rows(shapes, there, earlier_names)
     own = {rows[name].name: rows[name].whole_shape(shape) for name, shape in shapes.items()}
     odd = [name for name in sorted({*there, *own}) if there.get(name) != own.get(name)]

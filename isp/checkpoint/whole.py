@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.boxes import BoxLoadPlanner, Shard
 from isp.checkpoint.choice import CheckpointInfo, candidates_at, choose
 from isp.checkpoint.manifest import Damaged
-from isp.checkpoint.state import MODEL, model_key
+from isp.checkpoint.state import model_key, saved_weights
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
 from isp.comm import Channel
 from isp.layers.module import RowsOf
@@ -37,11 +36,7 @@ class WholeWeights:
             self._metadata = read_metadata(info.path, info.manifest.files)
         except Damaged as fault:
             raise CheckpointError(f"{info.path} is damaged: {fault}") from None
-        self._saved = {
-            key.removeprefix(MODEL): value
-            for key, value in self._metadata.state_dict_metadata.items()
-            if key.startswith(MODEL) and isinstance(value, TensorStorageMetadata)
-        }
+        self._saved = saved_weights(self._metadata)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
