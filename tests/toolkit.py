@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.layers.embedding import VocabParallelEmbedding
-from isp.layers.factory import LayerFactory
 from isp.layers.head import HeadLoss
 from isp.layers.linear import ParallelLinear, Role, moves_for
 from isp.layers.module import MasterStream, ParallelModule
+from isp.layers.rank_layers import RankLayers
 from isp.parallel.layout import ParameterLayout
 from isp.weights.wp import EmbeddingWeightParallelCommunicator
 
 __all__ = ["RMSNorm", "ToolkitLayers"]
 
 
-class ToolkitLayers(LayerFactory):
+class ToolkitLayers(RankLayers):
     """A model's code is the same in every mode."""
 
     @property

@@ -21,7 +21,7 @@ from isp.attention import CpuAttention, LocalAttention
 from isp.comm import Channel, Mesh, Pending, TimedTransfer
 from isp.comm.tag import Purpose, Tag
 from isp.config.models import language_model
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.swap import SwappedTable
 from isp.optim import MainGradients
@@ -105,7 +105,7 @@ class Compute:
 
     def build(self, mesh: Mesh, communicator: WPCommunicator) -> Built:
         """The decoder with the same weights in every contestant."""
-        layers = LayerFactory(
+        layers = RankLayers(
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.kept_calls import KeptCalls, Needs
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.models.calls import Kind
 from isp.models.stages import Stage
 from isp.recompute import Recomputer
@@ -59,7 +59,7 @@ class BlockRecomputer:
         recomputation: Recomputation,
         blocks: tuple[str, ...],
         stages: Iterable[Stage],
-        layers: LayerFactory,
+        layers: RankLayers,
     ) -> None:
         """`blocks`: of the model; `stages`: those that the rank has."""
         what, tracker = recomputation, RngStatesTracker(layers.device)

@@ -15,8 +15,8 @@ from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel, Mesh
 from isp.comm.cuda import registered
 from isp.comm.host import HostMemory
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer, linears_of
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
@@ -95,7 +95,7 @@ def build_model(
 ) -> BuiltModel:
     """This rank's shards of its stages of the model, with the initial weights of `seed`.
 
-    Without a seed they are left for others to fill. `cache`: see `LayerFactory`.
+    Without a seed they are left for others to fill. `cache`: see `RankLayers`.
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
     # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
@@ -108,7 +108,7 @@ def build_model(
         exchange=parallel.sequence_2D.exchange,
         scan=parallel.sequence_scan,
     )
-    layers = LayerFactory(
+    layers = RankLayers(
         mode=mesh.topology.mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
@@ -170,7 +170,7 @@ def shape_only(
 ) -> tuple[TracedChunk, ...]:
     """Stages of the model as one rank would have them alone, without memory for weights."""
     solo = Channel.solo()
-    layers = LayerFactory(
+    layers = RankLayers(
         mode=mode,
         tensor=solo,
         weight=solo,

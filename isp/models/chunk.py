@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isp.layers.factory import LayerFactory
 from isp.layers.head import HeadLoss
 from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
+from isp.layers.rank_layers import RankLayers
 from isp.models.calls import ForwardEnd
 from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
@@ -249,7 +249,7 @@ def _end(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _random_numbers(training: bool, layers: LayerFactory) -> Iterator[None]:
+def _random_numbers(training: bool, layers: RankLayers) -> Iterator[None]:
     """A forward whose draws (dropout) follow from one number of the host's generator, and the rank.
 
     Where the ranks of a sequence have the same tokens (mtp), they draw the same. Nothing is drawn

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.mixers.call import mix_by
 from isp.models.blocks import BlockRecomputer
 from isp.models.calls import Call, ForwardEnd, Kind
@@ -35,7 +35,7 @@ class CallFollower:
     def __init__(
         self,
         trace: ModelTrace,
-        layers: LayerFactory,
+        layers: RankLayers,
         recomputation: Recomputation,
         stages: tuple[Stage, ...],
         local_attention: LocalOf,

@@ -9,8 +9,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, Role, moves_for
+from isp.layers.rank_layers import RankLayers
 from isp.models.calls import Call, Kind
 from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
@@ -33,7 +33,7 @@ class WeightHolders:
     def __init__(
         self,
         model: nn.Module,
-        layers: LayerFactory,
+        layers: RankLayers,
         follower: CallFollower,
         plan: TensorPlan | None,
         stages: Iterable[Stage],

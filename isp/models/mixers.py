@@ -16,7 +16,7 @@ from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
 from isp.attention.sequence import SequenceRanks
 from isp.comm.tag import Purpose, Tag
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.mixers.choice import Indexer, choose, choose_next
 from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement
@@ -44,7 +44,7 @@ class TracedMixers:
     """
 
     def __init__(
-        self, layers: LayerFactory, follower: CallFollower, local_attention: LocalOf
+        self, layers: RankLayers, follower: CallFollower, local_attention: LocalOf
     ) -> None:
         self._layers = layers
         self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)

@@ -18,8 +18,8 @@ from torch import nn
 
 from isp.attention import HeadPlan, LocalAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
-from isp.layers.factory import LayerFactory
 from isp.layers.module import RowsOf
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
@@ -330,7 +330,7 @@ class TracedModel:
 
     def build(
         self,
-        layers: LayerFactory,
+        layers: RankLayers,
         stages: Iterable[int] = (0,),
         num_stages: int = 1,
         *,
@@ -349,7 +349,7 @@ class TracedModel:
         return (chunk,) if num_stages == 1 else tuple(map(chunk.of_stage, own))
 
     def _chunk(
-        self, layers: LayerFactory, attention: LocalAttention | None, stages: tuple[Stage, ...]
+        self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
     ) -> TracedChunk:
         if layers.device.type == "meta":
             model = self._empty()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from isp.attention.sequence import SequenceRanks
 from isp.comm import host_memory
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 
 __all__ = [
     "at_positions",
@@ -64,7 +64,7 @@ def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)
 
 
-def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: LayerFactory) -> Tensor:
+def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLayers) -> Tensor:
     """The length of the document in which each token of this rank lies, as `positions` [B, S'].
 
     All positions, [B, S], where the mode has a rank compute them. Without `cu_seqlens` a row is one

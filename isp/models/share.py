@@ -10,7 +10,7 @@ from torch import Tensor
 from isp.attention import AttentionMask, LocalAttention
 from isp.comm.channel import DryChannel
 from isp.comm.tag import Transfer
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.recorder import experts_passed
 from isp.models.region import OnlyColumnsRead
@@ -23,7 +23,7 @@ __all__ = ["run_with_a_share"]
 
 
 def run_with_a_share(
-    build: Callable[[LayerFactory, LocalAttention], TracedChunk],
+    build: Callable[[RankLayers, LocalAttention], TracedChunk],
     trace: ModelTrace,
     plan: TensorPlan,
     size: int,
@@ -34,7 +34,7 @@ def run_with_a_share(
     Raises ValueError, or what the model's code raises, if it does not run with its share.
     """
     tensor, tokens = DryChannel("tensor", size, 0, _Deaf()), 8 * size
-    layers = LayerFactory(
+    layers = RankLayers(
         mode=Mode.MSP,
         tensor=tensor,
         weight=tensor,

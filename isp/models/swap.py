@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isp.layers.embedding import look_up
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
+from isp.layers.rank_layers import RankLayers
 from isp.models.fused import FusedRows
 from isp.models.reads import looked_up
 from isp.models.region import Entrance
@@ -47,7 +47,7 @@ class _Swapped:
 
     weight_name = "weight"
 
-    def __init__(self, module: nn.Module, name: str, layers: LayerFactory, moves: Moves) -> None:
+    def __init__(self, module: nn.Module, name: str, layers: RankLayers, moves: Moves) -> None:
         self.module = module
         self.name = name
         self.communicator = layers.communicator
@@ -87,7 +87,7 @@ class SwappedLinear(_Swapped):
         self,
         module: nn.Module,
         name: str,
-        layers: LayerFactory,
+        layers: RankLayers,
         called: Called,
         plan: TensorPlan | None,
         entrance: Entrance | None,
@@ -126,7 +126,7 @@ class SwappedTable(_Swapped):
     deterministic = False
 
     def __init__(
-        self, module: nn.Module, name: str, layers: LayerFactory, called: Called, moves: Moves
+        self, module: nn.Module, name: str, layers: RankLayers, called: Called, moves: Moves
     ) -> None:
         super().__init__(module, name, layers, moves)
         original, look_up_own = module.forward, partial(_look_up, self)
@@ -173,7 +173,7 @@ class _Lookup(TorchFunctionMode):
 def shard_parameters(
     model: nn.Module,
     trace: ModelTrace,
-    layers: LayerFactory,
+    layers: RankLayers,
     plan: TensorPlan | None,
     own: frozenset[str],
     rows: Mapping[str, FusedRows],
@@ -220,7 +220,7 @@ def _layout(
     name: str,
     parameter: nn.Parameter,
     trace: ModelTrace,
-    layers: LayerFactory,
+    layers: RankLayers,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
     """The cut of a parameter: by rows over the weight group, or as the plan has it.
@@ -244,7 +244,7 @@ def _layout(
     return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 
-def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> ShardedParameter:
+def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
     """What `parameter` travels in, with this rank's rows of it and of others."""
     shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
@@ -257,7 +257,7 @@ def _whole(among: FusedRows, parameter: nn.Parameter, layers: LayerFactory) -> S
 def _own_part(
     parameter: nn.Parameter,
     layout: ParameterLayout,
-    layers: LayerFactory,
+    layers: RankLayers,
     whole: ShardedParameter | None,
 ) -> Tensor:
     """This rank's shard, in the memory of the `whole` that it travels in."""

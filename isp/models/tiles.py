@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from isp.autograd import Function, once_differentiable
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.parts import SummedGradient, keep, kept
+from isp.layers.rank_layers import RankLayers
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
 from isp.models.swap import SwappedLinear, SwappedTable
@@ -45,7 +45,7 @@ class TiledModule:
         module: nn.Module,
         holders: Sequence[Holder],
         tokens: int,
-        layers: LayerFactory,
+        layers: RankLayers,
     ) -> None:
         """`tokens`: of all rows of the batch together; a tile has one of each row at least."""
         self._forward = module.forward

@@ -25,8 +25,8 @@ from isp.attention.mask import Chosen
 from isp.attention.pieces import document_lengths
 from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import LinearLayer
+from isp.layers.rank_layers import RankLayers
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
@@ -275,7 +275,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryLayers(LayerFactory):
+class DryLayers(RankLayers):
     """Layers of which alike parts are run a few times, and scans on few tokens."""
 
     recorder: EventRecorder

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isp.comm import Channel
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.parallel import Mode
@@ -25,7 +25,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _build(traced: TracedModel) -> TracedChunk:
-    layers = LayerFactory(
+    layers = RankLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=Channel.solo("weight"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
 from isp.comm import Channel
-from isp.layers.factory import LayerFactory
+from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
@@ -92,7 +92,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
 
     Computed by the traced model of one process, from the beginning for each token.
     """
-    layers = LayerFactory(
+    layers = RankLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=Channel.solo("weight"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.layers.factory import LayerFactory
 from isp.layers.linear import ParallelLinear
+from isp.layers.rank_layers import RankLayers
 from isp.parallel.config import OverlapUnit
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import Action, ActionKind, sequential_actions
@@ -35,7 +35,7 @@ from tests.weights.test_parameters import (
 class Experts(nn.Module):
     """A dense layer, an expert and a dense layer, the expert's weights on another communicator."""
 
-    def __init__(self, dense: LayerFactory, expert: LayerFactory) -> None:
+    def __init__(self, dense: RankLayers, expert: RankLayers) -> None:
         super().__init__()
         self.one = dense.column(D, (D,), bias=True, std=0.5)
         self.expert = expert.column(D, (D,), bias=True, std=0.5)

@@ -1,4 +1,4 @@
-"""The layers of a model for a mode: the one place where a mode becomes layouts and moves."""
+"""How the layers of a model lie on a rank: where a mode becomes layouts and moves."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from isp.weights.wp import (
     WPCommunicator,
 )
 
-__all__ = ["LayerFactory"]
+__all__ = ["RankLayers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFactory:
-    """Layers for one mode over given channels; the model's code is the same in every mode.
+class RankLayers:
+    """How layers are split in one mode over given channels, and what they are computed with.
 
     In isp mode a weight is cut by rows over the weight group and every rank computes all features
     of its tokens; in the others it is cut by outputs (column) or inputs (row) over the tensor
